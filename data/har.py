@@ -1,0 +1,421 @@
+"""Human activity recognition on smartphones (UCI HAR): raw inertial signals, split by subject.
+
+Source: Anguita et al., "A public domain dataset for human activity recognition using smartphones", ESANN 2013.
+Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap by half.
+"""
+
+import hashlib
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import numpy as np
+
+from data.cache import Arrays, cached_arrays
+from data.counter_random import normal, uniform
+from data.errors import BadInput
+from data.order import SampleKeys
+
+SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
+"""The nine channels: acceleration without gravity (g), angular velocity (rad/s), acceleration with gravity (g)."""
+CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
+WINDOW_LENGTH = 128
+
+_FORMAT_VERSION = 1
+_TOP_FOLDER = "UCI HAR Dataset"
+_TURN_STREAM, _MAP_STREAM, _JITTER_STREAM = range(3)
+
+
+@dataclass(frozen=True)
+class HarRecordings:
+    """Windows in physical units, as recorded.
+
+    signals: (N, 9, 128) float32, channels as in SIGNALS.
+    labels: (N,) int64, 0..5, positions in CLASSES.
+    subjects: (N,) int64, the person who wore the phone.
+    is_test: (N,) bool, the person belongs to the test part.
+    key: names the content in the cache.
+    """
+
+    signals: np.ndarray
+    labels: np.ndarray
+    subjects: np.ndarray
+    is_test: np.ndarray
+    key: str
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random changes of training windows; a strength of 0 turns a change off.
+
+    max_rotation_deg: the phone sits differently: one rotation of the three triplets of a window together, about a
+        random axis, by an angle uniform in [-max, max] degrees.
+    scale_std: each channel is multiplied by a factor from N(1, scale_std), in physical units.
+    jitter_std: white noise, in standard deviations of the channel.
+    """
+
+    max_rotation_deg: float = 15.0
+    scale_std: float = 0.1
+    jitter_std: float = 0.05
+
+
+class HarDataset:
+    """Standardised windows of some subjects, in memory that processes share."""
+
+    def __init__(self, signals: np.ndarray, labels: np.ndarray, augment: "WindowAugmenter | None" = None) -> None:
+        self.signals = signals
+        self.labels = labels
+        self._augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """{"signals": (n, 9, 128) float32, "label": (n,) int64}."""
+        signals = self.signals[keys.index]
+        if self._augment is not None:
+            signals = self._augment(signals, keys.epoch, keys.index)
+        return {"signals": signals, "label": self.labels[keys.index]}
+
+
+class WindowAugmenter:
+    """Applies an Augmentation to standardised windows, as if to the physical ones.
+
+    With raw = std * z + mean, a linear map M of a raw triplet is, on the standardised one,
+    z -> (M std / std) z + (M mean - mean) / std: a 3x3 matrix and an offset per window and triplet.
+    """
+
+    def __init__(self, strength: Augmentation, mean: np.ndarray, std: np.ndarray, seed: int) -> None:
+        """mean, std: (9,), those that the windows were standardised with."""
+        self._strength = strength
+        self._seed = seed
+        self._mean = mean.reshape(3, 3, 1).astype(np.float32)
+        self._std = std.reshape(3, 3, 1).astype(np.float32)
+
+    def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
+        """signals: (n, 9, 128) float32, standardised, left as they are. index: (n,) their sample ids."""
+        raw_map = self.raw_map(epoch, index)
+        matrix = raw_map * self._std.reshape(3, 1, 3) / self._std
+        offset = (raw_map @ self._mean - self._mean) / self._std
+        triplets = matrix @ signals.reshape(-1, 3, 3, signals.shape[-1])
+        triplets += offset
+        augmented = triplets.reshape(signals.shape)
+        if self._strength.jitter_std > 0:
+            noise = normal(self._seed, epoch, index, signals.shape[1:], _JITTER_STREAM)
+            noise *= np.float32(self._strength.jitter_std)
+            augmented += noise
+        return augmented
+
+    def raw_map(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        """The random rotation, then scale, of each window's triplets in physical units: (n, 3, 3, 3) float32."""
+        turn = uniform(self._seed, epoch, index, (), _TURN_STREAM)
+        angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
+        draws = normal(self._seed, epoch, index, (12,), _MAP_STREAM)
+        scale = 1 + np.float32(self._strength.scale_std) * draws[:, 3:].reshape(-1, 3, 3, 1)
+        return scale * rotation_matrices(draws[:, :3], angle)[:, None]
+
+
+def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:
+    """Rotations by the angles (n,), in radians, about the axes (n, 3), of any length: (n, 3, 3), by Rodrigues."""
+    x, y, z = (axis / np.linalg.norm(axis, axis=1, keepdims=True)).T
+    zero = np.zeros_like(x)
+    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=1).reshape(-1, 3, 3)
+    sin, cos = np.sin(angle)[:, None, None], np.cos(angle)[:, None, None]
+    return np.eye(3, dtype=axis.dtype) + sin * cross + (1 - cos) * (cross @ cross)
+
+
+def split_by_subject(
+    recordings: HarRecordings,
+    cache_dir: Path,
+    seed: int,
+    num_val_subjects: int = 4,
+    val_subjects: Sequence[int] | None = None,
+    augmentation: Augmentation | None = None,
+) -> dict[str, HarDataset]:
+    """The data sets "train", "val" and "test", without a person in two of them.
+
+    Channels are standardised with mean and deviation of the subjects that are trained on. Neighbouring windows
+    overlap, so validation on random windows would be validation on training data.
+
+    seed: picks the validation subjects (training subject number seed * num_val_subjects and the next ones, round
+        and round) and is the key of the augmentation.
+    val_subjects: names the validation subjects instead.
+    augmentation: of "train"; None for none.
+
+    Raises BadInput when a subject is not in the training part or no subject is left.
+    """
+    held_out = _choose_val_subjects(recordings, seed, num_val_subjects, val_subjects)
+    digest = hashlib.sha256(repr(held_out).encode()).hexdigest()[:16]
+    key = f"{recordings.key}-split-{digest}"
+    arrays = cached_arrays(cache_dir, key, lambda: _standardised_splits(recordings, held_out))
+    augment = None
+    if augmentation is not None:
+        augment = WindowAugmenter(augmentation, arrays["mean"], arrays["std"], seed)
+    return {
+        "train": HarDataset(arrays["train_signals"], arrays["train_labels"], augment),
+        "val": HarDataset(arrays["val_signals"], arrays["val_labels"]),
+        "test": HarDataset(arrays["test_signals"], arrays["test_labels"]),
+    }
+
+
+def _choose_val_subjects(
+    recordings: HarRecordings, seed: int, num_val_subjects: int, val_subjects: Sequence[int] | None
+) -> list[int]:
+    candidates: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
+    if val_subjects is None:
+        if not 0 < num_val_subjects < len(candidates):
+            raise BadInput(
+                f"--num-val-subjects {num_val_subjects}: must be at least 1 and leave one of the "
+                f"{len(candidates)} training subjects to train on"
+            )
+        first = seed * num_val_subjects
+        return sorted(candidates[(first + i) % len(candidates)] for i in range(num_val_subjects))
+    held_out = sorted(set(val_subjects))
+    for subject in held_out:
+        if subject not in candidates:
+            known = " ".join(map(str, candidates))
+            raise BadInput(f"--val-subjects {subject}: not a training subject; those are {known}")
+    if not 0 < len(held_out) < len(candidates):
+        raise BadInput(
+            f"--val-subjects: {len(held_out)} of {len(candidates)} training subjects are held out; "
+            "hold out at least one and leave one to train on"
+        )
+    return held_out
+
+
+def _standardised_splits(recordings: HarRecordings, val_subjects: list[int]) -> Arrays:
+    is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
+    rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
+    trained_on = recordings.signals[rows["train"]]
+    mean = trained_on.mean(axis=(0, 2), dtype=np.float64)
+    std = trained_on.std(axis=(0, 2), dtype=np.float64)
+    std[std == 0] = 1.0  # a dead channel stays at zero
+    arrays: Arrays = {"mean": mean, "std": std}
+    for name, chosen in rows.items():
+        standardised = (recordings.signals[chosen] - mean[:, None]) / std[:, None]
+        arrays[f"{name}_signals"] = standardised.astype(np.float32)
+        arrays[f"{name}_labels"] = recordings.labels[chosen]
+    return arrays
+
+
+def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
+    """Reads the data set as published, and keeps it parsed in the cache.
+
+    path: the folder `UCI HAR Dataset`, its parent, the zip of it, a zip that holds this zip, or a folder with
+        `UCI HAR Dataset.zip`. Archives are read in memory; nothing is unpacked to disk.
+
+    Raises BadInput, naming file, line and column, when anything is missing or is not what the format says.
+    """
+    source = _find(path)
+    identity = repr((_FORMAT_VERSION, source.stamps()))
+    key = f"uci_har-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    return HarRecordings(**cached_arrays(cache_dir, key, lambda: _parse(source)), key=key)
+
+
+class _Source(Protocol):
+    """The files of the data set, named relative to its top folder."""
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Changes when the files do: resolved path, size in bytes, time of change in ns."""
+        ...
+
+    def where(self, name: str) -> str:
+        """The file as a message names it."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Raises BadInput when there is no such file."""
+        ...
+
+
+class _Folder:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        return [_stamp(file) for file in sorted(self._root.glob("t*/**/*.txt"))]
+
+    def where(self, name: str) -> str:
+        return f"--data-dir: {self._root / name}"
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self._root / name).read_bytes()
+        except OSError as error:
+            raise BadInput(f"{self.where(name)}: {error.strerror}; the data set is not complete") from None
+
+
+class _Archive:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: tuple[zipfile.ZipFile, str] | None = None
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        return [_stamp(self._path)]
+
+    def where(self, name: str) -> str:
+        return f"--data-dir: {self._path}, {name}"
+
+    def read(self, name: str) -> bytes:
+        with _archive_errors(self._path):
+            if self._opened is None:
+                self._opened = _open_archive(self._path)
+            archive, top = self._opened
+            if top + name not in archive.namelist():
+                raise BadInput(f"{self.where(name)}: not in the archive; the data set is not complete")
+            return archive.read(top + name)
+
+
+@contextmanager
+def _archive_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        # RuntimeError: zipfile's word for an encrypted member and for a compression method that it does not know.
+        raise BadInput(f"--data-dir: {path} is not a zip file or is damaged ({error}); fetch it again") from None
+
+
+def _open_archive(path: Path) -> tuple[zipfile.ZipFile, str]:
+    """The archive that holds the data set, itself or the one inside it, and the top folder in it ("" or "x/")."""
+    archive = zipfile.ZipFile(path)
+    inner = [name for name in archive.namelist() if name.endswith(".zip") and not _is_hidden(name)]
+    top = _top_folder(archive)
+    if top is None and inner:
+        archive = zipfile.ZipFile(io.BytesIO(archive.read(inner[0])))
+        top = _top_folder(archive)
+    if top is None:
+        raise BadInput(f"--data-dir: {path} holds no folder train with the files of UCI HAR; check the path")
+    return archive, top
+
+
+def _top_folder(archive: zipfile.ZipFile) -> str | None:
+    for name in archive.namelist():
+        folders = PurePosixPath(name).parts[:-1]
+        if "train" in folders[:2] and not _is_hidden(name):
+            return "".join(f"{folder}/" for folder in folders[: folders.index("train")])
+    return None
+
+
+def _is_hidden(name: str) -> bool:
+    # The published archive was packed on a Mac, which adds a shadow of every file.
+    return name.startswith("__MACOSX/")
+
+
+def _find(path: Path) -> _Source:
+    path = path.resolve()
+    if not path.exists():
+        raise BadInput(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
+    if path.is_file():
+        return _Archive(path)
+    for folder in (path, path / _TOP_FOLDER):
+        if (folder / "train").is_dir():
+            return _Folder(folder)
+    archive = path / f"{_TOP_FOLDER}.zip"
+    if archive.is_file():
+        return _Archive(archive)
+    raise BadInput(
+        f"--data-dir {path}: holds no folder train with the files of UCI HAR; give the folder {_TOP_FOLDER} or its zip"
+    )
+
+
+def _stamp(file: Path) -> tuple[str, int, int]:
+    status = os.stat(file)
+    return str(file), status.st_size, status.st_mtime_ns
+
+
+def _parse(source: _Source) -> Arrays:
+    parts = {part: _parse_part(source, part) for part in ("train", "test")}
+    for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
+        where = source.where("test/subject_test.txt")
+        raise BadInput(f"{where}: subject {subject} is in the training part too; give the official split")
+    arrays = {name: np.concatenate([part[name] for part in parts.values()]) for name in parts["train"]}
+    arrays["is_test"] = np.repeat([False, True], [len(part["labels"]) for part in parts.values()])
+    return arrays
+
+
+def _parse_part(source: _Source, part: str) -> Arrays:
+    label_file, subject_file = f"{part}/y_{part}.txt", f"{part}/subject_{part}.txt"
+    labels = _parse_integers(source, label_file, _lines(source, label_file))
+    for row in np.flatnonzero((labels < 1) | (labels > len(CLASSES))):
+        known = f"the classes are 1 to {len(CLASSES)}"
+        raise BadInput(f"{source.where(label_file)}, line {row + 1}: unknown class label {labels[row]}; {known}")
+    subjects = _parse_integers(source, subject_file, _equally_many_lines(source, subject_file, label_file, labels))
+    signals = np.empty((len(labels), len(SIGNALS), WINDOW_LENGTH), np.float32)
+    for channel, signal in enumerate(SIGNALS):
+        file = f"{part}/Inertial Signals/{signal}_{part}.txt"
+        lines = _equally_many_lines(source, file, label_file, labels)
+        _parse_windows(source, file, lines, signals[:, channel])
+    return {"signals": signals, "labels": labels - 1, "subjects": subjects}
+
+
+def _lines(source: _Source, name: str) -> list[bytes]:
+    lines = source.read(name).splitlines()
+    if not lines:
+        raise BadInput(f"{source.where(name)}: is empty; fetch the data set again")
+    return lines
+
+
+def _equally_many_lines(source: _Source, name: str, reference: str, labels: np.ndarray) -> list[bytes]:
+    lines = _lines(source, name)
+    if len(lines) != len(labels):
+        raise BadInput(
+            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; "
+            "the files of a data set belong together"
+        )
+    return lines
+
+
+def _parse_integers(source: _Source, name: str, lines: list[bytes]) -> np.ndarray:
+    numbers = np.empty(len(lines), np.int64)
+    for row, line in enumerate(lines):
+        try:
+            numbers[row] = int(line)
+        except (ValueError, OverflowError):
+            shown = line.decode(errors="replace")
+            raise BadInput(f"{source.where(name)}, line {row + 1}: {shown!r} is not a whole number") from None
+    return numbers
+
+
+def _parse_windows(source: _Source, name: str, lines: list[bytes], out: np.ndarray) -> None:
+    """Writes the windows, one a line, to out, (N, 128)."""
+    num_columns = out.shape[1]
+    for row, line in enumerate(lines):
+        values = _parse_line(line)
+        if values is None or values.size != num_columns:
+            raise _bad_line(source, name, row, line, num_columns)
+        out[row] = values
+    for row in np.flatnonzero(~np.isfinite(out).all(axis=1)):
+        raise _bad_line(source, name, row, lines[row], num_columns)
+
+
+def _parse_line(line: bytes) -> np.ndarray | None:
+    """The numbers of a line, float32; None when a field is not a number."""
+    try:
+        return np.fromstring(line, np.float32, sep=" ")
+    except ValueError:
+        return None
+
+
+def _bad_line(source: _Source, name: str, row: int, line: bytes, num_columns: int) -> BadInput:
+    reason = _what_is_wrong(line, num_columns)
+    return BadInput(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
+
+
+def _what_is_wrong(line: bytes, num_columns: int) -> str:
+    """Says slowly and precisely what is wrong with a line of numbers."""
+    fields = line.decode(errors="replace").split()
+    if len(fields) != num_columns:
+        return f": {len(fields)} columns instead of {num_columns}"
+    for column, field in enumerate(fields, start=1):
+        values = _parse_line(field.encode())
+        if values is None or values.size != 1:
+            return f", column {column}: {field!r} is not a number"
+        if not np.isfinite(values[0]):
+            return f", column {column}: {field} is not a finite number"
+    raise AssertionError(f"nothing wrong with {line!r}")

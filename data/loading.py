@@ -1,0 +1,97 @@
+"""From sample keys to batches, in order, in this process or in worker processes."""
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data.order import SampleKeys
+
+Batch = dict[str, Tensor]
+
+
+class KeyedDataset(Protocol):
+    """A data set that gathers a whole batch at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, keys: SampleKeys) -> Any: ...
+
+
+Collate = Callable[[Any, SampleKeys], Batch]
+
+
+class _Batches(Dataset[Batch]):
+    """A data set whose items are whole batches, so that one key travels to a worker and one batch back."""
+
+    def __init__(self, dataset: KeyedDataset, collate: Collate) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __getitem__(self, keys: SampleKeys) -> Batch:
+        batch = self.collate(self.dataset.__getitems__(keys), keys)
+        if keys.placeholder:
+            batch["weight"] = torch.zeros_like(batch["weight"])
+        return batch
+
+
+class _KeySource:
+    """A sampler that yields whatever keys it was last given, so that workers outlive an epoch."""
+
+    keys: Iterable[SampleKeys] = ()
+
+    def __iter__(self) -> Iterator[SampleKeys]:
+        return iter(self.keys)
+
+
+class BatchLoader:
+    """Yields the batches named by the keys.
+
+    num_workers: 0 gathers in this process, which is fastest for data that lies in memory.
+    pin_memory: put batches into page-locked memory, so that copies to a GPU do not wait.
+    """
+
+    def __init__(self, dataset: KeyedDataset, collate: Collate, num_workers: int = 0, pin_memory: bool = False) -> None:
+        self._batches = _Batches(dataset, collate)
+        self._pin_memory = pin_memory
+        self._source = _KeySource()
+        self._workers: DataLoader[Batch] | None = None
+        if num_workers > 0:
+            self._workers = DataLoader(
+                self._batches,
+                batch_size=None,
+                sampler=self._source,
+                num_workers=num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=pin_memory,
+                persistent_workers=True,
+                worker_init_fn=_leave_signals_to_the_trainer,
+                # A generator of its own: making an iterator draws from it, and must not disturb the global one.
+                generator=torch.Generator(),
+            )
+
+    def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
+        if self._workers is None:
+            return self._in_process(keys)
+        self._source.keys = keys
+        return iter(self._workers)
+
+    def _in_process(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
+        for key in keys:
+            batch = self._batches[key]
+            if self._pin_memory:
+                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            yield batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_the_trainer(worker_id: int) -> None:
+    # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)

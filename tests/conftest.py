@@ -1,0 +1,109 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+WEIGHTED = f"{ROOT / 'tests' / 'weighted_task.py'}:Weighted"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """A test that changes the environment, or leaves threads or a process group, fails."""
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    assert not torch.distributed.is_initialized()
+    changed = {name for name in os.environ.keys() | environment.keys() if os.environ.get(name) != environment.get(name)}
+    assert changed <= {"PYTEST_CURRENT_TEST"}
+    assert not [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def environment(cache_dir):
+    """The environment of a user's shell, with the cache in a temporary place."""
+    variables = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return variables | {"XDG_CACHE_HOME": str(cache_dir), "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture(scope="session")
+def command(environment):
+    """Runs a command line as a user would; returns the finished process with its output as text."""
+
+    def run(*args, status=0, timeout=180, **variables):
+        done = subprocess.run(
+            [sys.executable, *map(str, args)],
+            cwd=ROOT,
+            env=environment | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+def launcher(num_processes: int) -> list[str]:
+    """The command that starts a run on so many CPU processes."""
+    if num_processes == 1:
+        return ["main.py"]
+    return ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", str(num_processes)]
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def flatten(state, prefix=""):
+    """Every tensor and number of a nested checkpoint, by path."""
+    if isinstance(state, dict):
+        items = state.items()
+    elif isinstance(state, list | tuple):
+        items = enumerate(state)
+    else:
+        return {prefix: state}
+    found = {}
+    for key, value in items:
+        found |= flatten(value, f"{prefix}/{key}")
+    return found
+
+
+TIMES = ("train_seconds", "samples_per_second", "epoch_seconds")
+
+
+def assert_same_bits(a: dict, b: dict) -> None:
+    """Two checkpoints agree in everything but wall time."""
+    flat_a, flat_b = flatten(a), flatten(b)
+    assert flat_a.keys() == flat_b.keys()
+    for name, value in flat_a.items():
+        if name.endswith(TIMES) or name.startswith("/config/"):
+            continue
+        other = flat_b[name]
+        same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+        assert same, f"{name}: {value} != {other}"
+
+
+def largest_difference(a: dict, b: dict) -> float:
+    """Over the weights of two checkpoints, relative to each tensor's largest value."""
+    assert a["model"].keys() == b["model"].keys()
+    return max(float((x - b["model"][k]).abs().max() / x.abs().max()) for k, x in a["model"].items())
+
+
+def read_metrics(directory: Path, event: str) -> list[dict]:
+    """The records of metrics.jsonl, without wall times."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k not in TIMES} for r in records if r["event"] == event]

@@ -1,0 +1,308 @@
+"""Builds a run from a command line, at the position where it goes on."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.errors import BadInput
+from data.loading import BatchLoader
+from data.order import SampleKeys
+from trainer.average import WeightAverage
+from trainer.checkpoint import RunDirectory, read_checkpoint
+from trainer.flags import Flags
+from trainer.parallel import Parallel, set_num_threads
+from trainer.plan import BatchSplit, Plan, split_batch
+from trainer.precision import Precision, PrecisionForward, resolve_amp
+from trainer.run import Run, check_weights_fit
+from trainer.runlog import RunLog, SilentLog
+from trainer.schedule import LearningFlags, LearningRate, device_scaling_factor
+from trainer.stop import StopRequest
+from trainer.task import Objective, Task, check_batch
+
+BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
+START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--eval-only")
+
+
+def set_up_torch(flags: Flags, parallel: Parallel) -> None:
+    """Threads and determinism of this process."""
+    set_num_threads(flags.devices.num_threads, parallel.local_world_size)
+    if flags.precision.deterministic or parallel.device.type == "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    else:
+        torch.backends.cudnn.benchmark = True
+
+
+def build_task(flags: Flags) -> Task:
+    """The task with its data loaded. Raises BadInput."""
+    assert flags.task_type is not None
+    task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
+    splits = task.splits()
+    for name in ("train", "val", "test"):
+        if len(splits[name]) == 0:
+            raise BadInput(f"--task {flags.run.task}: its data set {name!r} is empty")
+    return task
+
+
+def build_run(flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel, directory: RunDirectory) -> Run:
+    """Everything that training needs, at its start or where it goes on, with the directory claimed for it.
+
+    All processes call it; a BadInput is raised on all of them.
+    """
+    state = parallel.on_main(lambda: choose_start(directory, flags))
+    run = assemble_run(flags, task, parallel, state)
+    notes = resume(run, state) if state is not None else initialise(run, flags)
+    if parallel.is_main:
+        run.directory = directory
+    parallel.on_main(lambda: _claim_directory(run, directory, argv))
+    if parallel.is_main:
+        run.log = RunLog(directory.path, run.progress.step)
+    for line in [*describe_run(run, flags), *notes]:
+        run.log.say(line)
+    run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
+    return run
+
+
+def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[str, Any] | None) -> Run:
+    """The parts, with fresh weights, no run directory and a silent log. state: the checkpoint to go on from."""
+    values = flags.values()
+    batches, lr_factor = arrange_batches(flags, values, parallel, state)
+    plan = Plan(flags.run.epochs, tuple(task.num_samples(p) for p in task.phases), batches.global_batch_size)
+    learning_rate = build_learning_rate(flags, plan, lr_factor)
+    objective, precision = build_objective(flags, task, parallel)
+    return Run(
+        task=task,
+        parallel=parallel,
+        precision=precision,
+        objective=objective,
+        net=PrecisionForward(objective, precision),
+        optimizers=build_optimizers(flags.learning, task, objective),
+        average=WeightAverage(objective.model, flags.learning.ema_decay),
+        plan=plan,
+        batches=batches,
+        learning_rate=learning_rate,
+        loaders=build_loaders(task, flags.run.num_workers, parallel),
+        directory=None,
+        log=SilentLog(),
+        stop=StopRequest(),
+        seed=flags.run.seed,
+        max_grad_norm=flags.learning.max_grad_norm,
+        patience=flags.learning.early_stopping_patience,
+        save_every_steps=flags.checkpoint.save_every_steps,
+        log_interval=flags.run.log_interval,
+        facts={
+            "task": flags.run.task,
+            "config": values,
+            "global_batch_size": batches.global_batch_size,
+            "lr_factor": lr_factor,
+            "phase_sizes": list(plan.phase_sizes),
+            "environment": describe_environment(parallel),
+        },
+    )
+
+
+def _claim_directory(run: Run, directory: RunDirectory, argv: Sequence[str]) -> None:
+    """Records what is about to run. Raises BadInput when there is no room for its checkpoints."""
+    weights = sum(value.nbytes for value in run.objective.state_dict().values())
+    directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
+    directory.write_json("config.json", {"command_line": list(argv), **run.facts})
+
+
+# --- where to start ----------------------------------------------------------------------------------------------
+
+
+def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None:
+    """The checkpoint to go on from, or None. Raises BadInput.
+
+    `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
+    """
+    source = flags.checkpoint.resume_from
+    newest = directory.load_newest() if directory.has_checkpoint else None
+    if source is None or (newest is not None and newest["config"].get("--resume-from") == str(source)):
+        return newest
+    state = read_checkpoint(source, f"--resume-from {source}")
+    directory.restrict_best(state["best"]["epoch"] if state["best"] else None)
+    return state
+
+
+def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
+    """Restores a checkpoint; returns what the user should know. Raises BadInput when it does not fit."""
+    changed = {
+        name: (state["config"][name], value)
+        for name, value in run.facts["config"].items()
+        if name in state["config"] and name not in START_FLAGS and state["config"][name] != value
+    }
+    if state["task"] != run.facts["task"]:
+        raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
+    shape_flags = ", ".join(name for name in changed if name in _task_flags(run)) or "its flags"
+    check_weights_fit(
+        run.objective.model,
+        state,
+        "the checkpoint",
+        f"undo the change of {shape_flags}, choose another --save-dir, or start over with --fresh",
+    )
+    run.restore(state)
+    position, sizes = run.progress.position, run.facts["phase_sizes"]
+    notes = []
+    if not run.is_complete:
+        where = f"epoch {position.epoch + 1}, {position.samples} of {sizes[position.phase]} samples"
+        notes.append(f"Resuming after optimizer step {run.progress.step}: {where}.")
+    if sizes != state["phase_sizes"]:
+        if not position.at_epoch_start:
+            raise BadInput(
+                f"the training data has {sizes} samples and the checkpoint in mid-epoch is of {state['phase_sizes']}; "
+                "give it the same data, or start over with --fresh"
+            )
+        notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
+    notes += [f"Changed since the checkpoint: {name} {old} -> {new}" for name, (old, new) in changed.items()]
+    then, now = state["environment"], run.facts["environment"]
+    different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+    if different:
+        notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
+    return notes
+
+
+def _task_flags(run: Run) -> set[str]:
+    return {"--" + name.replace("_", "-") for name in vars(run.task.config)}
+
+
+def initialise(run: Run, flags: Flags) -> list[str]:
+    """`--init-from`: the weights of another run. Raises BadInput when they do not fit."""
+    source = flags.checkpoint.init_from
+    if source is None:
+        return []
+    label = f"--init-from {source}"
+    state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label)["model"]})
+    check_weights_fit(run.objective.model, state, label, "take the weights of a model with the same flags")
+    run.objective.model.load_state_dict(state["model"])
+    run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)
+    return [f"Starting with the weights of {source}."]
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def arrange_batches(
+    flags: Flags, values: Mapping[str, Any], parallel: Parallel, state: Mapping[str, Any] | None
+) -> tuple[BatchSplit, float]:
+    """How batches are cut, and the factor of `--scale-lr`.
+
+    A resumed run whose batch flags are unchanged keeps its global batch and factor, whatever the devices are now.
+    """
+    batch = flags.batch
+    num_devices, world_size = parallel.num_devices, parallel.shard[1]
+    if state is not None and all(state["config"].get(name) == values[name] for name in BATCH_FLAGS):
+        split = split_batch(batch.batch_size, 1, state["global_batch_size"], num_devices, world_size)
+        return split, state["lr_factor"]
+    split = split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, world_size)
+    one_device = batch.batch_size * batch.grad_accum_steps
+    return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
+
+
+def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
+    """The schedule. Raises BadInput for a warm-up longer than the run."""
+    learning, total = flags.learning, float(plan.epochs)
+    warmup = learning.warmup_epochs
+    if learning.warmup_steps is not None:
+        warmup = learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch
+        num_steps = plan.epochs * plan.steps_per_epoch
+        if learning.warmup_steps > num_steps:
+            raise BadInput(
+                f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
+                "raise --epochs"
+            )
+    return LearningRate(
+        peak=learning.lr * factor,
+        floor=learning.min_lr,
+        warmup=total / 10 if warmup is None else min(warmup, total),
+        total=total,
+    )
+
+
+def build_objective(flags: Flags, task: Task, parallel: Parallel) -> tuple[Objective, Precision]:
+    """The model with its loss on this process's device, initialised alike on every process."""
+    dtype = getattr(torch, flags.precision.dtype)
+    amp = "off" if flags.precision.no_amp else resolve_amp(flags.precision.amp, parallel.device, dtype)
+    torch.manual_seed(flags.run.seed)
+    objective = task.build_objective()
+    stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
+    if stray:
+        raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
+    return objective.to(parallel.device, dtype), Precision(amp, dtype, parallel.device)
+
+
+def build_optimizers(learning: LearningFlags, task: Task, objective: Objective) -> dict[str, torch.optim.Optimizer]:
+    """One AdamW for each phase."""
+    return {
+        phase: torch.optim.AdamW(
+            [group for group in task.param_groups(objective, phase) if group["params"]],
+            lr=learning.lr,
+            weight_decay=learning.weight_decay,
+            fused=True,
+        )
+        for phase in task.phases
+    }
+
+
+def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str, BatchLoader]:
+    """Training loads in workers, if any; evaluation is short and loads in this process."""
+    pin_memory = parallel.device.type == "cuda"
+    return {
+        name: BatchLoader(dataset, task.collate, num_workers if name == "train" else 0, pin_memory)
+        for name, dataset in task.splits().items()
+    }
+
+
+def example_batch(task: Task) -> dict[str, torch.Tensor]:
+    """A checked batch of one sample that does not count."""
+    keys = SampleKeys(np.zeros(1, np.int64), epoch=0, placeholder=True)
+    batch = next(BatchLoader(task.splits()["train"], task.collate)([keys]))
+    check_batch(batch)
+    return batch
+
+
+# --- what the user is told ---------------------------------------------------------------------------------------
+
+
+def describe_environment(parallel: Parallel) -> dict[str, Any]:
+    """All that identity to the bit depends on, besides the flags."""
+    return {
+        "world_size": parallel.shard[1],
+        "num_devices": parallel.num_devices,
+        "num_threads_per_rank": torch.get_num_threads(),
+        "device_type": parallel.device.type,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def describe_run(run: Run, flags: Flags) -> list[str]:
+    """The lines at the start of every run."""
+    parallel, batches = run.parallel, run.batches
+    world_size, num_devices = parallel.shard[1], parallel.num_devices
+    num_parameters = sum(p.numel() for p in run.objective.parameters())
+    scaled = run.learning_rate.peak
+    lines = [
+        f"Devices: {parallel.describe()}",
+        f"Batch: {batches.batch_size} per device per forward (--batch-size) x {num_devices} device(s) x "
+        f"{batches.grad_accum_steps} accumulation step(s): {batches.global_batch_size} samples per optimizer step",
+        f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
+        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.precision}.",
+        f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
+        f"Model: {num_parameters} parameters.",
+    ]
+    if scaled != flags.learning.lr:
+        one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
+        why = f"{num_devices} devices"
+        if batches.global_batch_size != one_device * num_devices:
+            why = f"a global batch of {batches.global_batch_size} samples instead of {one_device}"
+        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {scaled:g} for {why}")
+    return lines

@@ -1,0 +1,102 @@
+"""From a command line to an exit status: checks everything, builds everything, then calls train()."""
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+
+from data.errors import BadInput
+from trainer.build import build_run, build_task, set_up_torch
+from trainer.checkpoint import RunDirectory
+from trainer.config import refuse
+from trainer.flags import Flags, parse
+from trainer.launch import launch, num_processes
+from trainer.loop import train
+from trainer.parallel import (
+    Distributed,
+    Parallel,
+    RankEnvironment,
+    SingleDevice,
+    data_parallel,
+    pick_device,
+    read_rank_environment,
+)
+from trainer.score import evaluate_only, is_scored, score_test
+
+EXIT_FINISHED = 0
+EXIT_BAD_INPUT = 2
+
+
+def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
+    """Runs one command line; returns the exit status.
+
+    environment: who this process is, when it was started by `launch`; otherwise read from the environment.
+
+    0: finished. 2: something in the command line, the data or the run directory has to be changed first. 128 + n:
+    one process, or a self-launched group, stopped by signal n with everything saved; a process that somebody else
+    launched then returns 0, because launchers take anything else for a failure.
+    """
+    parallel: Parallel | None = None
+    speaks = True
+    try:
+        flags, problems = parse(argv, several_devices)
+        if flags.multi is not None and environment is None:
+            environment, contradictions = read_rank_environment(os.environ, flags.multi.local_rank)
+            problems += contradictions
+        speaks = environment is None or environment.rank == 0
+        refuse(problems)
+        if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
+            world_size = num_processes(flags.multi, flags.devices.device)
+            return launch(functools.partial(main, list(argv), True), world_size)
+        speaks = True
+        parallel = start_parallel(flags, environment)
+        speaks = parallel.is_main
+        return run_command(flags, argv, parallel)
+    except BadInput as error:
+        if speaks:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    finally:
+        if parallel is not None:
+            parallel.close()
+
+
+def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
+    """The devices of this process. Raises BadInput."""
+    if flags.multi is None:
+        return SingleDevice(pick_device(flags.devices.device))
+    if flags.multi.multi_gpu == "dp":
+        return data_parallel(flags.devices, flags.multi, print)
+    assert environment is not None
+    return Distributed(environment, flags.multi, flags.devices)
+
+
+def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
+    """Trains or evaluates; returns the exit status. Raises BadInput on every process alike."""
+    set_up_torch(flags, parallel)
+    task = parallel.together(lambda: build_task(flags))
+    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
+    if flags.checkpoint.eval_only:
+        evaluate_only(flags, task, parallel, directory)
+        return EXIT_FINISHED
+    try:
+        parallel.on_main(lambda: directory.acquire(flags.checkpoint.fresh))
+        run = build_run(flags, argv, task, parallel, directory)
+        try:
+            if run.is_complete and parallel.on_main(lambda: is_scored(directory)):
+                run.log.say(
+                    f"This run is finished: {directory.path} holds its results after "
+                    f"{run.progress.position.epoch} epochs. To train on raise --epochs, to start over add --fresh."
+                )
+                return EXIT_FINISHED
+            run.stop.install()
+            if not train(run) or not score_test(run):
+                run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
+                number = run.stop.signal_number
+                return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
+            return EXIT_FINISHED
+        finally:
+            run.log.close()
+    finally:
+        directory.release()

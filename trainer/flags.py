@@ -1,0 +1,101 @@
+"""A whole command line as one typed object."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.errors import BadInput
+from trainer.checkpoint import CheckpointFlags
+from trainer.config import FlagGroup, flag, flag_values, parse_flags
+from trainer.parallel import DeviceFlags, MultiDeviceFlags
+from trainer.plan import BatchFlags
+from trainer.precision import PrecisionFlags
+from trainer.schedule import LearningFlags
+from trainer.task import Task
+from trainer.tasks import find_task
+
+DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
+
+DESCRIPTION = {
+    False: "Trains on one device. The same command again resumes an unfinished run.",
+    True: "Trains on several devices, with the same result as on one. The same command again resumes, on any number "
+    "of devices.",
+}
+EXAMPLES = {
+    False: """examples:
+  python main.py                                       the default task on its built-in data
+  python main.py --data-dir "UCI HAR Dataset.zip" --save-dir checkpoints/uci
+  python main.py --save-dir checkpoints/uci --eval-only""",
+    True: """examples:
+  python main_multi_gpu.py --multi-gpu ddp             one process per GPU of this machine
+  python main_multi_gpu.py --multi-gpu ddp --nproc 2 --device cpu
+  python main_multi_gpu.py --multi-gpu dp --gpu-ids 0,1
+  torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp --save-dir checkpoints/ddp""",
+}
+
+
+@dataclass
+class RunFlags(FlagGroup):
+    """What to train"""
+
+    task: str = flag("har", "har, or a task of your own: path/to/file.py:ClassName")
+    epochs: int = flag(20, "passes over the training data", at_least=1)
+    seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
+    num_workers: int = flag(
+        0, "data-loading processes per rank; 0 loads in the trainer, which is fastest for data in memory", at_least=0
+    )
+    cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
+    log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+
+
+@dataclass
+class Flags:
+    """A whole command line, group by group."""
+
+    run: RunFlags
+    batch: BatchFlags
+    learning: LearningFlags
+    precision: PrecisionFlags
+    devices: DeviceFlags
+    checkpoint: CheckpointFlags
+    multi: MultiDeviceFlags | None
+    task: Any
+    task_type: type[Task] | None
+
+    def values(self) -> dict[str, Any]:
+        """Every flag by name, in a form that JSON and a checkpoint can hold."""
+        groups = (self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint)
+        return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
+
+
+def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]:
+    """The flags and everything that is wrong with them."""
+    (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], "", ignore_unknown=True)
+    problems = []
+    task_type: type[Task] | None = None
+    try:
+        task_type = find_task(chosen.task)
+    except BadInput as error:
+        problems.append(str(error))
+    group_types: list[type] = [
+        RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags
+    ]  # fmt: skip
+    group_types += [MultiDeviceFlags] if several_devices else []
+    group_types += [task_type.Config] if task_type else []
+    groups, found = parse_flags(
+        group_types,
+        argv,
+        DESCRIPTION[several_devices],
+        EXAMPLES[several_devices],
+        ignore_unknown=task_type is None,
+    )
+    multi = groups[6] if several_devices else None
+    run, batch, learning, precision, devices, checkpoint = groups[:6]
+    task = groups[-1] if task_type else None
+    flags = Flags(run, batch, learning, precision, devices, checkpoint, multi, task, task_type)
+    warmup = flags.learning.warmup_epochs
+    if warmup is not None and warmup > flags.run.epochs:
+        found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {flags.run.epochs}")
+    return flags, problems + found

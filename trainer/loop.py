@@ -1,0 +1,205 @@
+"""The training loop. Read this first, top to bottom.
+
+It does not know which task it trains, on how many devices, or in which precision.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from data.loading import Batch
+from data.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.parallel import Parallel
+from trainer.plan import Position
+from trainer.precision import Precision
+from trainer.run import Run, reduce_sums
+from trainer.task import Sums
+
+
+def train(run: Run) -> bool:
+    """Trains from the run's position to its end. Returns False if it was asked to stop, with all progress saved."""
+    while not run.is_complete:
+        if not train_epoch(run):
+            run.save()
+            return False
+        validation = evaluate(run, "val")
+        if validation is None:
+            run.save()
+            return False
+        finish_epoch(run, validation)
+    return True
+
+
+def train_epoch(run: Run) -> bool:
+    """Trains what is left of the current epoch. Returns False if it was asked to stop."""
+    progress, plan = run.progress, run.plan
+    if progress.position.at_epoch_start:
+        progress.start_totals()
+        run.task.on_epoch_start(run.objective, progress.position.epoch)
+    consumed = sum(plan.phase_sizes[: progress.position.phase]) + progress.position.samples
+    run.log.start_epoch(progress.position, plan.epochs, plan.samples_per_epoch, consumed)
+    run.net.train()
+    for phase in range(progress.position.phase, len(plan.phase_sizes)):
+        if progress.position.phase < phase:
+            progress.position = Position(progress.position.epoch, phase, 0)
+        if not train_phase(run):
+            run.log.close_bar()
+            return False
+    return True
+
+
+def train_phase(run: Run) -> bool:
+    """Trains what is left of the current phase of the current epoch. Returns False if it was asked to stop."""
+    progress, plan = run.progress, run.plan
+    epoch, phase = progress.position.epoch, progress.position.phase
+    phase_name = run.task.phases[phase]
+    optimizer = run.optimizers[phase_name]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for end, window, total_weight, stop in agree_ahead(run, training_windows(run)):
+        if stop:
+            return False
+        start = progress.position.samples
+        middle = Position(epoch, phase, start + (end - start) // 2)
+        learning_rate = run.learning_rate.at(plan.epochs_done(middle))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        if total_weight > 0:
+            sums, grad_norm = train_step(
+                run.net, window, total_weight, phase=phase_name, optimizer=optimizer, params=params,
+                parallel=run.parallel, precision=run.precision, max_grad_norm=run.max_grad_norm,
+                dropout_key=(run.seed, epoch, phase, start),
+            )  # fmt: skip
+            run.average.update()
+            run.add_totals(sums, total_weight if run.parallel.is_main else 0.0)
+        progress.position = Position(epoch, phase, end)
+        progress.step += 1
+        run.log.advance(end - start)
+        if progress.step % run.log_interval == 0 and total_weight > 0:
+            log_step(run, learning_rate, grad_norm)
+        if run.save_every_steps and progress.step % run.save_every_steps == 0:
+            run.save()
+    return True
+
+
+def train_step(
+    net: nn.Module,
+    window: Sequence[Batch],
+    total_weight: float,
+    *,
+    phase: str,
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    parallel: Parallel,
+    precision: Precision,
+    max_grad_norm: float,
+    dropout_key: tuple[int, ...],
+) -> tuple[Sums, Tensor]:
+    """One optimizer step over a window of micro-batches; exact for any split of the samples.
+
+    total_weight: the loss terms of the window over all processes, above 0. Every micro-batch contributes its sum of
+    losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
+
+    Returns this process's sums and the norm of the whole gradient before clipping, both on the device.
+    """
+    sums: Sums = {}
+    for i, batch in enumerate(window):
+        parallel.seed_dropout(*dropout_key, i)
+        with parallel.gradient_sync(net, enabled=i == len(window) - 1):
+            part = net(parallel.to_device(batch), phase)
+            precision.backward(part["loss"].sum() * (parallel.gradient_divisor / total_weight))
+        for name, value in part.items():
+            value = value.detach().sum(0)
+            sums[name] = sums[name] + value if name in sums else value
+    return sums, precision.step(optimizer, params, max_grad_norm)
+
+
+def training_windows(run: Run) -> Iterator[tuple[int, list[Batch]]]:
+    """For each global batch left in the phase: the position after it, and this process's micro-batches of it."""
+    position, world_size = run.progress.position, run.parallel.shard[1]
+    micro_batch_size = run.batches.micro_batch_size
+    bounds = list(run.plan.rest_of_phase(position))
+    order = epoch_permutation(run.seed, position.epoch, position.phase, run.plan.phase_sizes[position.phase])
+    batches = run.loaders["train"](
+        keys
+        for start, end in bounds
+        for keys in split_global_batch(
+            order[start:end], run.parallel.shard, micro_batch_size, position.epoch, position.phase
+        )
+    )
+    for start, end in bounds:
+        yield end, [next(batches) for _ in range(num_micro_batches(end - start, world_size, micro_batch_size))]
+
+
+def agree_ahead(run: Run, windows: Iterator[tuple[int, list[Batch]]]) -> Iterator[tuple[int, list[Batch], float, bool]]:
+    """Adds to each window its weight over all processes, and whether any of them was asked to stop.
+
+    The exchange starts one window ahead of its use, so that nobody waits for it; a request to stop is therefore
+    honoured within two windows.
+    """
+    waiting = None
+    for end, window in windows:
+        weight = sum(float(batch["weight"].sum()) for batch in window)
+        pending = run.parallel.start_sum([weight, bool(run.stop)])
+        if waiting is not None:
+            yield _agreed(*waiting)
+        waiting = (end, window, pending.wait)
+    if waiting is not None:
+        yield _agreed(*waiting)
+
+
+def _agreed(end: int, window: list[Batch], wait: Callable[[], list[float]]) -> tuple[int, list[Batch], float, bool]:
+    total_weight, num_stop_requests = wait()
+    return end, window, total_weight, num_stop_requests > 0
+
+
+@torch.no_grad()
+def evaluate(run: Run, split: str) -> Sums | None:
+    """The statistics of a data set over all processes, float64 on the CPU, every sample counted once.
+
+    None if the run was asked to stop meanwhile.
+    """
+    run.parallel.sync_buffers(run.objective)
+    net = run.parallel.evaluation_module(run.net)
+    dataset_size = len(run.task.splits()[split])
+    keys = evaluation_keys(dataset_size, run.parallel.shard, run.batches.micro_batch_size)
+    windows = ((0, [batch]) for batch in run.loaders[split](keys))
+    totals: Sums = {}
+    net.eval()
+    with run.average.applied():
+        for _, (batch,), weight, stop in agree_ahead(run, windows):
+            if stop:
+                return None
+            sums = net(run.parallel.to_device(batch))
+            sums["weight"] = torch.tensor([weight if run.parallel.is_main else 0.0])
+            for name, value in sums.items():
+                value = value.sum(0).double()
+                totals[name] = totals[name] + value if name in totals else value
+    net.train()
+    return reduce_sums(totals, run.parallel)
+
+
+def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:
+    """Logs the mean loss since the last report; the one place in the step that waits for the device."""
+    progress = run.progress
+    totals = run.reduced_totals()
+    loss, weight = float(totals["loss"]), float(totals["weight"])
+    mean_loss = (loss - progress.reported_loss) / (weight - progress.reported_weight)
+    progress.reported_loss, progress.reported_weight = loss, weight
+    run.log.step(
+        progress.step,
+        progress.position,
+        {"train/loss": mean_loss, "learning_rate": learning_rate, "grad_norm": float(grad_norm)},
+    )
+
+
+def finish_epoch(run: Run, validation: Sums) -> None:
+    """Moves on to the next epoch, decides about "best", logs and saves."""
+    progress = run.progress
+    metrics = run.metrics("train", run.reduced_totals()) | run.metrics("val", validation)
+    progress.position = Position(progress.position.epoch + 1)
+    value = metrics[run.task.monitor[0]]
+    is_best = run.judge(value)
+    run.log.epoch(progress.step, progress.position, metrics)
+    progress.start_totals()
+    run.save(value, is_best)

@@ -1,0 +1,487 @@
+"""One device, DataParallel or DistributedDataParallel, behind one interface.
+
+This file and `launch.py`, which starts processes, are the only ones that know `torch.distributed` and ranks.
+"""
+
+import hashlib
+import inspect
+import os
+import socket
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data.errors import BadInput
+from data.loading import Batch
+from trainer.config import FlagGroup, flag
+from trainer.task import Objective
+
+T = TypeVar("T")
+
+# Buffers are agreed before evaluating and saving, not in every forward; newer releases renamed the option.
+_DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_NO_BUFFER_BROADCAST: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False
+}
+
+
+@dataclass
+class DeviceFlags(FlagGroup):
+    """Devices"""
+
+    device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
+    num_threads: int | None = flag(
+        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", at_least=1
+    )
+
+    def problems(self) -> list[str]:
+        kind, _, index = self.device.partition(":")
+        num_gpus = torch.cuda.device_count()
+        if self.device == "auto" or self.device == "cpu":
+            return []
+        if kind != "cuda" or (index and not index.isdigit()) or self.device.endswith(":"):
+            return [f"--device {self.device}: must be auto, cpu, cuda or cuda:N"]
+        if int(index or 0) >= num_gpus:
+            return [f"--device {self.device}: {_visible_gpus(num_gpus)}; choose another or --device cpu"]
+        return []
+
+
+@dataclass
+class MultiDeviceFlags(FlagGroup):
+    """Several devices"""
+
+    multi_gpu: Literal["dp", "ddp"] | None = flag(
+        None, "dp: one process drives several GPUs (nn.DataParallel); ddp: one process per device (faster)"
+    )
+    gpu_ids: tuple[int, ...] | None = flag(
+        None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID"
+    )
+    nproc: int | None = flag(
+        None, "ddp without torchrun: start this many processes (default: one per GPU, or 1 on CPU)", at_least=1
+    )
+    backend: Literal["nccl", "gloo"] | None = flag(
+        None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
+    )
+    dist_timeout_s: float = flag(600.0, "seconds after which a process that waits for another one gives up", above=0)
+    sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
+    find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
+    local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True)
+
+    def problems(self) -> list[str]:
+        found = []
+        num_gpus = torch.cuda.device_count()
+        if self.multi_gpu is None:
+            found.append("--multi-gpu: needs a value, dp or ddp; to train on one device run main.py")
+        if self.gpu_ids is not None:
+            shown = f"--gpu-ids {','.join(map(str, self.gpu_ids))}"
+            absent = [i for i in self.gpu_ids if not 0 <= i < num_gpus]
+            if absent:
+                found.append(f"{shown}: there is no GPU {', '.join(map(str, absent))}; {_visible_gpus(num_gpus)}")
+            if len(set(self.gpu_ids)) < len(self.gpu_ids):
+                found.append(f"{shown}: names a GPU twice")
+        if self.nproc is not None and self.multi_gpu == "dp":
+            found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp; dp is a single process")
+        if self.backend == "nccl" and not (num_gpus and dist.is_nccl_available()):
+            found.append("--backend nccl: needs a GPU and a CUDA build of torch; use --backend gloo")
+        if self.sync_bn and (self.multi_gpu != "ddp" or not num_gpus):
+            found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
+        return found
+
+
+def _visible_gpus(count: int) -> str:
+    return "this machine shows no GPU" if not count else f"the visible GPUs are 0 to {count - 1}"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Who this process is among several.
+
+    local_rank, local_world_size: among the processes of this machine; None where the launcher did not say.
+    init_method: where the processes meet; "env://" or a file.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    init_method: str = "env://"
+
+
+def read_rank_environment(
+    environ: Mapping[str, str], local_rank_flag: int | None
+) -> tuple[RankEnvironment | None, list[str]]:
+    """The rank variables that torchrun, torch.distributed.launch or a hand-written script sets.
+
+    Returns None if there are none, and one sentence for each contradiction.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not any(name in environ for name in (*names[:2], "LOCAL_RANK")):
+        if local_rank_flag is not None:
+            return None, [f"--local-rank {local_rank_flag}: RANK and WORLD_SIZE are not set; use torchrun"]
+        return None, []
+    problems = [
+        f"{name} is not set but {_set_names(environ)} is; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if not environ.get(name)
+    ]
+    numbers: dict[str, int] = {}
+    for name in (*names, "MASTER_PORT"):
+        text = environ.get(name)
+        if text:
+            if text.isdigit():
+                numbers[name] = int(text)
+            else:
+                problems.append(f"{name}={text}: must be a whole number, 0 or more")
+    if local_rank_flag is not None and numbers.setdefault("LOCAL_RANK", local_rank_flag) != local_rank_flag:
+        problems.append(f"--local-rank {local_rank_flag} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}")
+    for small, large in (
+        ("RANK", "WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("LOCAL_RANK", "WORLD_SIZE"),
+    ):
+        if small in numbers and large in numbers and numbers[small] >= numbers[large]:
+            problems.append(f"{small}={numbers[small]} must be below {large}={numbers[large]}")
+    if numbers.get("LOCAL_WORLD_SIZE", 0) > numbers.get("WORLD_SIZE", 1 << 30):
+        problems.append(
+            f"LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} must not exceed WORLD_SIZE={numbers['WORLD_SIZE']}"
+        )
+    if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
+        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
+    if problems:
+        return None, problems
+    return RankEnvironment(
+        numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
+    ), []
+
+
+def _set_names(environ: Mapping[str, str]) -> str:
+    return ", ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ)
+
+
+class PendingSum:
+    """A sum over processes under way."""
+
+    def __init__(self, values: Tensor, work: dist.Work | None = None) -> None:
+        self._values = values
+        self._work = work
+
+    def wait(self) -> list[float]:
+        if self._work is not None:
+            self._work.wait()
+        return self._values.tolist()
+
+
+class Parallel(ABC):
+    """How the run is spread over devices. Everything outside sees only this interface.
+
+    shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
+    gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
+    machine.
+    """
+
+    device: torch.device
+    num_replicas: int = 1
+    shard: tuple[int, int] = (0, 1)
+    gradient_divisor: int = 1
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.shard[0] == 0
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_replicas * self.shard[1]
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The devices, in a few words."""
+
+    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+        """The module that training calls. `example` is a batch whose samples do not count."""
+        return net
+
+    def evaluation_module(self, net: nn.Module) -> nn.Module:
+        """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
+        return net
+
+    def to_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: whether this backward adds up gradients over processes."""
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over processes of a CPU tensor; the same bits on every process."""
+        return values
+
+    def start_sum(self, values: Sequence[float]) -> PendingSum:
+        """The same for a few numbers, without waiting."""
+        return PendingSum(torch.tensor(values, dtype=torch.float64))
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
+        return function()
+
+    def sync_buffers(self, objective: nn.Module) -> None:
+        """Gives every process the buffers (running statistics) of the main one, before evaluating and saving."""
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
+        return function()
+
+    def seed_dropout(self, *key: int) -> None:
+        """Makes what follows on the devices' generators a function of the key and of this process."""
+        packed = struct.pack(f"<{len(key) + 1}q", *key, self.shard[0])
+        seed = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little")
+        self._seed_generators(seed)
+
+    def _seed_generators(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
+    def full_state(self, objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
+        """Weights and moments, whole and without any wrapper's prefix."""
+        return {
+            "model": objective.model.state_dict(),
+            "optimizers": {phase: optimizer.state_dict() for phase, optimizer in optimizers.items()},
+        }
+
+    def load_full_state(
+        self, state: Mapping[str, Any], objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> None:
+        objective.model.load_state_dict(state["model"])
+        for phase, optimizer in optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][phase])
+
+    def close(self) -> None:
+        """Leaves the group of processes."""
+
+
+class SingleDevice(Parallel):
+    """The identity."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def describe(self) -> str:
+        return _device_label(self.device)
+
+
+class DataParallel(Parallel):
+    """One process that splits every micro-batch over several GPUs."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.device = self.devices[0]
+        self.num_replicas = len(self.devices)
+
+    def describe(self) -> str:
+        return f"DataParallel on {', '.join(_device_label(device) for device in self.devices)}"
+
+    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+        return nn.DataParallel(net, device_ids=[device.index for device in self.devices])
+
+    def to_device(self, batch: Batch) -> Batch:
+        return batch  # the wrapper's scatter moves each part to its own device
+
+    def _seed_generators(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        for replica, device in enumerate(self.devices):
+            torch.cuda.default_generators[device.index].manual_seed(seed + replica)
+
+
+class Distributed(Parallel):
+    """One process per device; gradients are averaged by DistributedDataParallel."""
+
+    def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
+        self.shard = (environment.rank, environment.world_size)
+        self.gradient_divisor = environment.world_size
+        self._find_unused_parameters = flags.find_unused_parameters
+        self._sync_bn = flags.sync_bn
+        timeout = timedelta(seconds=flags.dist_timeout_s)
+        on_gpu = torch.cuda.is_available() and devices.device != "cpu"
+        backend = flags.backend or ("nccl" if on_gpu else "gloo")
+        try:
+            dist.init_process_group(
+                f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
+                init_method=environment.init_method,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+            )
+        except dist.DistError as error:
+            raise BadInput(
+                f"rank {environment.rank} of {environment.world_size} could not meet the others at "
+                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within --dist-timeout-s "
+                f"{flags.dist_timeout_s:g}: {str(error).splitlines()[0]}"
+            ) from None
+        # Its own group, so that the few numbers of a step never queue behind gradients.
+        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        local_rank, self.local_world_size = self._place_on_host(environment)
+        self.device = _rank_device(local_rank, on_gpu, flags.gpu_ids)
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        self._labels = self._gather(f"{socket.gethostname()} {_device_label(self.device)}")
+        self.backend = backend
+
+    def _place_on_host(self, environment: RankEnvironment) -> tuple[int, int]:
+        """(local rank, local world size); a launcher that did not say is replaced by comparing host names."""
+        if environment.local_rank is not None and environment.local_world_size is not None:
+            return environment.local_rank, environment.local_world_size
+        hosts = self._gather(socket.gethostname())
+        same_host = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
+        local_rank = environment.local_rank
+        return same_host.index(environment.rank) if local_rank is None else local_rank, len(same_host)
+
+    def _gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.shard[1]
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
+
+    def describe(self) -> str:
+        hosts = {label.split(" ", 1)[0] for label in self._labels}
+        devices = [label.split(" ", 1)[1] for label in self._labels]
+        places = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
+        kinds = ", ".join(devices) if len(set(devices)) > 1 else f"{len(devices)} x {devices[0]}"
+        return f"DistributedDataParallel over {self.backend}{places}: {kinds}"
+
+    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+        if self._sync_bn:
+            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        wrapped = nn.parallel.DistributedDataParallel(
+            net,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._find_unused_parameters,
+            **_NO_BUFFER_BROADCAST,
+        )
+        self._settle_buckets(wrapped, example, phase)
+        return wrapped
+
+    def _settle_buckets(self, net: nn.Module, example: Batch, phase: str) -> None:
+        """One backward that changes nothing.
+
+        DistributedDataParallel regroups its buckets after the first backward, which changes the order of
+        summation; without this pass the first step of a resumed run would differ from the same step unbroken.
+        """
+        buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
+        sums = net(self.to_device(example), phase)
+        (sums["loss"].sum() * 0).backward()
+        net.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def evaluation_module(self, net: nn.Module) -> nn.Module:
+        return net.module  # type: ignore[return-value]
+
+    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
+
+    def sum(self, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, group=self._host_group)
+        return values
+
+    def start_sum(self, values: Sequence[float]) -> PendingSum:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        return PendingSum(tensor, dist.all_reduce(tensor, group=self._host_group, async_op=True))
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = function()
+            except BadInput as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0, group=self._host_group)
+        if answer[1] is not None:
+            raise BadInput(answer[1])
+        return answer[0]
+
+    def sync_buffers(self, objective: nn.Module) -> None:
+        for buffer in objective.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def together(self, function: Callable[[], T]) -> T:
+        result, said = None, None
+        try:
+            result = function()
+        except BadInput as error:
+            said = str(error)
+        messages = dict.fromkeys(message for message in self._gather(said) if message is not None)
+        if messages:
+            raise BadInput("\n".join(messages))
+        return result  # type: ignore[return-value]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def _rank_device(local_rank: int, on_gpu: bool, gpu_ids: Sequence[int] | None) -> torch.device:
+    """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
+    if not on_gpu:
+        return torch.device("cpu")
+    usable = list(gpu_ids) if gpu_ids is not None else list(range(torch.cuda.device_count()))
+    if len(usable) == 1:
+        return torch.device("cuda", usable[0])
+    if local_rank >= len(usable):
+        raise BadInput(
+            f"local rank {local_rank} has no GPU: this machine offers {len(usable)} ({usable}); start fewer "
+            "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", usable[local_rank])
+
+
+def _device_label(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def pick_device(name: str) -> torch.device:
+    """`--device` -> a device with its index."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    _, _, index = name.partition(":")
+    return torch.device("cuda", int(index or 0))
+
+
+def data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags, say: Callable[[str], None]) -> Parallel:
+    """`--multi-gpu dp` on whatever there is."""
+    if devices.device == "cpu" or not torch.cuda.is_available():
+        say("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
+        return SingleDevice(torch.device("cpu"))
+    ids = list(flags.gpu_ids) if flags.gpu_ids is not None else list(range(torch.cuda.device_count()))
+    if len(ids) < 2:
+        say(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
+        return SingleDevice(torch.device("cuda", ids[0]))
+    return DataParallel([torch.device("cuda", i) for i in ids])
+
+
+def set_num_threads(requested: int | None, local_world_size: int) -> int:
+    """CPU threads of this process; returns the number.
+
+    torchrun sets OMP_NUM_THREADS=1 for processes whose user said nothing, which would leave cores idle.
+    """
+    launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
+    if requested is None and local_world_size > 1 and not user_chose:
+        requested = max(1, _num_cores() // local_world_size)
+    if requested is not None:
+        torch.set_num_threads(requested)
+    return torch.get_num_threads()
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

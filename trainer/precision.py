@@ -1,0 +1,106 @@
+"""Number formats: the type of the parameters, autocast, and the gradient scaler."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from data.loading import Batch
+from trainer.config import FlagGroup, flag
+from trainer.task import Objective, Sums
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class PrecisionFlags(FlagGroup):
+    """Precision"""
+
+    amp: Literal["auto", "bf16", "fp16", "off"] = flag(
+        "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU"
+    )
+    no_amp: bool = flag(False, "the same as --amp off")
+    dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
+    deterministic: bool = flag(
+        False, "only deterministic algorithms on GPUs too (slower there; on the CPU it is always so, at no cost)"
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.no_amp and self.amp in AMP_DTYPES:
+            found.append(f"--no-amp and --amp {self.amp}: exclude each other; give one")
+        if self.dtype == "float64" and self.amp in AMP_DTYPES:
+            found.append(f"--amp {self.amp}: is for --dtype float32; with float64 leave it out")
+        return found
+
+
+def resolve_amp(amp: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What `--amp auto` means here: "bf16", "fp16" or "off".
+
+    bf16 only on GPUs that have it in hardware; fp16 with a gradient scaler on older GPUs; off on CPUs, where bf16
+    without its instructions is about ten times slower than float32, and in float64.
+    """
+    if amp != "auto":
+        return amp
+    if device.type != "cuda" or dtype == torch.float64:
+        return "off"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+class Precision:
+    """How numbers are kept and gradients are turned into a step."""
+
+    def __init__(self, amp: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.amp = amp
+        self.dtype = dtype
+        self.autocast_dtype = AMP_DTYPES.get(amp)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+
+    def __str__(self) -> str:
+        parameters = str(self.dtype).removeprefix("torch.")
+        return parameters if self.autocast_dtype is None else f"{parameters} with {self.amp} autocast"
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float) -> Tensor:
+        """Unscale, clip, step, clear. Returns the gradient norm before clipping, on the device.
+
+        max_grad_norm: 0 does not clip.
+        """
+        self.scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(params, max_grad_norm or float("inf"))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+
+class PrecisionForward(nn.Module):
+    """What the parallel wrappers wrap: the objective in the run's precision.
+
+    Autocast is entered here and not around the wrapper, because the threads of DataParallel do not inherit it.
+    Every sum gets a leading dimension of 1, over which DataParallel gathers its replicas.
+    """
+
+    def __init__(self, objective: Objective, precision: Precision) -> None:
+        super().__init__()
+        self.objective = objective
+        self.dtype = precision.dtype
+        self.autocast_dtype = precision.autocast_dtype
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        device_type = batch["weight"].device.type
+        autocast = (
+            nullcontext() if self.autocast_dtype is None else torch.autocast(device_type, dtype=self.autocast_dtype)
+        )
+        if self.dtype != torch.float32:
+            batch = {
+                name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()
+            }
+        with autocast:
+            sums = self.objective(batch, phase)
+        return {name: value.unsqueeze(0) for name, value in sums.items()}

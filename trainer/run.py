@@ -1,0 +1,216 @@
+"""A run in progress: everything that one process trains with, and what of it a checkpoint keeps."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.errors import BadInput
+from data.loading import BatchLoader
+from trainer.average import WeightAverage
+from trainer.checkpoint import RunDirectory
+from trainer.parallel import Parallel
+from trainer.plan import BatchSplit, Plan, Position
+from trainer.precision import Precision
+from trainer.runlog import SilentLog
+from trainer.schedule import LearningRate
+from trainer.stop import StopRequest
+from trainer.task import Objective, Sums, Task
+
+
+@dataclass
+class Best:
+    """The best validation score so far. epoch: number of completed epochs when it was reached."""
+
+    epoch: int
+    value: float
+
+
+@dataclass
+class Progress:
+    """What changes while training, apart from weights and moments.
+
+    train_seconds: wall time from the first step on, evaluation and saving included, over all sessions.
+    totals: sums over this process's share of the current epoch, float64, on the device.
+    reported_loss, reported_weight: what of the totals over all processes the log has reported.
+    """
+
+    position: Position = field(default_factory=Position)
+    step: int = 0
+    best: Best | None = None
+    epochs_since_best: int = 0
+    train_seconds: float = 0.0
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    reported_loss: float = 0.0
+    reported_weight: float = 0.0
+
+    def start_totals(self) -> None:
+        self.totals = {}
+        self.reported_loss = self.reported_weight = 0.0
+
+
+@dataclass
+class Run:
+    """One process's view of a training run. `directory` is None on every process but the main one."""
+
+    task: Task
+    parallel: Parallel
+    precision: Precision
+    objective: Objective
+    net: nn.Module
+    optimizers: dict[str, torch.optim.Optimizer]
+    average: WeightAverage
+    plan: Plan
+    batches: BatchSplit
+    learning_rate: LearningRate
+    loaders: dict[str, BatchLoader]
+    directory: RunDirectory | None
+    log: SilentLog
+    stop: StopRequest
+    seed: int
+    max_grad_norm: float
+    patience: int
+    save_every_steps: int
+    log_interval: int
+    facts: dict[str, Any]
+    """What a checkpoint records for the next start: flags, versions, batch arithmetic."""
+    progress: Progress = field(default_factory=Progress)
+    clock: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all epochs are done, or early stopping has ended them."""
+        out_of_patience = 0 < self.patience <= self.progress.epochs_since_best
+        return out_of_patience or self.progress.position.epoch >= self.plan.epochs
+
+    def read_clock(self) -> None:
+        """Adds the time since the last reading to `train_seconds`."""
+        now = time.monotonic()
+        self.progress.train_seconds += now - self.clock
+        self.clock = now
+
+    def add_totals(self, sums: Sums, weight: float) -> None:
+        """Adds one step's sums, without waiting for the device."""
+        totals = self.progress.totals
+        if not totals:
+            totals.update({name: torch.zeros_like(value, dtype=torch.float64) for name, value in sums.items()})
+            totals["weight"] = torch.zeros((), dtype=torch.float64)
+        for name, value in sums.items():
+            totals[name] += value
+        totals["weight"] += weight
+
+    def reduced_totals(self) -> dict[str, Tensor]:
+        """The totals over all processes, float64 on the CPU; waits for the device."""
+        return reduce_sums(self.progress.totals, self.parallel)
+
+    def metrics(self, split: str, sums: Sums) -> dict[str, float]:
+        """A data set's metrics by name, such as "val/accuracy", from reduced sums."""
+        if not sums:
+            return {}
+        return {f"{split}/{name}": value for name, value in self.task.summarise(sums).items()}
+
+    def judge(self, value: float) -> bool:
+        """Takes note of an epoch's monitored value; True if it is the best so far."""
+        progress, (_, mode) = self.progress, self.task.monitor
+        sign = 1 if mode == "max" else -1
+        better = progress.best is None or sign * value > sign * progress.best.value
+        if better:
+            progress.best = Best(progress.position.epoch, value)
+        progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
+        return better
+
+    def save(self, value: float | None = None, is_best: bool = False) -> None:
+        """Writes a checkpoint of this moment. All processes call it. Raises BadInput if it cannot be written."""
+        self.read_clock()
+        self.parallel.sync_buffers(self.objective)
+        totals = self.reduced_totals()
+        # The main process goes on with the sum over all and the others with nothing, as they would after a resume.
+        self.progress.totals = totals_on_device(totals, self.parallel)
+        self.parallel.on_main(lambda: self._write_checkpoint(totals, value, is_best))
+
+    def _write_checkpoint(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:
+        assert self.directory is not None
+        self.log.flush()
+        self.directory.save(self._state(totals), self.progress.position, self.progress.step, value, is_best)
+
+    def _state(self, totals: dict[str, Tensor]) -> dict[str, Any]:
+        progress = self.progress
+        state = self.parallel.full_state(self.objective, self.optimizers)
+        for name, value in state["model"].items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise BadInput(
+                    f"training diverged: {name} is not finite after step {progress.step} (epoch "
+                    f"{progress.position.epoch + 1}), so it is not saved; earlier checkpoints are intact; lower --lr "
+                    f"{self.learning_rate.peak:g}, lengthen --warmup-epochs or lower --max-grad-norm "
+                    f"{self.max_grad_norm:g}"
+                )
+        self.average.put_into(state)
+        return state | {
+            "scaler": self.precision.scaler.state_dict(),
+            "position": asdict(progress.position),
+            "step": progress.step,
+            "best": asdict(progress.best) if progress.best else None,
+            "epochs_since_best": progress.epochs_since_best,
+            "train_seconds": progress.train_seconds,
+            "totals": totals,
+            "reported": [progress.reported_loss, progress.reported_weight],
+            **self.facts,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes back to the moment of a checkpoint. Its weights must fit: see `check_weights_fit`."""
+        self.parallel.load_full_state(state, self.objective, self.optimizers)
+        self.average.restore(state)
+        if "training_model" in state:
+            self.objective.model.load_state_dict(state["training_model"])
+        if state["scaler"] and self.precision.scaler.is_enabled():
+            self.precision.scaler.load_state_dict(state["scaler"])
+        self.progress = Progress(
+            position=Position(**state["position"]),
+            step=state["step"],
+            best=Best(**state["best"]) if state["best"] else None,
+            epochs_since_best=state["epochs_since_best"],
+            train_seconds=state["train_seconds"],
+            totals=totals_on_device(state["totals"], self.parallel),
+            reported_loss=state["reported"][0],
+            reported_weight=state["reported"][1],
+        )
+
+
+def reduce_sums(sums: Sums, parallel: Parallel) -> dict[str, Tensor]:
+    """Sums over processes in one exchange. Every process must hold the same names and shapes, or none at all."""
+    if not sums:
+        return {}
+    on_host = {name: value.detach().to("cpu", torch.float64) for name, value in sums.items()}
+    flat = parallel.sum(torch.cat([value.flatten() for value in on_host.values()]))
+    parts = flat.split([value.numel() for value in on_host.values()])
+    return {name: part.view(value.shape) for (name, value), part in zip(on_host.items(), parts, strict=True)}
+
+
+def totals_on_device(totals: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+    """Reduced totals as the processes continue them: the main one holds them all."""
+    share = 1 if parallel.is_main else 0
+    return {name: (value * share).to("cpu" if name == "weight" else parallel.device) for name, value in totals.items()}
+
+
+def check_weights_fit(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
+    """Raises BadInput when a checkpoint's weights are of another model.
+
+    source: what the message calls the checkpoint. hint: what to do about it.
+    """
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in state["model"].items()}
+    differences = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    differences += [f"{name} is unknown" for name in found.keys() - expected.keys()]
+    differences += [
+        f"{name} has shape {found[name]}, not {expected[name]}"
+        for name in expected.keys() & found.keys()
+        if expected[name] != found[name]
+    ]
+    if differences:
+        shown = "; ".join(sorted(differences)[:3])
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise BadInput(f"{source} is of another model: {shown}{more}; {hint}")

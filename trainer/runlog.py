@@ -1,0 +1,169 @@
+"""What the user sees of a run: console, progress bar, TensorBoard, train.log, val.log, metrics.jsonl; or silence."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from trainer.plan import Position
+
+PLAIN_LINE_INTERVAL_S = 10.0
+
+
+class SilentLog:
+    """The log of every process but the main one."""
+
+    def say(self, text: str) -> None:
+        """One line that the user should read."""
+
+    def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
+        """Opens the epoch's progress bar. consumed: samples of this epoch trained on before a resume."""
+
+    def advance(self, num_samples: int) -> None:
+        """After every step."""
+
+    def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
+        """Every `--log-interval` steps."""
+
+    def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
+        """After the evaluation of an epoch; `position` is the end of it."""
+
+    def close_bar(self) -> None:
+        """Ends the progress bar, also in mid-epoch."""
+
+    def result(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The test scores, once."""
+
+    def flush(self) -> None:
+        """Hands everything to the operating system, so that a kill loses nothing from before this call."""
+
+    def close(self) -> None:
+        """Ends the log."""
+
+
+class RunLog(SilentLog):
+    """The log of the main process, in the run directory and on the console.
+
+    Records later than `step` belong to a future that a resumed run lives again, and are dropped.
+    """
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self._train_log = (directory / "train.log").open("a", buffering=1)
+        self._val_log = (directory / "val.log").open("a", buffering=1)
+        self._metrics = _truncated(directory / "metrics.jsonl", step)
+        self._board = SummaryWriter(str(directory / "logs"), purge_step=step + 1 if step else None)
+        self._bar: tqdm[Any] | None = None
+        self._columns: list[str] = []
+        self._epoch_started = self._last_line = time.monotonic()
+        self._epoch_samples = 0
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        self._train_log.write(text + "\n")
+
+    def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
+        self._epoch_started = time.monotonic()
+        self._epoch_samples = 0
+        self._bar = tqdm(
+            total=num_samples,
+            initial=consumed,
+            desc=f"epoch {position.epoch + 1}/{epochs}",
+            unit=" samples",
+            leave=False,
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def advance(self, num_samples: int) -> None:
+        self._epoch_samples += num_samples
+        if self._bar is not None:
+            self._bar.update(num_samples)
+
+    def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
+        self._record("step", step, position, metrics)
+        rate = self._epoch_samples / max(time.monotonic() - self._epoch_started, 1e-9)
+        values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
+        self._train_log.write(line + "\n")
+        if self._bar is None or self._bar.disable:
+            # Without a terminal a bar would be noise, and so would a line every few milliseconds.
+            if time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
+                self._last_line = time.monotonic()
+                print(line, flush=True)
+        else:
+            self._bar.set_postfix(
+                loss=f"{metrics['train/loss']:.4f}", lr=f"{metrics['learning_rate']:.2e}", refresh=False
+            )
+
+    def close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
+        self.close_bar()
+        seconds = time.monotonic() - self._epoch_started
+        row = {
+            **metrics,
+            "samples_per_second": self._epoch_samples / max(seconds, 1e-9),
+            "epoch_seconds": seconds,
+        }
+        self._record("epoch", step, position, row)
+        if not self._columns:
+            self._columns = list(row)
+            header = "  ".join(["epoch", *(f"{name:>{_width(name)}}" for name in self._columns)])
+            tqdm.write(header, file=sys.stdout)
+            self._val_log.write(header + "\n")
+        cells = [f"{position.epoch:>5}", *(f"{row.get(name, math.nan):>{_width(name)}.5g}" for name in self._columns)]
+        tqdm.write("  ".join(cells), file=sys.stdout)
+        sys.stdout.flush()
+        self._val_log.write("  ".join(cells) + "\n")
+        self._last_line = time.monotonic()
+
+    def result(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        self._metrics.write(json.dumps({"event": "result", "step": step, **metrics}) + "\n")
+        self._val_log.write("  ".join(f"{name} {value:.5g}" for name, value in metrics.items()) + "\n")
+
+    def flush(self) -> None:
+        self._board.flush()
+
+    def close(self) -> None:
+        self.close_bar()
+        self._board.close()
+        for file in (self._train_log, self._val_log, self._metrics):
+            file.close()
+
+    def _record(self, event: str, step: int, position: Position, metrics: Mapping[str, float]) -> None:
+        where = {"event": event, "step": step, "epoch": position.epoch, "samples": position.samples}
+        self._metrics.write(json.dumps({**where, **metrics}) + "\n")
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+
+def _width(name: str) -> int:
+    return max(len(name), 8)
+
+
+def _truncated(path: Path, step: int) -> IO[str]:
+    """Opens metrics.jsonl for appending, without the records later than `step` and any half-written line."""
+    kept = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.rename(path)
+    return path.open("a", buffering=1)

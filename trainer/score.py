@@ -1,0 +1,105 @@
+"""Scores of the best weights: the test set, once, at the end of training; or on request."""
+
+from typing import Any
+
+from data.errors import BadInput
+from trainer.average import WeightAverage
+from trainer.build import assemble_run, describe_run, example_batch
+from trainer.checkpoint import RunDirectory, read_checkpoint
+from trainer.flags import Flags
+from trainer.loop import evaluate
+from trainer.parallel import Parallel
+from trainer.run import Run, check_weights_fit
+from trainer.task import Sums, Task
+
+RESULTS = "results.json"
+
+
+def is_scored(directory: RunDirectory) -> bool:
+    """Whether the test set was scored after the newest checkpoint."""
+    return directory.read_json(RESULTS).get("step") == directory.newest_step
+
+
+def score_test(run: Run) -> bool:
+    """Scores the test set with the best weights and writes results.json. False if asked to stop meanwhile."""
+    run.read_clock()
+    best = run.parallel.on_main(lambda: _best_weights(run))
+    if best is not None:
+        run.objective.model.load_state_dict(best)
+    # Whether best or last, a checkpoint's `model` is already the average.
+    run.average = WeightAverage(run.objective.model, decay=0) if best is not None else run.average
+    sums = evaluate(run, "test")
+    if sums is None:
+        return False
+    metrics = run.metrics("test", sums)
+    run.parallel.on_main(lambda: _write_results(run, metrics, sums))
+    run.log.result(run.progress.step, metrics)
+    run.log.say("Test, with the best weights: " + _shown(metrics))
+    return True
+
+
+def _best_weights(run: Run) -> dict[str, Any] | None:
+    assert run.directory is not None
+    best = run.directory.load_best()
+    if best is None:
+        run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
+        return None
+    return best["model"]
+
+
+def _write_results(run: Run, metrics: dict[str, float], sums: Sums) -> None:
+    assert run.directory is not None
+    progress, best = run.progress, run.progress.best
+    num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
+    run.directory.mark_final()
+    run.directory.write_json(
+        RESULTS,
+        {
+            "task": run.facts["task"],
+            "metrics": metrics,
+            "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
+            "num_parameters": sum(p.numel() for p in run.objective.parameters()),
+            "train_seconds": round(progress.train_seconds, 3),
+            "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),
+            "world_size": run.parallel.shard[1],
+            "num_devices": run.parallel.num_devices,
+            "global_batch_size": run.batches.global_batch_size,
+            "seed": run.seed,
+            "epochs": progress.position.epoch,
+            "step": progress.step,
+            **run.task.details(sums),
+        },
+    )
+
+
+def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> None:
+    """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
+    label, weights = parallel.on_main(lambda: _weights_to_score(flags, directory))
+    run = assemble_run(flags, task, parallel, None)
+    check_weights_fit(run.objective.model, {"model": weights}, label, "give the flags that it was trained with")
+    run.objective.model.load_state_dict(weights)
+    run.average = WeightAverage(run.objective.model, decay=0)
+    run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
+    lines = [*describe_run(run, flags), f"Evaluating {label}."]
+    for split in ("val", "test"):
+        sums = evaluate(run, split)
+        assert sums is not None
+        lines.append(_shown(run.metrics(split, sums)))
+    if parallel.is_main:
+        print("\n".join(lines))
+
+
+def _weights_to_score(flags: Flags, directory: RunDirectory) -> tuple[str, dict[str, Any]]:
+    given = flags.checkpoint
+    for name, path in (("--resume-from", given.resume_from), ("--init-from", given.init_from)):
+        if path is not None:
+            return str(path), read_checkpoint(path, f"{name} {path}")["model"]
+    directory.look()
+    best = directory.load_best()
+    if best is None:
+        raise BadInput(f"--save-dir {directory.path}: holds no intact checkpoint to evaluate; train first")
+    return f"the best weights of {directory.path} (epoch {best['position']['epoch']})", best["model"]
+
+
+def _shown(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

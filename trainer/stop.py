@@ -1,0 +1,26 @@
+"""Requests to stop: a signal only sets a flag, which travels with the next step's exchange to all ranks."""
+
+import signal
+import sys
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Installed as the handler of SIGTERM, SIGINT and SIGUSR1. A second Ctrl-C leaves at once."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    def install(self) -> None:
+        for name in STOP_SIGNALS:
+            signal.signal(name, self._on_signal)
+
+    def __bool__(self) -> bool:
+        return self.signal_number is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None and number == signal.SIGINT:
+            sys.exit(128 + number)
+        self.signal_number = number

@@ -1,0 +1,121 @@
+"""The contract that a workload fulfils. The loop knows nothing else about it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from data.loading import Batch, KeyedDataset
+from data.order import SampleKeys
+
+Sums = dict[str, Tensor]
+ParamGroup = dict[str, Any]
+
+
+class Objective(nn.Module):
+    """A model together with its loss.
+
+    `model` owns every parameter and persistent buffer, so that a checkpoint's `model` entry loads into the plain
+    model without any trainer.
+
+    In train mode `forward(batch, phase)` returns sums over the batch's samples, "loss" among them; in eval mode
+    `forward(batch)` returns addable statistics. A sum has any shape without a batch dimension. Samples of weight 0
+    must add nothing to any of them: see `masked_sum`.
+    """
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        raise NotImplementedError
+
+
+def masked_sum(values: Tensor, weight: Tensor) -> Tensor:
+    """Sum over dim 0 of the rows whose weight is not 0.
+
+    values: (B, ...). weight: (B,). A row of weight 0 is replaced, not multiplied: zero times infinity is NaN.
+    """
+    keep = (weight > 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(keep, values, values.new_zeros(())).sum(0)
+
+
+class Task(ABC):
+    """One workload: its data, its model with loss, its metrics."""
+
+    Config: ClassVar[type]
+    """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag."""
+    monitor: ClassVar[tuple[str, Literal["max", "min"]]]
+    """The validation metric that defines "best", for example ("val/accuracy", "max")."""
+    phases: ClassVar[tuple[str, ...]] = ("train",)
+    """Parts of an epoch, run one after the other, each with an optimizer of its own."""
+
+    def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
+        self.config = config
+        self.seed = seed
+        self.cache_dir = cache_dir
+
+    @abstractmethod
+    def splits(self) -> Mapping[str, KeyedDataset]:
+        """The data sets "train", "val" and "test". May raise BadInput. Called several times: keep the result."""
+
+    @abstractmethod
+    def build_objective(self) -> Objective:
+        """A freshly initialised model with its loss, on the CPU, in float32."""
+
+    @abstractmethod
+    def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Turns reduced sums (float64, CPU) into metrics. The trainer adds "weight", the number of loss terms.
+
+        Gets the statistics of eval mode, and those of train mode too.
+        """
+
+    def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        """What results.json holds of the test scores besides metrics, for example a confusion matrix; plain values."""
+        return {}
+
+    def num_samples(self, phase: str) -> int:
+        """Samples in one epoch of the phase."""
+        return len(self.splits()["train"])
+
+    def collate(self, samples: Any, keys: SampleKeys) -> Batch:
+        """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
+
+        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32).
+        """
+        batch = {name: torch.as_tensor(array) for name, array in samples.items()}
+        batch["index"] = torch.from_numpy(keys.index)
+        batch["weight"] = torch.ones(len(keys.index))
+        return batch
+
+    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
+        """Parameters that the phase trains. A group without "weight_decay" gets that of the command line.
+
+        By default biases and normalisation gains (everything of fewer than two dimensions) are not decayed.
+        """
+        trained = [p for p in objective.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.dim() >= 2]
+        vectors = [p for p in trained if p.dim() < 2]
+        return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+    def on_epoch_start(self, objective: Objective, epoch: int) -> None:
+        """Called on the raw objective before each epoch; not called again when a run resumes in mid-epoch."""
+
+
+def check_batch(batch: Batch) -> None:
+    """Raises TypeError when a task's collate breaks the rule on batches.
+
+    DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
+    """
+    for name in ("index", "weight"):
+        if name not in batch:
+            raise TypeError(f"collate must put {name!r} into the batch; see Task.collate")
+    size = len(batch["weight"])
+    for name, tensor in batch.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != size:
+            raise TypeError(f"batch[{name!r}] must be a tensor with the {size} samples on dim 0")
