@@ -50,7 +50,8 @@ def _lock(cache_dir: Path, key: str) -> Iterator[None]:
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
     try:
-        if partial.exists():  # left behind by a build that was killed; the lock says that nobody else is at it
+        # One that is there was left by a build that was killed: the lock says that nobody else is at it.
+        if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
         for name, array in arrays.items():

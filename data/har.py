@@ -390,8 +390,8 @@ def _parse_windows(source: _Source, name: str, lines: list[bytes], out: np.ndarr
         if values is None or values.size != num_columns:
             raise _bad_line(source, name, row, line, num_columns)
         out[row] = values
-    for row in np.flatnonzero(~np.isfinite(out).all(axis=1)):
-        raise _bad_line(source, name, row, lines[row], num_columns)
+    for bad_row in np.flatnonzero(~np.isfinite(out).all(axis=1)).tolist():
+        raise _bad_line(source, name, bad_row, lines[bad_row], num_columns)
 
 
 def _parse_line(line: bytes) -> np.ndarray | None:

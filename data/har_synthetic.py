@@ -168,8 +168,7 @@ def _bout(rng: np.random.Generator, activity: str, gait: _Gait | None, mounting:
     pitch = np.deg2rad(rng.normal(posture.pitch_deg, posture.pitch_spread_deg)) * presence
     roll = np.deg2rad(rng.normal(0.0, 4.0)) * presence
     gravity = np.stack([np.cos(pitch) * np.cos(roll), np.sin(roll), np.sin(pitch) * np.cos(roll)])
-    acc = posture.sway_g * _slow_noise(rng, num_samples)
-    gyro = 2 * posture.sway_g * _slow_noise(rng, num_samples)
+    acc, gyro = (sway * _slow_noise(rng, 3, num_samples) for sway in (posture.sway_g, 2 * posture.sway_g))
     if gait is not None:
         rhythm = _rhythm(rng, gait.stride_hz, num_samples)
         acc = acc + presence * (gait.acc @ rhythm).real
@@ -185,10 +184,10 @@ def _bout(rng: np.random.Generator, activity: str, gait: _Gait | None, mounting:
 
 def _rhythm(rng: np.random.Generator, stride_hz: float, num_samples: int) -> np.ndarray:
     """exp(i k phase(t)) for the harmonics k, (5, T): a stride whose tempo and size wander a little."""
-    tempo = stride_hz * (1 + 0.04 * _slow_noise(rng, num_samples)[0])
+    tempo_wander, size_wander = _slow_noise(rng, 2, num_samples)
+    tempo = stride_hz * (1 + 0.04 * tempo_wander)
     phase = rng.uniform(0, 2 * np.pi) + 2 * np.pi * np.cumsum(tempo) / SAMPLE_RATE_HZ
-    size = 1 + 0.12 * _slow_noise(rng, num_samples)[0]
-    return size * np.exp(1j * _HARMONICS[:, None] * phase)
+    return (1 + 0.12 * size_wander) * np.exp(1j * _HARMONICS[:, None] * phase)
 
 
 def _fade_in_and_out(rng: np.random.Generator, num_samples: int) -> np.ndarray:
@@ -199,11 +198,11 @@ def _fade_in_and_out(rng: np.random.Generator, num_samples: int) -> np.ndarray:
     return 0.5 - 0.5 * np.cos(np.pi * nearest_end)
 
 
-def _slow_noise(rng: np.random.Generator, num_samples: int) -> np.ndarray:
-    """Three independent noises of unit variance with content up to about 1 Hz: (3, T)."""
+def _slow_noise(rng: np.random.Generator, num_rows: int, num_samples: int) -> np.ndarray:
+    """Independent noises of unit variance with content up to about 1 Hz: (num_rows, T)."""
     kernel = np.hanning(SAMPLE_RATE_HZ)
     kernel /= np.linalg.norm(kernel)
-    white = rng.standard_normal((3, num_samples + len(kernel) - 1))
+    white = rng.standard_normal((num_rows, num_samples + len(kernel) - 1))
     return np.stack([np.convolve(row, kernel, mode="valid") for row in white])
 
 

@@ -1,5 +1,6 @@
 """From sample keys to batches, in order, in this process or in worker processes."""
 
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -69,6 +70,8 @@ class BatchLoader:
                 pin_memory=pin_memory,
                 persistent_workers=True,
                 worker_init_fn=_leave_signals_to_the_trainer,
+                # A forked worker starts at once and shares the data; a spawned one imports torch and copies it.
+                multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
                 # A generator of its own: making an iterator draws from it, and must not disturb the global one.
                 generator=torch.Generator(),
             )

@@ -66,9 +66,7 @@ class Encoder(nn.Module):
         layers: list[nn.Module] = []
         for width, kernel_size in zip(widths, (9, 5, *[3] * len(widths)), strict=False):
             # No bias: the normalisation that follows would cancel it.
-            conv = nn.Conv1d(
-                num_channels, width, kernel_size, stride=2, padding=kernel_size // 2, bias=False
-            )
+            conv = nn.Conv1d(num_channels, width, kernel_size, stride=2, padding=kernel_size // 2, bias=False)
             layers += [conv, nn.GroupNorm(8, width), nn.GELU()]
             num_channels = width
         self.layers = nn.Sequential(*layers)

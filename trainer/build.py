@@ -31,7 +31,8 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
     """Threads and determinism of this process."""
     set_num_threads(flags.devices.num_threads, parallel.local_world_size)
     if flags.precision.deterministic or parallel.device.type == "cpu":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if parallel.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ class _Flag:
     metavar: str | None = None
     hidden: bool = False
 
-    def range_problem(self, name: str, value: float) -> str | None:
+    def range_problem(self, value: float) -> str | None:
         wanted = []
         if self.at_least is not None:
             wanted.append((value >= self.at_least, f"at least {self.at_least}"))
@@ -39,7 +39,7 @@ class _Flag:
             wanted.append((value < self.below, f"below {self.below}"))
         if all(holds for holds, _ in wanted):
             return None
-        return f"{name} {value}: must be {' and '.join(text for _, text in wanted)}"
+        return f"must be {' and '.join(text for _, text in wanted)}"
 
 
 def flag(default: Any, help: str, **limits: Any) -> Any:
@@ -68,8 +68,12 @@ def flag_values(*groups: Any) -> dict[str, Any]:
     values = {}
     for group in groups:
         for field in dataclasses.fields(group):
-            if not field.metadata["flag"].hidden:
-                value = getattr(group, field.name)
+            if field.metadata["flag"].hidden:
+                continue
+            value = getattr(group, field.name)
+            if field.default is True:
+                values["--no-" + flag_name(field.name)[2:]] = not value
+            else:
                 values[flag_name(field.name)] = str(value) if isinstance(value, Path) else value
     return values
 
@@ -88,7 +92,7 @@ def parse_flags(
     """
     parser = build_parser(group_types, description, epilog)
     parsed, unknown = parser.parse_known_args(_with_dashes(argv))
-    problems = [] if ignore_unknown else [_unknown_problem(token, parser) for token in unknown]
+    problems = [] if ignore_unknown else _unknown_problems(unknown, parser)
     groups = []
     for group_type in group_types:
         hints = typing.get_type_hints(group_type)
@@ -174,12 +178,18 @@ def _with_dashes(argv: Sequence[str]) -> list[str]:
     return tokens
 
 
-def _unknown_problem(token: str, parser: argparse.ArgumentParser) -> str:
-    if not token.startswith("-"):
-        return f"{token}: not expected here; every setting is a flag, see --help"
+def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     known = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(token.partition("=")[0], known, n=1)
-    return f"{token}: no such flag" + (f"; did you mean {close[0]}?" if close else "; see --help")
+    found = []
+    previous = ""
+    for token in tokens:
+        if token.startswith("-"):
+            close = difflib.get_close_matches(token.partition("=")[0], known, n=1)
+            found.append(f"{token}: no such flag; " + (f"did you mean {close[0]}?" if close else "see --help"))
+        elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
+            found.append(f"{token}: not expected here; every setting is a flag, see --help")
+        previous = token
+    return found
 
 
 def _convert(field: Any, hint: Any, given: Any) -> Any:
@@ -212,9 +222,9 @@ def _convert_one(name: str, about: _Flag, hint: Any, text: str) -> Any:
             raise ValueError(f"{name} {text}: must be {kind}") from None
         if not math.isfinite(number):
             raise ValueError(f"{name} {text}: must be a finite number")
-        problem = about.range_problem(name, number)
+        problem = about.range_problem(number)
         if problem:
-            raise ValueError(problem)
+            raise ValueError(f"{name} {text}: {problem}")
         return number
     if not text:
         raise ValueError(f"{name}: must not be empty")

@@ -1,6 +1,6 @@
 """The workloads that come with the trainer, by the name that `--task` takes, and loading of a user's own."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -30,13 +30,14 @@ def find_task(name: str) -> type[Task]:
 
 
 def _import_file(path: Path, flag_value: str) -> object:
-    """Imports a file under a name of its own, known to pickle and to data-loading workers."""
-    module_name = f"lockstep_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise BadInput(f"--task {flag_value}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    """Imports a file as a module of its own name, so that data-loading processes find it again by that name."""
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(path.stem)
+    except (ImportError, SyntaxError) as error:
+        raise BadInput(f"--task {flag_value}: cannot import {path}: {type(error).__name__}: {error}") from None
+    if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
+        raise BadInput(f"--task {flag_value}: there is another module named {path.stem}; rename the file")
     return module

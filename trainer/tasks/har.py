@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from data.har_synthetic import load_synthetic_har
 from torch import Tensor
 
 from data.har import CLASSES, Augmentation, HarDataset, load_uci_har, split_by_subject
+from data.har_synthetic import load_synthetic_har
 from data.loading import Batch
 from models.har import HarNet, Mode
 from trainer.config import FlagGroup, flag

@@ -1,0 +1,105 @@
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from trainer.config import FlagGroup, flag, flag_values, parse_flags
+from trainer.flags import parse
+
+
+@dataclass
+class Example(FlagGroup):
+    """Example"""
+
+    rate: float = flag(0.5, "a rate", at_least=0, below=1)
+    big_count: int = flag(3, "a count", above=0, at_most=10)
+    kind: Literal["a", "b"] = flag("a", "a kind")
+    sizes: tuple[int, ...] = flag((1, 2), "sizes", at_least=1)
+    ids: tuple[int, ...] | None = flag(None, "ids")
+    file: Path | None = flag(None, "a file")
+    on: bool = flag(False, "turns on")
+    extra: bool = flag(True, "leaves out")
+
+    def problems(self):
+        return ["--rate and --kind: do not go together"] if self.rate == 0.25 and self.kind == "b" else []
+
+
+def read(*argv):
+    (example,), problems = parse_flags([Example], argv)
+    return example, problems
+
+
+def test_defaults():
+    assert read() == (Example(), [])
+
+
+def test_every_type_is_read():
+    example, problems = read(
+        *"--rate .1 --big-count 4 --kind b --sizes 3 4 5 --ids 0,1 --file x/y --on --no-extra".split()
+    )
+    assert problems == []
+    assert example == Example(0.1, 4, "b", (3, 4, 5), (0, 1), Path("x/y"), True, False)
+
+
+def test_underscores_and_equals_signs():
+    assert read("--big_count=4", "--no_extra", "--file=a_b")[0] == Example(big_count=4, extra=False, file=Path("a_b"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--rate 1", "--rate 1: must be at least 0 and below 1"),
+        ("--rate -0.5", "--rate -0.5: must be at least 0 and below 1"),
+        ("--rate nan", "--rate nan: must be a finite number"),
+        ("--rate x", "--rate x: must be a number"),
+        ("--big-count 2.5", "--big-count 2.5: must be a whole number"),
+        ("--big-count 0", "--big-count 0: must be above 0 and at most 10"),
+        ("--kind c", "--kind c: must be one of a, b"),
+        ("--sizes 3 0", "--sizes 0: must be at least 1"),
+        ("--sizes", "--sizes: needs at least one value"),
+        ("--rate", "--rate: needs a value"),
+        ("--rat 1", "--rat: no such flag; did you mean --rate?"),
+        ("stray", "stray: not expected here; every setting is a flag, see --help"),
+        ("--rate 0.25 --kind b", "--rate and --kind: do not go together"),
+    ],
+)
+def test_each_mistake_names_value_and_flag(argv, message):
+    assert read(*argv.split())[1] == [message]
+
+
+def test_all_mistakes_are_found_together():
+    _, problems = read(*"--rate 7 --kind c --big-count --nonsense 3 --sizes x".split())
+    assert len(problems) == 5, problems
+
+
+def test_values_survive_json_and_checkpoints():
+    import json
+
+    values = flag_values(Example(file=Path("x")))
+    assert values["--file"] == "x"
+    assert values["--no-extra"] is False
+    assert json.loads(json.dumps(values))["--sizes"] == [1, 2]
+
+
+def test_mistakes_across_groups_and_in_the_task_are_found_together():
+    argv = "--batch-size 0 --lr -1 --hidden-dims 0 --amp fp16 --dtype float64 --warmup-epochs 3 --epochs 2".split()
+    _, problems = parse(argv, several_devices=False)
+    for name in ("--batch-size 0", "--lr -1", "--hidden-dims 0", "--amp fp16", "--warmup-epochs 3"):
+        assert any(name in problem for problem in problems), (name, problems)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("nope", "must be one of har"),
+        ("no/such/file.py:Task", "there is no file"),
+        ("tests/weighted_task.py:Nothing", "defines no Nothing"),
+        ("tests/weighted_task.py:Network", "is not a subclass"),
+    ],
+)
+def test_wrong_task_does_not_hide_other_mistakes(task, message):
+    _, problems = parse(["--task", task, "--lr", "x", "--of-the-task", "3"], several_devices=False)
+    assert len(problems) == 2
+    assert message in problems[0]
+    assert "--lr x" in problems[1]
