@@ -86,6 +86,7 @@ def in_process(environment, folder, cache_dir):
     torch.set_num_threads(1)
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     found = {accumulation: measure(parallel, accumulation, cache_dir) for accumulation in (1, 3)}
+    found["sum"] = parallel.sum(torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double())
     torch.save(found, folder / f"rank{environment.rank}.pt")
     parallel.close()
     return 0
@@ -136,6 +137,12 @@ def test_gradient_is_that_of_one_full_batch(world, reference, accumulation):
 def test_weights_after_100_steps_agree(world, reference_weights, accumulation):
     for found in world:
         assert relative_difference(found[accumulation]["weights"], reference_weights) < 1e-9
+
+
+def test_a_sum_has_the_same_bits_on_every_rank(world):
+    """Or ranks would decide differently about early stopping."""
+    for found in world[1:]:
+        assert torch.equal(found["sum"], world[0]["sum"])
 
 
 def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):

@@ -13,6 +13,7 @@ from data.loading import BatchLoader
 from data.order import SampleKeys
 from trainer.average import WeightAverage
 from trainer.checkpoint import RunDirectory, read_checkpoint
+from trainer.config import flag_values
 from trainer.flags import Flags
 from trainer.parallel import Parallel, set_num_threads
 from trainer.plan import BatchSplit, Plan, split_batch
@@ -141,7 +142,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     }
     if state["task"] != run.facts["task"]:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
-    shape_flags = ", ".join(name for name in changed if name in _task_flags(run)) or "its flags"
+    shape_flags = ", ".join(name for name in changed if name in flag_values(run.task.config)) or "its flags"
     check_weights_fit(
         run.objective.model,
         state,
@@ -167,10 +168,6 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if different:
         notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
     return notes
-
-
-def _task_flags(run: Run) -> set[str]:
-    return {"--" + name.replace("_", "-") for name in vars(run.task.config)}
 
 
 def initialise(run: Run, flags: Flags) -> list[str]:

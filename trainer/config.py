@@ -65,7 +65,7 @@ def flag_name(field_name: str) -> str:
 
 def flag_values(*groups: Any) -> dict[str, Any]:
     """Every flag's value in a form that JSON and a checkpoint can hold."""
-    values = {}
+    values: dict[str, Any] = {}
     for group in groups:
         for field in dataclasses.fields(group):
             if field.metadata["flag"].hidden:

@@ -95,7 +95,17 @@ def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]
     run, batch, learning, precision, devices, checkpoint = groups[:6]
     task = groups[-1] if task_type else None
     flags = Flags(run, batch, learning, precision, devices, checkpoint, multi, task, task_type)
-    warmup = flags.learning.warmup_epochs
+    return flags, problems + found + _contradictions(flags)
+
+
+def _contradictions(flags: Flags) -> list[str]:
+    """What is wrong with flags of different groups taken together."""
+    found = []
+    warmup, device = flags.learning.warmup_epochs, flags.devices.device
     if warmup is not None and warmup > flags.run.epochs:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {flags.run.epochs}")
-    return flags, problems + found
+    if flags.multi is not None and ":" in device:
+        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
+    if flags.multi is not None and flags.multi.gpu_ids is not None and device == "cpu":
+        found.append("--device cpu and --gpu-ids: exclude each other; give one")
+    return found

@@ -44,8 +44,9 @@ def train_epoch(run: Run) -> bool:
         if progress.position.phase < phase:
             progress.position = Position(progress.position.epoch, phase, 0)
         if not train_phase(run):
-            run.log.close_bar()
+            run.log.end_training()
             return False
+    run.log.end_training()
     return True
 
 

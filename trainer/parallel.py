@@ -262,7 +262,11 @@ class Parallel(ABC):
     ) -> None:
         objective.model.load_state_dict(state["model"])
         for phase, optimizer in optimizers.items():
+            # Moments come from the checkpoint, but weight decay and the like from this command line.
+            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(state["optimizers"][phase])
+            for group, own in zip(optimizer.param_groups, options, strict=True):
+                group.update(own)
 
     def close(self) -> None:
         """Leaves the group of processes."""

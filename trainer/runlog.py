@@ -34,8 +34,8 @@ class SilentLog:
     def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         """After the evaluation of an epoch; `position` is the end of it."""
 
-    def close_bar(self) -> None:
-        """Ends the progress bar, also in mid-epoch."""
+    def end_training(self) -> None:
+        """The epoch's training is over, or broken off; its evaluation may follow."""
 
     def result(self, step: int, metrics: Mapping[str, float]) -> None:
         """The test scores, once."""
@@ -62,6 +62,7 @@ class RunLog(SilentLog):
         self._columns: list[str] = []
         self._epoch_started = self._last_line = time.monotonic()
         self._epoch_samples = 0
+        self.training_seconds = 0.0
 
     def say(self, text: str) -> None:
         tqdm.write(text, file=sys.stdout)
@@ -102,18 +103,17 @@ class RunLog(SilentLog):
                 loss=f"{metrics['train/loss']:.4f}", lr=f"{metrics['learning_rate']:.2e}", refresh=False
             )
 
-    def close_bar(self) -> None:
+    def end_training(self) -> None:
+        self.training_seconds = time.monotonic() - self._epoch_started
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        self.close_bar()
-        seconds = time.monotonic() - self._epoch_started
         row = {
             **metrics,
-            "samples_per_second": self._epoch_samples / max(seconds, 1e-9),
-            "epoch_seconds": seconds,
+            "samples_per_second": self._epoch_samples / max(self.training_seconds, 1e-9),
+            "epoch_seconds": time.monotonic() - self._epoch_started,
         }
         self._record("epoch", step, position, row)
         if not self._columns:
@@ -137,7 +137,8 @@ class RunLog(SilentLog):
         self._board.flush()
 
     def close(self) -> None:
-        self.close_bar()
+        if self._bar is not None:
+            self._bar.close()
         self._board.close()
         for file in (self._train_log, self._val_log, self._metrics):
             file.close()
