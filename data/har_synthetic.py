@@ -98,7 +98,7 @@ _POSTURES = {
     "WALKING": _Posture(0.0, 4.0, 0.02),
     "WALKING_UPSTAIRS": _Posture(-3.0, 4.0, 0.02),
     "WALKING_DOWNSTAIRS": _Posture(2.0, 4.0, 0.02),
-    "SITTING": _Posture(14.0, 6.0, 0.004),
+    "SITTING": _Posture(16.0, 5.0, 0.004),
     "STANDING": _Posture(0.0, 4.0, 0.007),
     "LAYING": _Posture(85.0, 8.0, 0.003),
 }
@@ -144,7 +144,7 @@ def _personal_gaits(rng: np.random.Generator) -> dict[str, _Gait]:
     tempo = np.exp(0.10 * rng.standard_normal())
     vigour = np.exp(0.25 * rng.standard_normal())
     style = {
-        name: np.exp(0.25 * rng.standard_normal((3, 5)) + 0.35j * rng.standard_normal((3, 5)))
+        name: np.exp(0.25 * rng.standard_normal((3, 5)) + 0.5j * rng.standard_normal((3, 5)))
         for name in ("acc", "gyro")
     }
     return {

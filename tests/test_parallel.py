@@ -13,7 +13,14 @@ from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
 from trainer.flags import parse
 from trainer.loop import evaluate, train
-from trainer.parallel import DataParallel, RankEnvironment, SingleDevice, read_rank_environment
+from trainer.parallel import (
+    DataParallel,
+    ForReplicas,
+    RankEnvironment,
+    SingleDevice,
+    SumOverReplicas,
+    read_rank_environment,
+)
 
 
 class ThreadedReplicas(nn.Module):
@@ -53,7 +60,7 @@ class ReplicasOnCpu(DataParallel):
         super().__init__([torch.device("cpu")] * num_replicas)
 
     def wrap(self, net, example, phase):
-        return ThreadedReplicas(net, self.num_replicas)
+        return SumOverReplicas(ThreadedReplicas(ForReplicas(net), self.num_replicas))
 
     def _seed_generators(self, seed):
         torch.default_generator.manual_seed(seed)

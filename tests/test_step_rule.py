@@ -11,10 +11,9 @@ from data.loading import BatchLoader
 from data.order import SampleKeys, split_global_batch
 from tests.weighted_task import Weighted, WeightedFlags
 from trainer.launch import launch
-from trainer.loop import train_step
+from trainer.loop import counted, train_step, weighted
 from trainer.parallel import DeviceFlags, Distributed, MultiDeviceFlags, SingleDevice
 from trainer.precision import Precision, PrecisionForward
-from trainer.task import masked_sum
 from trainer.tasks.har import HarFlags, HarTask
 
 CPU = torch.device("cpu")
@@ -45,8 +44,8 @@ def one_step(parts, samples, accumulation, optimizer):
     world_size = parts.parallel.shard[1]
     micro_batch_size = -(-len(samples) // (world_size * accumulation))
     keys = split_global_batch(samples, parts.parallel.shard, micro_batch_size, epoch=1)
-    window = list(parts.loader(keys))
-    (total,) = parts.parallel.start_sum([sum(float(batch["weight"].sum()) for batch in window)]).wait()
+    window = [weighted(batch) for batch in parts.loader(keys)]
+    (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)]).wait()
     train_step(
         parts.net, window, total, phase="train", optimizer=optimizer, params=list(parts.objective.parameters()),
         parallel=parts.parallel, precision=parts.precision, max_grad_norm=0.0, dropout_key=(0, 0, 0, 0),
@@ -165,7 +164,7 @@ def test_sums_and_weights_are_additive(cache_dir):
         for train in (True, False):
             parts.net.train(train)
             whole, *others = [
-                parts.net(batch) | {"weight": batch["weight"].sum()[None]}
+                parts.net(batch) | {"weight": batch["weight"].sum()}
                 for batch in parts.loader([SampleKeys(index, epoch=1) for index in (samples, *pieces)])
             ]
             for key, value in whole.items():
@@ -173,10 +172,9 @@ def test_sums_and_weights_are_additive(cache_dir):
                 torch.testing.assert_close(total, value, rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
 
 
-def test_a_sample_that_does_not_count_is_replaced_not_multiplied():
+def test_a_batch_that_does_not_count_is_replaced_not_multiplied():
     """Zero times infinity is NaN, on all ranks."""
-    losses = torch.tensor([1.0, float("inf")], requires_grad=True)
-    total = masked_sum(losses * 2, torch.tensor([3.0, 0.0]))
-    total.backward()
-    assert total.item() == 2.0
-    assert losses.grad.tolist() == [2.0, 0.0]
+    loss = torch.tensor(float("inf"), requires_grad=True)
+    sums = counted({"loss": loss * 2, "hits": torch.tensor(3)}, weight=0.0)
+    sums["loss"].backward()
+    assert (sums["loss"].item(), sums["hits"].item(), loss.grad.item()) == (0.0, 0, 0.0)

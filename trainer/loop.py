@@ -16,6 +16,8 @@ from trainer.precision import Precision
 from trainer.run import Run, reduce_sums
 from trainer.task import Sums
 
+WeightedBatch = tuple[Batch, float]
+
 
 def train(run: Run) -> bool:
     """Trains from the run's position to its end. Returns False if it was asked to stop, with all progress saved."""
@@ -85,7 +87,7 @@ def train_phase(run: Run) -> bool:
 
 def train_step(
     net: nn.Module,
-    window: Sequence[Batch],
+    window: Sequence[WeightedBatch],
     total_weight: float,
     *,
     phase: str,
@@ -98,24 +100,40 @@ def train_step(
 ) -> tuple[Sums, Tensor]:
     """One optimizer step over a window of micro-batches; exact for any split of the samples.
 
+    window: each micro-batch with its weight, the number of its loss terms; one of weight 0 adds nothing.
     total_weight: the loss terms of the window over all processes, above 0. Every micro-batch contributes its sum of
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
 
     Returns this process's sums and the norm of the whole gradient before clipping, both on the device.
     """
     sums: Sums = {}
-    for i, batch in enumerate(window):
+    for i, (batch, weight) in enumerate(window):
         parallel.seed_dropout(*dropout_key, i)
         with parallel.gradient_sync(net, enabled=i == len(window) - 1):
-            part = net(parallel.to_device(batch), phase)
-            precision.backward(part["loss"].sum() * (parallel.gradient_divisor / total_weight))
-        for name, value in part.items():
-            value = value.detach().sum(0)
-            sums[name] = sums[name] + value if name in sums else value
+            part = counted(net(parallel.to_device(batch), phase), weight)
+            precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
+        add_sums(sums, part)
     return sums, precision.step(optimizer, params, max_grad_norm)
 
 
-def training_windows(run: Run) -> Iterator[tuple[int, list[Batch]]]:
+def counted(sums: Sums, weight: float) -> Sums:
+    """The sums of a micro-batch, or zeros for one of weight 0: a process's placeholder where it has no samples.
+
+    They are replaced, not multiplied: zero times infinity is NaN, on all ranks.
+    """
+    if weight > 0:
+        return sums
+    return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
+
+
+def add_sums(totals: Sums, sums: Sums) -> None:
+    """Adds sums to totals, outside the graph of gradients."""
+    for name, value in sums.items():
+        value = value.detach()
+        totals[name] = totals[name] + value if name in totals else value
+
+
+def training_windows(run: Run) -> Iterator[tuple[int, list[WeightedBatch]]]:
     """For each global batch left in the phase: the position after it, and this process's micro-batches of it."""
     position, world_size = run.progress.position, run.parallel.shard[1]
     micro_batch_size = run.batches.micro_batch_size
@@ -129,10 +147,18 @@ def training_windows(run: Run) -> Iterator[tuple[int, list[Batch]]]:
         )
     )
     for start, end in bounds:
-        yield end, [next(batches) for _ in range(num_micro_batches(end - start, world_size, micro_batch_size))]
+        num_batches = num_micro_batches(end - start, world_size, micro_batch_size)
+        yield end, [weighted(next(batches)) for _ in range(num_batches)]
 
 
-def agree_ahead(run: Run, windows: Iterator[tuple[int, list[Batch]]]) -> Iterator[tuple[int, list[Batch], float, bool]]:
+def weighted(batch: Batch) -> WeightedBatch:
+    """A batch, still in host memory, with the number of its loss terms."""
+    return batch, float(batch["weight"].sum())
+
+
+def agree_ahead(
+    run: Run, windows: Iterator[tuple[int, list[WeightedBatch]]]
+) -> Iterator[tuple[int, list[WeightedBatch], float, bool]]:
     """Adds to each window its weight over all processes, and whether any of them was asked to stop.
 
     The exchange starts one window ahead of its use, so that nobody waits for it; a request to stop is therefore
@@ -140,8 +166,7 @@ def agree_ahead(run: Run, windows: Iterator[tuple[int, list[Batch]]]) -> Iterato
     """
     waiting = None
     for end, window in windows:
-        weight = sum(float(batch["weight"].sum()) for batch in window)
-        pending = run.parallel.start_sum([weight, bool(run.stop)])
+        pending = run.parallel.start_sum([sum(weight for _, weight in window), bool(run.stop)])
         if waiting is not None:
             yield _agreed(*waiting)
         waiting = (end, window, pending.wait)
@@ -149,7 +174,9 @@ def agree_ahead(run: Run, windows: Iterator[tuple[int, list[Batch]]]) -> Iterato
         yield _agreed(*waiting)
 
 
-def _agreed(end: int, window: list[Batch], wait: Callable[[], list[float]]) -> tuple[int, list[Batch], float, bool]:
+def _agreed(
+    end: int, window: list[WeightedBatch], wait: Callable[[], Sequence[float]]
+) -> tuple[int, list[WeightedBatch], float, bool]:
     total_weight, num_stop_requests = wait()
     return end, window, total_weight, num_stop_requests > 0
 
@@ -164,18 +191,15 @@ def evaluate(run: Run, split: str) -> Sums | None:
     net = run.parallel.evaluation_module(run.net)
     dataset_size = len(run.task.splits()[split])
     keys = evaluation_keys(dataset_size, run.parallel.shard, run.batches.micro_batch_size)
-    windows = ((0, [batch]) for batch in run.loaders[split](keys))
+    windows = ((0, [weighted(batch)]) for batch in run.loaders[split](keys))
     totals: Sums = {}
     net.eval()
     with run.average.applied():
-        for _, (batch,), weight, stop in agree_ahead(run, windows):
+        for _, ((batch, weight),), _, stop in agree_ahead(run, windows):
             if stop:
                 return None
-            sums = net(run.parallel.to_device(batch))
-            sums["weight"] = torch.tensor([weight if run.parallel.is_main else 0.0])
-            for name, value in sums.items():
-                value = value.sum(0).double()
-                totals[name] = totals[name] + value if name in totals else value
+            sums = counted(net(run.parallel.to_device(batch)), weight) | {"weight": torch.tensor(weight)}
+            add_sums(totals, {name: value.double() for name, value in sums.items()})
     net.train()
     return reduce_sums(totals, run.parallel)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from data.errors import BadInput
 from data.loading import Batch
 from trainer.config import FlagGroup, flag
-from trainer.task import Objective
+from trainer.task import Objective, Sums
 
 T = TypeVar("T")
 
@@ -167,16 +167,24 @@ def _set_names(environ: Mapping[str, str]) -> str:
 
 
 class PendingSum:
-    """A sum over processes under way."""
+    """A sum over processes under way; for one process it is there at once."""
 
-    def __init__(self, values: Tensor, work: dist.Work | None = None) -> None:
+    def __init__(self, values: Sequence[float]) -> None:
         self._values = values
-        self._work = work
 
-    def wait(self) -> list[float]:
-        if self._work is not None:
-            self._work.wait()
-        return self._values.tolist()
+    def wait(self) -> Sequence[float]:
+        """The sums."""
+        return self._values
+
+
+class _PendingAllReduce(PendingSum):
+    def __init__(self, values: Sequence[float], group: dist.ProcessGroup) -> None:
+        self._tensor = torch.tensor(values, dtype=torch.float64)
+        self._work = dist.all_reduce(self._tensor, group=group, async_op=True)
+
+    def wait(self) -> Sequence[float]:
+        self._work.wait()
+        return self._tensor.tolist()
 
 
 class Parallel(ABC):
@@ -226,7 +234,7 @@ class Parallel(ABC):
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
         """The same for a few numbers, without waiting."""
-        return PendingSum(torch.tensor(values, dtype=torch.float64))
+        return PendingSum(values)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
@@ -282,6 +290,28 @@ class SingleDevice(Parallel):
         return _device_label(self.device)
 
 
+class ForReplicas(nn.Module):
+    """Gives every sum a leading dimension, along which DataParallel gathers its replicas."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        return {name: value.unsqueeze(0) for name, value in self.net(batch, phase).items()}
+
+
+class SumOverReplicas(nn.Module):
+    """Adds up what DataParallel gathered."""
+
+    def __init__(self, replicas: nn.Module) -> None:
+        super().__init__()
+        self.replicas = replicas
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        return {name: values.sum(0) for name, values in self.replicas(batch, phase).items()}
+
+
 class DataParallel(Parallel):
     """One process that splits every micro-batch over several GPUs."""
 
@@ -294,7 +324,8 @@ class DataParallel(Parallel):
         return f"DataParallel on {', '.join(_device_label(device) for device in self.devices)}"
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
-        return nn.DataParallel(net, device_ids=[device.index for device in self.devices])
+        replicas = nn.DataParallel(ForReplicas(net), device_ids=[device.index for device in self.devices])
+        return SumOverReplicas(replicas)
 
     def to_device(self, batch: Batch) -> Batch:
         return batch  # the wrapper's scatter moves each part to its own device
@@ -381,7 +412,7 @@ class Distributed(Parallel):
         """
         buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
         sums = net(self.to_device(example), phase)
-        (sums["loss"].sum() * 0).backward()
+        (sums["loss"] * 0).backward()
         net.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in buffers:
@@ -399,8 +430,7 @@ class Distributed(Parallel):
         return values
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        return PendingSum(tensor, dist.all_reduce(tensor, group=self._host_group, async_op=True))
+        return _PendingAllReduce(values, self._host_group)
 
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]

@@ -63,8 +63,11 @@ class Precision:
         parameters = str(self.dtype).removeprefix("torch.")
         return parameters if self.autocast_dtype is None else f"{parameters} with {self.amp} autocast"
 
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+    def backward(self, loss: Tensor, factor: float) -> None:
+        """Adds the gradient of loss * factor. loss: a scalar."""
+        # The factor enters as the gradient to begin with, which saves the graph a multiplication.
+        scaled = self.scaler.scale(loss)
+        scaled.backward(torch.full_like(scaled, factor))
 
     def step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float) -> Tensor:
         """Unscale, clip, step, clear. Returns the gradient norm before clipping, on the device.
@@ -83,7 +86,6 @@ class PrecisionForward(nn.Module):
     """What the parallel wrappers wrap: the objective in the run's precision.
 
     Autocast is entered here and not around the wrapper, because the threads of DataParallel do not inherit it.
-    Every sum gets a leading dimension of 1, over which DataParallel gathers its replicas.
     """
 
     def __init__(self, objective: Objective, precision: Precision) -> None:
@@ -102,5 +104,5 @@ class PrecisionForward(nn.Module):
                 name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()
             }
         with autocast:
-            sums = self.objective(batch, phase)
-        return {name: value.unsqueeze(0) for name, value in sums.items()}
+            sums: Sums = self.objective(batch, phase)
+        return sums

@@ -22,8 +22,7 @@ class Objective(nn.Module):
     model without any trainer.
 
     In train mode `forward(batch, phase)` returns sums over the batch's samples, "loss" among them; in eval mode
-    `forward(batch)` returns addable statistics. A sum has any shape without a batch dimension. Samples of weight 0
-    must add nothing to any of them: see `masked_sum`.
+    `forward(batch)` returns addable statistics. A sum has any shape without a batch dimension.
     """
 
     model: nn.Module
@@ -34,15 +33,6 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         raise NotImplementedError
-
-
-def masked_sum(values: Tensor, weight: Tensor) -> Tensor:
-    """Sum over dim 0 of the rows whose weight is not 0.
-
-    values: (B, ...). weight: (B,). A row of weight 0 is replaced, not multiplied: zero times infinity is NaN.
-    """
-    keep = (weight > 0).view(-1, *[1] * (values.dim() - 1))
-    return torch.where(keep, values, values.new_zeros(())).sum(0)
 
 
 class Task(ABC):

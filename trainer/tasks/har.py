@@ -15,7 +15,7 @@ from data.har_synthetic import load_synthetic_har
 from data.loading import Batch
 from models.har import HarNet, Mode
 from trainer.config import FlagGroup, flag
-from trainer.task import Objective, Sums, Task, masked_sum
+from trainer.task import Objective, Sums, Task
 
 
 @dataclass
@@ -47,16 +47,15 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        logits, label, weight = self.model(batch["signals"]), batch["label"], batch["weight"]
+        logits, label = self.model(batch["signals"]), batch["label"]
         smoothing = self.label_smoothing if self.training else 0.0
-        losses = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
-        sums = {"loss": masked_sum(losses, weight)}
+        loss = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
         predicted = logits.argmax(dim=1)
         if self.training:
-            return sums | {"correct": masked_sum((predicted == label).to(losses.dtype), weight)}
+            return {"loss": loss, "correct": (predicted == label).sum()}
         num_classes = logits.shape[1]
-        pairs = F.one_hot(label * num_classes + predicted, num_classes**2)
-        return sums | {"confusion": masked_sum(pairs, weight).view(num_classes, num_classes)}
+        pairs = F.one_hot(label * num_classes + predicted, num_classes**2).sum(dim=0)
+        return {"loss": loss, "confusion": pairs.view(num_classes, num_classes)}
 
 
 class HarTask(Task):
