@@ -96,5 +96,5 @@ def _as_it_is(batch: Any) -> Any:
 
 def _leave_signals_to_the_trainer(worker_id: int) -> None:
     # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)

@@ -16,9 +16,11 @@ from trainer.loop import evaluate, train
 from trainer.parallel import (
     DataParallel,
     ForReplicas,
+    MultiDeviceFlags,
     RankEnvironment,
     SingleDevice,
     SumOverReplicas,
+    one_process_problems,
     read_rank_environment,
 )
 
@@ -117,12 +119,25 @@ def test_double_on_one_replica_is_the_identity(tmp_path):
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
+def ddp(**flags):
+    return MultiDeviceFlags(multi_gpu="ddp", **flags)
+
+
+def test_processes_of_a_launcher_must_be_one_run():
+    assert "leave it out" in read_rank_environment(GOOD, ddp(nproc=2))[1][0]
+    assert (
+        "use main_multi_gpu.py --multi-gpu ddp" in read_rank_environment(GOOD, MultiDeviceFlags(multi_gpu="dp"))[1][0]
+    )
+    assert one_process_problems({}) == one_process_problems(GOOD | {"WORLD_SIZE": "1"}) == []
+    assert "use main_multi_gpu.py --multi-gpu ddp" in one_process_problems(GOOD)[0]
+
+
 def test_rank_variables_are_read():
-    assert read_rank_environment({}, None) == (None, [])
-    assert read_rank_environment(GOOD, None) == (RankEnvironment(1, 2), [])
+    assert read_rank_environment({}, ddp()) == (None, [])
+    assert read_rank_environment(GOOD, ddp()) == (RankEnvironment(1, 2), [])
     local = GOOD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert read_rank_environment(local, None) == (RankEnvironment(1, 2, 1, 2), [])
-    assert read_rank_environment(GOOD, 1) == (RankEnvironment(1, 2, 1), [])
+    assert read_rank_environment(local, ddp()) == (RankEnvironment(1, 2, 1, 2), [])
+    assert read_rank_environment(GOOD, ddp(local_rank=1)) == (RankEnvironment(1, 2, 1), [])
 
 
 @pytest.mark.parametrize(
@@ -139,6 +154,6 @@ def test_rank_variables_are_read():
     ],
 )
 def test_contradicting_rank_variables_are_named(changes, local_rank, message):
-    environment, problems = read_rank_environment(GOOD | changes, local_rank)
+    environment, problems = read_rank_environment(GOOD | changes, ddp(local_rank=local_rank))
     assert environment is None
     assert any(message in problem for problem in problems), problems

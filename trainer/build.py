@@ -12,7 +12,7 @@ from data.errors import BadInput
 from data.loading import BatchLoader
 from data.order import SampleKeys
 from trainer.average import WeightAverage
-from trainer.checkpoint import RunDirectory, read_checkpoint
+from trainer.checkpoint import RESULTS, RunDirectory, read_checkpoint
 from trainer.config import flag_values
 from trainer.flags import Flags
 from trainer.parallel import Parallel, set_num_threads
@@ -111,6 +111,8 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
 
 def _claim_directory(run: Run, directory: RunDirectory, argv: Sequence[str]) -> None:
     """Records what is about to run. Raises BadInput when there is no room for its checkpoints."""
+    if not run.is_complete:
+        directory.discard(RESULTS)
     weights = sum(value.nbytes for value in run.objective.state_dict().values())
     directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
     directory.write_json("config.json", {"command_line": list(argv), **run.facts})
@@ -125,9 +127,10 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
     `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
     """
     source = flags.checkpoint.resume_from
-    newest = directory.load_newest() if directory.has_checkpoint else None
-    if source is None or (newest is not None and newest["config"].get("--resume-from") == str(source)):
-        return newest
+    if source is None:
+        return directory.load_newest() if directory.has_checkpoint else None
+    if directory.newest_source == str(source):
+        return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
     directory.restrict_best(state["best"]["epoch"] if state["best"] else None)
     return state
@@ -164,6 +167,11 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     notes += [f"Changed since the checkpoint: {name} {old} -> {new}" for name, (old, new) in changed.items()]
     then, now = state["environment"], run.facts["environment"]
+    if then["num_devices"] != now["num_devices"] and run.batches.global_batch_size == state["global_batch_size"]:
+        notes.append(
+            f"The global batch stays at {run.batches.global_batch_size} samples on {now['num_devices']} device(s) "
+            f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
+        )
     different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
     if different:
         notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
@@ -258,9 +266,10 @@ def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str,
 
 
 def example_batch(task: Task) -> dict[str, torch.Tensor]:
-    """A checked batch of one sample that does not count."""
-    keys = SampleKeys(np.zeros(1, np.int64), epoch=0, placeholder=True)
-    batch = next(BatchLoader(task.splits()["train"], task.collate)([keys]))
+    """A small checked batch that does not count."""
+    dataset = task.splits()["train"]
+    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
+    batch = next(BatchLoader(dataset, task.collate)([keys]))
     check_batch(batch)
     return batch
 
@@ -287,11 +296,13 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     parallel, batches = run.parallel, run.batches
     world_size, num_devices = parallel.shard[1], parallel.num_devices
     num_parameters = sum(p.numel() for p in run.objective.parameters())
+    exact = batches.batch_size * num_devices * batches.grad_accum_steps == batches.global_batch_size
     scaled = run.learning_rate.peak
     lines = [
         f"Devices: {parallel.describe()}",
-        f"Batch: {batches.batch_size} per device per forward (--batch-size) x {num_devices} device(s) x "
-        f"{batches.grad_accum_steps} accumulation step(s): {batches.global_batch_size} samples per optimizer step",
+        f"Batch: {batches.global_batch_size} samples per optimizer step, from {batches.batch_size} per device per "
+        f"forward (--batch-size is per device) x {num_devices} device(s) x {batches.grad_accum_steps} accumulation "
+        "step(s)" + ("" if exact else ", the last ones smaller"),
         f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "

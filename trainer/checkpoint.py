@@ -24,6 +24,7 @@ from trainer.config import FlagGroup, flag
 from trainer.plan import Position
 
 MANIFEST = "manifest.json"
+RESULTS = "results.json"
 LOCK = "lock"
 LINKS = ("last", "best", "final")
 
@@ -61,6 +62,7 @@ class Entry:
     """One line of the manifest.
 
     value: the monitored metric, None in mid-epoch. best: whether it was the best one so far when it was saved.
+    source: the `--resume-from` of the run that saved it.
     """
 
     file: str
@@ -72,6 +74,7 @@ class Entry:
     best: bool
     bytes: int
     sha256: str
+    source: str | None
 
 
 class RunDirectory:
@@ -179,6 +182,7 @@ class RunDirectory:
                         value=best["value"] if is_best else None,
                         best=is_best,
                         **_size_and_sum(path),
+                        source=state["config"].get("--resume-from"),
                     )
                 )
         if entries:
@@ -198,6 +202,11 @@ class RunDirectory:
         return bool(self._entries)
 
     @property
+    def newest_source(self) -> str | None:
+        """The `--resume-from` that the newest checkpoint descends from."""
+        return self._entries[-1].source if self._entries else None
+
+    @property
     def newest_step(self) -> int | None:
         return self._entries[-1].step if self._entries else None
 
@@ -206,34 +215,32 @@ class RunDirectory:
         return next((entry for entry in reversed(self._entries) if entry.best), None)
 
     def load_newest(self) -> dict[str, Any]:
-        """The newest checkpoint that is intact; damaged ones are named and set aside.
+        """The newest checkpoint that is intact; newer ones that are damaged are named and set aside.
 
-        Raises BadInput when none is left.
+        Raises BadInput when there is none, and then changes nothing.
         """
-        damaged = []
-        while self._entries:
-            entry = self._entries[-1]
-            path = self.path / entry.file
-            if _size_and_sum(path)["sha256"] == entry.sha256:
-                state = self._read(path)
-                if state is not None:
-                    self._repair_links()
-                    return state
-            else:
-                self._say(f"{path} is damaged: its sha256 is not the one in {MANIFEST}.")
-            path.rename(path.with_suffix(".damaged"))
-            damaged.append(entry.file)
-            self._entries.pop()
+        damaged: list[Entry] = []
+        for entry in reversed(self._entries):
+            state = self._load_intact(entry)
+            if state is not None:
+                for bad in damaged:
+                    (self.path / bad.file).rename((self.path / bad.file).with_suffix(".damaged"))
+                    self._entries.remove(bad)
+                self._repair_links()
+                return state
+            damaged.append(entry)
         raise BadInput(
-            f"--save-dir {self.path}: no intact checkpoint is left (damaged: {', '.join(damaged)}); start over with "
-            "--fresh or name an intact file with --resume-from"
+            f"--save-dir {self.path}: no checkpoint in it is intact (damaged: "
+            f"{', '.join(entry.file for entry in damaged)}); start over with --fresh, or name an intact file with "
+            "--resume-from"
         )
 
     def load_best(self) -> dict[str, Any] | None:
         """The best checkpoint, or None when it is damaged or there is none yet."""
-        entry = self._best
-        if entry is None:
-            return None
+        return self._load_intact(self._best) if self._best is not None else None
+
+    def _load_intact(self, entry: Entry) -> dict[str, Any] | None:
+        """The checkpoint of an entry; None, and a line for the user, when it is damaged."""
         path = self.path / entry.file
         if _size_and_sum(path)["sha256"] != entry.sha256:
             self._say(f"{path} is damaged: its sha256 is not the one in {MANIFEST}.")
@@ -266,6 +273,7 @@ class RunDirectory:
                 best=is_best,
                 bytes=size,
                 sha256=checksum,
+                source=state["config"].get("--resume-from"),
             )
             self._write_manifest([*self._entries, entry])
             temporary.rename(path)
@@ -297,6 +305,10 @@ class RunDirectory:
             _replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             raise BadInput(f"--save-dir {self.path}: cannot write {name}: {error.strerror}") from None
+
+    def discard(self, name: str) -> None:
+        """Deletes a file of `write_json`."""
+        (self.path / name).unlink(missing_ok=True)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A file of `write_json`; empty when there is none or it is damaged."""

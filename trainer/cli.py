@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from trainer.parallel import (
     RankEnvironment,
     SingleDevice,
     data_parallel,
+    one_process_problems,
     pick_device,
     read_rank_environment,
 )
@@ -41,9 +43,12 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
     try:
         flags, problems = parse(argv, several_devices)
         if flags.multi is not None and environment is None:
-            environment, contradictions = read_rank_environment(os.environ, flags.multi.local_rank)
+            environment, contradictions = read_rank_environment(os.environ, flags.multi)
             problems += contradictions
-        speaks = environment is None or environment.rank == 0
+        elif flags.multi is None:
+            problems += one_process_problems(os.environ)
+        # Ranks of one launcher share a console and are wrong alike; those started by hand have a terminal each.
+        speaks = environment is None or environment.local_rank in (None, 0)
         refuse(problems)
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             world_size = num_processes(flags.multi, flags.devices.device)
@@ -57,6 +62,9 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was changed", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         if parallel is not None:
             parallel.close()

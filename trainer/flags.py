@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from data.errors import BadInput
 from trainer.checkpoint import CheckpointFlags
-from trainer.config import FlagGroup, flag, flag_values, parse_flags
+from trainer.config import FlagGroup, flag, flag_name, flag_values, parse_flags
 from trainer.parallel import DeviceFlags, MultiDeviceFlags
 from trainer.plan import BatchFlags
 from trainer.precision import PrecisionFlags
@@ -83,7 +83,13 @@ def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]
         RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags
     ]  # fmt: skip
     group_types += [MultiDeviceFlags] if several_devices else []
-    group_types += [task_type.Config] if task_type else []
+    own_flags = {field.name for group in group_types for field in fields(group)}
+    if task_type is not None:
+        taken = sorted(own_flags & {field.name for field in fields(task_type.Config)})
+        if taken:
+            names = ", ".join(flag_name(name) for name in taken)
+            raise BadInput(f"--task {chosen.task}: its flags {names} are the trainer's own; rename those fields")
+        group_types.append(task_type.Config)
     groups, found = parse_flags(
         group_types,
         argv,

@@ -33,7 +33,8 @@ def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
     """Calls `run` in `world_size` new processes and waits for them.
 
     run: picklable; returns an exit status. Returns the first status that is not 0, or 0. A process that dies by a
-    signal gives 128 plus its number. Stop signals are passed on.
+    signal gives 128 plus its number. Stop signals are passed on; if all processes then end well, the status is 128
+    plus the signal's number.
     """
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -48,7 +49,10 @@ def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
         )
         assert context is not None
 
+        passed_on: list[int] = []
+
         def pass_on(signum: int, frame: FrameType | None) -> None:
+            passed_on.append(signum)
             # A terminal has already sent Ctrl-C to the whole group; a second copy would mean "leave at once".
             if not (signum == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
                 for process in context.processes:
@@ -60,14 +64,21 @@ def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
             while not context.join(grace_period=GRACE_PERIOD_S):
                 pass
         except mp.ProcessExitedException as error:
-            return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+            if error.exit_code > 0:
+                return error.exit_code
+            print(
+                f"rank {error.error_index} was killed by signal {-error.exit_code}; the same command goes on from the "
+                "last checkpoint",
+                file=sys.stderr,
+            )
+            return 128 - error.exit_code
         except mp.ProcessRaisedException as error:
             print(error.msg, file=sys.stderr)
             return 1
         finally:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
-    return 0
+    return 128 + passed_on[0] if passed_on else 0
 
 
 def _run_rank(rank: int, run: Callable[[RankEnvironment], int], world_size: int, init_method: str) -> None:

@@ -116,12 +116,15 @@ class RankEnvironment:
 
 
 def read_rank_environment(
-    environ: Mapping[str, str], local_rank_flag: int | None
+    environ: Mapping[str, str], flags: MultiDeviceFlags
 ) -> tuple[RankEnvironment | None, list[str]]:
     """The rank variables that torchrun, torch.distributed.launch or a hand-written script sets.
 
     Returns None if there are none, and one sentence for each contradiction.
     """
+    local_rank_flag = flags.local_rank
+    if flags.multi_gpu == "dp":
+        return None, one_process_problems(environ)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not any(name in environ for name in (*names[:2], "LOCAL_RANK")):
         if local_rank_flag is not None:
@@ -155,11 +158,23 @@ def read_rank_environment(
         )
     if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
+    if flags.nproc is not None:
+        problems.append(f"--nproc {flags.nproc}: RANK and WORLD_SIZE are set already, by a launcher; leave it out")
     if problems:
         return None, problems
     return RankEnvironment(
         numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
     ), []
+
+
+def one_process_problems(environ: Mapping[str, str]) -> list[str]:
+    """What is wrong with starting a run of one process several times over."""
+    if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        return [
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, so a launcher started several processes, but this run is "
+            "a single one; use main_multi_gpu.py --multi-gpu ddp, or start it without the launcher"
+        ]
+    return []
 
 
 def _set_names(environ: Mapping[str, str]) -> str:

@@ -1,5 +1,6 @@
 """A run in progress: everything that one process trains with, and what of it a checkpoint keeps."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -116,7 +117,7 @@ class Run:
         """Takes note of an epoch's monitored value; True if it is the best so far."""
         progress, (_, mode) = self.progress, self.task.monitor
         sign = 1 if mode == "max" else -1
-        better = progress.best is None or sign * value > sign * progress.best.value
+        better = not math.isnan(value) and (progress.best is None or sign * value > sign * progress.best.value)
         if better:
             progress.best = Best(progress.position.epoch, value)
         progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1

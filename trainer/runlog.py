@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -65,8 +66,7 @@ class RunLog(SilentLog):
         self.training_seconds = 0.0
 
     def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        _print(text)
         self._train_log.write(text + "\n")
 
     def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
@@ -97,7 +97,7 @@ class RunLog(SilentLog):
             # Without a terminal a bar would be noise, and so would a line every few milliseconds.
             if time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
                 self._last_line = time.monotonic()
-                print(line, flush=True)
+                _print(line)
         else:
             self._bar.set_postfix(
                 loss=f"{metrics['train/loss']:.4f}", lr=f"{metrics['learning_rate']:.2e}", refresh=False
@@ -119,11 +119,10 @@ class RunLog(SilentLog):
         if not self._columns:
             self._columns = list(row)
             header = "  ".join(["epoch", *(f"{name:>{_width(name)}}" for name in self._columns)])
-            tqdm.write(header, file=sys.stdout)
+            _print(header)
             self._val_log.write(header + "\n")
         cells = [f"{position.epoch:>5}", *(f"{row.get(name, math.nan):>{_width(name)}.5g}" for name in self._columns)]
-        tqdm.write("  ".join(cells), file=sys.stdout)
-        sys.stdout.flush()
+        _print("  ".join(cells))
         self._val_log.write("  ".join(cells) + "\n")
         self._last_line = time.monotonic()
 
@@ -148,6 +147,15 @@ class RunLog(SilentLog):
         self._metrics.write(json.dumps({**where, **metrics}) + "\n")
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
+
+
+def _print(line: str) -> None:
+    """A line on the console, above the bar. Training outlives its console: a closed pipe is no reason to stop."""
+    try:
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
 
 
 def _width(name: str) -> int:

@@ -5,14 +5,12 @@ from typing import Any
 from data.errors import BadInput
 from trainer.average import WeightAverage
 from trainer.build import assemble_run, describe_run, example_batch
-from trainer.checkpoint import RunDirectory, read_checkpoint
+from trainer.checkpoint import RESULTS, RunDirectory, read_checkpoint
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
 from trainer.run import Run, check_weights_fit
 from trainer.task import Sums, Task
-
-RESULTS = "results.json"
 
 
 def is_scored(directory: RunDirectory) -> bool:

@@ -8,14 +8,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Installed as the handler of SIGTERM, SIGINT and SIGUSR1. A second Ctrl-C leaves at once."""
+    """Installed as the handler of SIGTERM, SIGINT, SIGUSR1 and SIGHUP. A second Ctrl-C leaves at once."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
 
     def install(self) -> None:
-        for name in STOP_SIGNALS:
-            signal.signal(name, self._on_signal)
+        """A signal that is ignored, as nohup does with SIGHUP, stays ignored."""
+        for name in (*STOP_SIGNALS, signal.SIGHUP):
+            if signal.getsignal(name) is not signal.SIG_IGN:
+                signal.signal(name, self._on_signal)
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
