@@ -82,6 +82,12 @@ class BatchLoader:
         self._source.keys = keys
         return iter(self._workers)
 
+    def close(self) -> None:
+        """Ends the workers. Without it the interpreter would wait for them for ever: it asks by SIGTERM."""
+        iterator = self._workers._iterator if self._workers is not None else None
+        if iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
     def _in_process(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         for key in keys:
             batch = self._batches[key]

@@ -1,3 +1,5 @@
+import multiprocessing
+
 import numpy as np
 import pytest
 
@@ -78,3 +80,5 @@ def test_workers_change_nothing(num_workers):
         assert [b["index"].tolist() for b in batches] == [k.index.tolist() for k in keys]
         assert all((b["square"] == b["index"] ** 2).all() for b in batches)
         assert [float(b["weight"].sum()) for b in batches] == [0 if k.placeholder else len(k.index) for k in keys]
+    load.close()
+    assert not multiprocessing.active_children()

@@ -79,7 +79,7 @@ def trained(parallel, directory: Path, *more: str):
     run = build_run(flags, argv, build_task(flags), parallel, run_directory)
     assert train(run)
     test = run.metrics("test", evaluate(run, "test"))
-    run.log.close()
+    run.close()
     run_directory.release()
     return load(directory / "last.pth"), test
 

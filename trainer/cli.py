@@ -105,6 +105,6 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
                 return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
             return EXIT_FINISHED
         finally:
-            run.log.close()
+            run.close()
     finally:
         directory.release()

@@ -87,6 +87,12 @@ class Run:
         out_of_patience = 0 < self.patience <= self.progress.epochs_since_best
         return out_of_patience or self.progress.position.epoch >= self.plan.epochs
 
+    def close(self) -> None:
+        """Ends workers and log."""
+        for loader in self.loaders.values():
+            loader.close()
+        self.log.close()
+
     def read_clock(self) -> None:
         """Adds the time since the last reading to `train_seconds`."""
         now = time.monotonic()

@@ -1,0 +1,141 @@
+"""Human activity recognition end to end."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.har import CLASSES
+from models.har import HarNet
+from tests.conftest import load
+from trainer.tasks.har import HarFlags, HarObjective, HarTask
+
+UCI_HAR = Path(os.environ.get("LOCKSTEP_DATA", "")) / "uci_har" / "UCI HAR Dataset.zip"
+needs_uci_har = pytest.mark.skipif(
+    "LOCKSTEP_DATA" not in os.environ or not UCI_HAR.exists(), reason="LOCKSTEP_DATA names no folder with UCI HAR"
+)
+
+
+def macro_f1_one_by_one(labels, predicted):
+    """The definition, class by class."""
+    scores = []
+    for c in range(len(CLASSES)):
+        hits = sum(1 for y, p in zip(labels, predicted, strict=True) if y == c == p)
+        precision = hits / max(1, sum(p == c for p in predicted))
+        recall = hits / max(1, sum(y == c for y in labels))
+        scores.append(2 * precision * recall / (precision + recall) if precision + recall else 0.0)
+    return sum(scores) / len(scores)
+
+
+def test_metrics_equal_their_definitions(cache_dir):
+    torch.manual_seed(0)
+    objective = HarObjective(HarNet(hidden_dims=(8,)), label_smoothing=0.1).eval()
+    task = HarTask(HarFlags(), seed=0, cache_dir=cache_dir)
+    x, labels = torch.randn(40, 9, 128), torch.randint(5, (40,))  # class 5 never occurs
+    batch = {"signals": x, "label": labels, "weight": torch.ones(40), "index": torch.arange(40)}
+    with torch.no_grad():
+        sums = objective(batch) | {"weight": torch.tensor(40.0)}
+        logits = objective.model(x)
+    predicted = logits.argmax(1)
+    metrics = task.summarise({name: value.double() for name, value in sums.items()})
+    assert metrics["accuracy"] == pytest.approx(float((predicted == labels).double().mean()))
+    assert metrics["macro_f1"] == pytest.approx(macro_f1_one_by_one(labels.tolist(), predicted.tolist()))
+    plain_loss = torch.nn.functional.cross_entropy(logits, labels)  # evaluation does not smooth labels
+    assert metrics["loss"] == pytest.approx(float(plain_loss), rel=1e-5)
+    matrix = task.details(sums)["confusion_matrix"]
+    for true in range(6):
+        for guess in range(6):
+            assert matrix[true][guess] == int(((labels == true) & (predicted == guess)).sum())
+
+
+@pytest.fixture(scope="module")
+def default_run(command, tmp_path_factory):
+    """The default command, but for two epochs."""
+    directory = tmp_path_factory.mktemp("har") / "run"
+    done = command("main.py", "--epochs", 2, "--save-dir", directory)
+    return directory, done
+
+
+def test_default_command_learns(default_run):
+    directory, _ = default_run
+    results = json.loads((directory / "results.json").read_text())
+    assert results["metrics"]["test/accuracy"] > 0.7
+    assert sum(map(sum, results["confusion_matrix"])) == 1512
+    assert set(results) >= {
+        "task", "metrics", "best", "num_parameters", "train_seconds", "samples_per_second", "world_size",
+        "global_batch_size", "seed",
+    }  # fmt: skip
+
+
+def test_run_directory_has_logs_and_pictures(default_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory, done = default_run
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [r["event"] for r in records if r["event"] != "step"] == ["epoch", "epoch", "result"]
+    events = EventAccumulator(str(directory / "logs"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags >= {"train/loss", "val/accuracy", "val/macro_f1", "learning_rate", "grad_norm", "test/accuracy"}
+    table = (directory / "val.log").read_text()
+    assert "val/accuracy" in table.splitlines()[0]
+    assert "epoch" in done.stdout and "val/macro_f1" in done.stdout
+    assert "\r" not in done.stderr  # no bar without a terminal
+
+
+def test_model_entry_loads_in_bare_pytorch(default_run):
+    directory, _ = default_run
+    model = HarNet()
+    model.load_state_dict(load(directory / "best.pth")["model"])
+    assert model(torch.zeros(2, 9, 128)).shape == (2, 6)
+
+
+def test_eval_only_repeats_the_test_score(default_run, command):
+    directory, _ = default_run
+    before = sorted(p.name for p in directory.iterdir())
+    done = command("main.py", "--epochs", 2, "--save-dir", directory, "--eval-only")
+    accuracy = json.loads((directory / "results.json").read_text())["metrics"]["test/accuracy"]
+    assert f"test/accuracy {accuracy:.4f}" in done.stdout
+    assert sorted(p.name for p in directory.iterdir()) == before
+
+
+@pytest.mark.parametrize("mode", ["flatten", "average", "first"])
+def test_channel_modes_train(mode, tmp_path, cache_dir):
+    """One step through each, with a gradient for every parameter."""
+    task = HarTask(HarFlags(mode=mode, hidden_dims=(16,)), seed=0, cache_dir=cache_dir)
+    objective = task.build_objective()
+    from data.order import SampleKeys
+
+    keys = SampleKeys(np.arange(12) * 7, epoch=0)
+    batch = task.collate(task.splits()["train"].__getitems__(keys), keys)
+    objective(batch)["loss"].backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in objective.parameters())
+
+
+def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
+    broken = tmp_path / "broken.zip"
+    broken.write_bytes(b"PK\x03\x04 cut off")
+    for path, reason in ((tmp_path / "missing", "no such file"), (broken, "not a zip file or is damaged")):
+        done = command("main.py", "--data-dir", path, "--save-dir", tmp_path / "run", status=2)
+        assert done.stderr.startswith("error: --data-dir")
+        assert reason in done.stderr and len(done.stderr.splitlines()) == 1
+        assert not (tmp_path / "run").exists()
+
+
+@needs_uci_har
+def test_official_recordings_train(command, tmp_path):
+    command("main.py", "--data-dir", UCI_HAR, "--epochs", 1, "--mode", "first", "--save-dir", tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert sum(map(sum, results["confusion_matrix"])) == 2947
+
+
+@pytest.mark.slow
+@needs_uci_har
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_default_command_reaches_94_percent(command, tmp_path, seed):
+    command("main.py", "--data-dir", UCI_HAR, "--seed", seed, "--save-dir", tmp_path / "run", timeout=900)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["metrics"]["test/accuracy"] >= 0.94
