@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.har import HarDataset
 from data.order import epoch_permutation
 from models.har import HarNet
-from trainer.build import build_run, build_task, set_up_torch
+from trainer.build import build_run, build_task, open_run, set_up_torch
 from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
 from trainer.flags import parse
@@ -145,8 +145,10 @@ def build_lockstep(folder: Path, num_epochs: int):
     parallel = SingleDevice(torch.device("cpu"))
     set_up_torch(flags, parallel)
     directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
-    directory.acquire(fresh=False)
-    return build_run(flags, argv, build_task(flags), parallel, directory)
+    directory.acquire()
+    run, notes = build_run(flags, build_task(flags), parallel, directory)
+    open_run(run, notes, flags, argv, directory)
+    return run
 
 
 def measure(num_epochs: int) -> dict:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.conftest import WEIGHTED, assert_same_bits, largest_difference, load
-from trainer.build import build_run, build_task, set_up_torch
+from trainer.build import build_run, build_task, open_run, set_up_torch
 from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
 from trainer.flags import parse
@@ -75,8 +75,9 @@ def trained(parallel, directory: Path, *more: str):
     refuse(problems)
     set_up_torch(flags, parallel)
     run_directory = RunDirectory(directory, 3, print)
-    run_directory.acquire(fresh=False)
-    run = build_run(flags, argv, build_task(flags), parallel, run_directory)
+    run_directory.acquire()
+    run, notes = build_run(flags, build_task(flags), parallel, run_directory)
+    open_run(run, notes, flags, argv, run_directory)
     assert train(run)
     test = run.metrics("test", evaluate(run, "test"))
     run.close()

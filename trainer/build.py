@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ from data.errors import BadInput
 from data.loading import BatchLoader
 from data.order import SampleKeys
 from trainer.average import WeightAverage
-from trainer.checkpoint import RESULTS, RunDirectory, read_checkpoint
+from trainer.checkpoint import RESULTS, RunDirectory, read_checkpoint, refuse_altered
 from trainer.config import flag_values
 from trainer.flags import Flags
 from trainer.parallel import Parallel, set_num_threads
-from trainer.plan import BatchSplit, Plan, split_batch
+from trainer.plan import BatchSplit, Plan, Position, split_batch
 from trainer.precision import Precision, PrecisionForward, resolve_amp
 from trainer.run import Run, check_weights_fit
 from trainer.runlog import RunLog, SilentLog
@@ -52,23 +53,24 @@ def build_task(flags: Flags) -> Task:
     return task
 
 
-def build_run(flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel, directory: RunDirectory) -> Run:
-    """Everything that training needs, at its start or where it goes on, with the directory claimed for it.
+def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> tuple[Run, list[str]]:
+    """A run at its start or where it goes on, and what the user should know about that; nothing is written yet.
 
     All processes call it; a BadInput is raised on all of them.
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
     run = assemble_run(flags, task, parallel, state)
-    notes = resume(run, state) if state is not None else initialise(run, flags)
-    if parallel.is_main:
-        run.directory = directory
-    parallel.on_main(lambda: _claim_directory(run, directory, argv))
-    if parallel.is_main:
-        run.log = RunLog(directory.path, run.progress.step)
+    return run, resume(run, state) if state is not None else initialise(run, flags)
+
+
+def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
+    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training."""
+    run.parallel.on_main(lambda: _claim_directory(run, flags, argv, directory))
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
-    return run
+    run.net = run.parallel.wrap(run.net, example_batch(run.task), run.task.phases[0])
+    if run.progress.step > 0 and run.parallel.on_main(lambda: not directory.has_checkpoint_of(run.progress.step)):
+        take_over(run, flags, directory)
 
 
 def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[str, Any] | None) -> Run:
@@ -109,13 +111,45 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
     )
 
 
-def _claim_directory(run: Run, directory: RunDirectory, argv: Sequence[str]) -> None:
-    """Records what is about to run. Raises BadInput when there is no room for its checkpoints."""
-    if not run.is_complete:
-        directory.discard(RESULTS)
+def _claim_directory(run: Run, flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
+    """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
     weights = sum(value.nbytes for value in run.objective.state_dict().values())
     directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
+    if flags.checkpoint.fresh:
+        directory.start_over()
+    run.directory = directory
+    directory.discard(RESULTS)
     directory.write_json("config.json", {"command_line": list(argv), **run.facts})
+    try:
+        run.log = RunLog(directory.path, run.progress.step)
+    except OSError as error:
+        raise BadInput(f"--save-dir {directory.path}: cannot write its logs: {error.strerror}") from None
+
+
+def take_over(run: Run, flags: Flags, directory: RunDirectory) -> None:
+    """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
+    source, progress = flags.checkpoint.resume_from, run.progress
+    best = progress.best
+    is_best = best is not None and progress.position == Position(best.epoch)
+    if best is not None and not is_best:
+        taken = run.parallel.on_main(lambda: _copy_best(source, best.epoch, best.value, directory))
+        if not taken:
+            run.log.say(
+                f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
+            )
+            progress.best = None
+    run.save(best.value if best is not None and is_best else None, is_best)
+
+
+def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDirectory) -> bool:
+    beside = source.parent / "best.pth" if source is not None else None
+    if beside is None or not beside.is_file():
+        return False
+    state = read_checkpoint(beside, str(beside))
+    if Position(**state["position"]) != Position(epoch):
+        return False
+    directory.save(state, value, is_best=True)
+    return True
 
 
 # --- where to start ----------------------------------------------------------------------------------------------
@@ -127,10 +161,13 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
     `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
     """
     source = flags.checkpoint.resume_from
+    if flags.checkpoint.fresh:
+        return None
     if source is None:
         return directory.load_newest() if directory.has_checkpoint else None
     if directory.newest_source == str(source):
         return directory.load_newest()
+    refuse_altered(source, f"--resume-from {source}")
     state = read_checkpoint(source, f"--resume-from {source}")
     directory.restrict_best(state["best"]["epoch"] if state["best"] else None)
     return state
@@ -138,20 +175,11 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
 
 def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     """Restores a checkpoint; returns what the user should know. Raises BadInput when it does not fit."""
-    changed = {
-        name: (state["config"][name], value)
-        for name, value in run.facts["config"].items()
-        if name in state["config"] and name not in START_FLAGS and state["config"][name] != value
-    }
+    changed = changed_flags(run, state)
     if state["task"] != run.facts["task"]:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
-    shape_flags = ", ".join(name for name in changed if name in flag_values(run.task.config)) or "its flags"
-    check_weights_fit(
-        run.objective.model,
-        state,
-        "the checkpoint",
-        f"undo the change of {shape_flags}, choose another --save-dir, or start over with --fresh",
-    )
+    advice = "choose another --save-dir, or start over with --fresh"
+    check_weights_fit(run.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
     run.restore(state)
     position, sizes = run.progress.position, run.facts["phase_sizes"]
     notes = []
@@ -178,13 +206,30 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def changed_flags(run: Run, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Flags whose value differs from the checkpoint's: (then, now)."""
+    return {
+        name: (state["config"][name], value)
+        for name, value in run.facts["config"].items()
+        if name in state["config"] and name not in START_FLAGS and state["config"][name] != value
+    }
+
+
+def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
+    """What to undo when a checkpoint is of another model: the task's flags that changed."""
+    changed = changed_flags(run, state)
+    own = [f"{name} (was {changed[name][0]})" for name in flag_values(run.task.config) if name in changed]
+    return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
+
+
 def initialise(run: Run, flags: Flags) -> list[str]:
     """`--init-from`: the weights of another run. Raises BadInput when they do not fit."""
     source = flags.checkpoint.init_from
     if source is None:
         return []
     label = f"--init-from {source}"
-    state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label)["model"]})
+    run.parallel.on_main(lambda: refuse_altered(source, label))
+    state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label, only_weights=True)["model"]})
     check_weights_fit(run.objective.model, state, label, "take the weights of a model with the same flags")
     run.objective.model.load_state_dict(state["model"])
     run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)

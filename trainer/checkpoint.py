@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ from trainer.plan import Position
 
 MANIFEST = "manifest.json"
 RESULTS = "results.json"
+RESUMABLE = ("optimizers", "position", "step", "best", "totals", "config", "environment")
+"""Entries without which a run cannot go on."""
 LOCK = "lock"
-LINKS = ("last", "best", "final")
 
 
 @dataclass
@@ -89,24 +91,27 @@ class RunDirectory:
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(self, fresh: bool) -> None:
+    def acquire(self) -> None:
         """Creates, locks and repairs the directory. Raises BadInput when it cannot be used."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            if fresh:
-                self._set_aside_previous_run()
             self._read_manifest()
             for leftover in self.path.glob("*.tmp"):
                 leftover.unlink()
             self._repair_links()
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise BadInput(f"--save-dir {self.path}: {reason}; choose a folder that can be written to") from None
+            raise self._unusable(error, "choose a folder that can be written to") from None
 
     def look(self) -> None:
-        """Reads what is there without taking the lock or changing anything."""
-        self._read_manifest()
+        """Reads what is there without taking the lock or changing anything. Raises BadInput when it cannot."""
+        try:
+            self._read_manifest()
+        except OSError as error:
+            raise self._unusable(error, "choose the folder of a run") from None
+
+    def _unusable(self, error: OSError, advice: str) -> BadInput:
+        return BadInput(f"--save-dir {self.path}: {error.strerror or error}; {advice}")
 
     def release(self) -> None:
         if self._lock is not None:
@@ -118,7 +123,7 @@ class RunDirectory:
         free = shutil.disk_usage(self.path).free
         if free < num_bytes:
             raise BadInput(
-                f"--save-dir {self.path}: a checkpoint needs about {_mib(num_bytes)} and {_mib(free)} are free; "
+                f"--save-dir {self.path}: a checkpoint needs about {_size(num_bytes)} and {_size(free)} are free; "
                 "free some space or choose another folder"
             )
 
@@ -137,6 +142,14 @@ class RunDirectory:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         self._lock = lock
+
+    def start_over(self) -> None:
+        """Moves everything of the previous run to a folder `previous-N`. Raises BadInput when it cannot."""
+        try:
+            self._set_aside_previous_run()
+        except OSError as error:
+            raise self._unusable(error, "choose another folder") from None
+        self._entries = []
 
     def _set_aside_previous_run(self) -> None:
         old = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("previous-")]
@@ -194,6 +207,8 @@ class RunDirectory:
             self._link("last", self._entries[-1].file)
         if self._best is not None:
             self._link("best", self._best.file)
+        if self._entries and self.read_json(RESULTS).get("step") == self.newest_step:
+            self.mark_final()
 
     # --- reading ---------------------------------------------------------------------------------------------
 
@@ -205,6 +220,10 @@ class RunDirectory:
     def newest_source(self) -> str | None:
         """The `--resume-from` that the newest checkpoint descends from."""
         return self._entries[-1].source if self._entries else None
+
+    def has_checkpoint_of(self, step: int) -> bool:
+        """Whether the run of this directory passed that step and saved it."""
+        return any(entry.step == step for entry in self._entries)
 
     @property
     def newest_step(self) -> int | None:
@@ -239,6 +258,10 @@ class RunDirectory:
         """The best checkpoint, or None when it is damaged or there is none yet."""
         return self._load_intact(self._best) if self._best is not None else None
 
+    def is_scored(self, step: int) -> bool:
+        """Whether results.json holds the test scores of the run after that many steps."""
+        return self.read_json(RESULTS).get("step") == step
+
     def _load_intact(self, entry: Entry) -> dict[str, Any] | None:
         """The checkpoint of an entry; None, and a line for the user, when it is damaged."""
         path = self.path / entry.file
@@ -256,11 +279,13 @@ class RunDirectory:
 
     # --- writing ---------------------------------------------------------------------------------------------
 
-    def save(self, state: dict[str, Any], position: Position, step: int, value: float | None, is_best: bool) -> Path:
+    def save(self, state: dict[str, Any], value: float | None, is_best: bool) -> Path:
         """Writes one checkpoint and points `last`, and if so `best`, to it.
 
-        Raises BadInput when the disk refuses; what was there before stays.
+        value: the monitored metric, None in mid-epoch. Raises BadInput when the disk refuses; what was there before
+        stays.
         """
+        position = Position(**state["position"])
         path = self._unused_path(position)
         temporary = path.with_suffix(".tmp")
         try:
@@ -268,7 +293,7 @@ class RunDirectory:
             entry = Entry(
                 path.name,
                 **asdict(position),
-                step=step,
+                step=state["step"],
                 value=value,
                 best=is_best,
                 bytes=size,
@@ -286,7 +311,7 @@ class RunDirectory:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise BadInput(
                 f"--save-dir {self.path}: cannot write {path.name}: {reason} "
-                f"({_mib(shutil.disk_usage(self.path).free)} free); earlier checkpoints are intact; free some space "
+                f"({_size(shutil.disk_usage(self.path).free)} free); earlier checkpoints are intact; free some space "
                 "and run the same command again, or choose another folder"
             ) from None
         return path
@@ -359,27 +384,46 @@ class RunDirectory:
         temporary.rename(target)
 
 
-def read_checkpoint(path: Path, label: str) -> dict[str, Any]:
+def read_checkpoint(path: Path, label: str, only_weights: bool = False) -> dict[str, Any]:
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
-    label: what a message calls the file. Raises BadInput when it is damaged, holds anything else, or is no
-    checkpoint of this program.
+    label: what a message calls the file. only_weights: its `model` entry is enough. Raises BadInput when it is
+    damaged, holds anything else, or lacks what is needed.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        path.open("rb").close()
     except OSError as error:
         raise BadInput(f"{label}: {error.strerror}") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "eights only" in str(error):
+        if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
             raise BadInput(
                 f"{label}: refused, it holds more than tensors and plain values; nothing in it was run"
             ) from None
         raise BadInput(f"{label}: is damaged: {str(error).splitlines()[0]}") from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict) or "position" not in state:
-        raise BadInput(f"{label}: is no checkpoint of this program: it has no `model` and `position`")
+    weights = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise BadInput(f"{label}: is no checkpoint: it has no entry `model` with the weights")
+    missing = [] if only_weights else [name for name in RESUMABLE if name not in state]
+    if missing:
+        raise BadInput(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
     return state
+
+
+def refuse_altered(path: Path, label: str) -> None:
+    """Raises BadInput when the manifest beside a checkpoint knows it by another checksum."""
+    try:
+        entries = json.loads((path.parent / MANIFEST).read_text())["checkpoints"]
+        known = {entry["file"]: entry["sha256"] for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if path.name in known and _size_and_sum(path)["sha256"] != known[path.name]:
+        raise BadInput(f"{label}: is damaged: its sha256 is not the one in {path.parent / MANIFEST}")
 
 
 class _ChecksummedFile:
@@ -420,11 +464,14 @@ def _size_and_sum(path: Path) -> dict[str, Any]:
 
 def _replace_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     _flush_folder(path.parent)
 
 
@@ -436,5 +483,5 @@ def _flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"

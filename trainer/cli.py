@@ -1,5 +1,6 @@
 """From a command line to an exit status: checks everything, builds everything, then calls train()."""
 
+import errno
 import functools
 import os
 import signal
@@ -7,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from data.errors import BadInput
-from trainer.build import build_run, build_task, set_up_torch
+from trainer.build import build_run, build_task, open_run, set_up_torch
 from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
 from trainer.flags import Flags, parse
@@ -23,10 +24,12 @@ from trainer.parallel import (
     pick_device,
     read_rank_environment,
 )
-from trainer.score import evaluate_only, is_scored, score_test
+from trainer.score import evaluate_only, score_test
+from trainer.task import Task
 
 EXIT_FINISHED = 0
 EXIT_BAD_INPUT = 2
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
@@ -89,22 +92,34 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         evaluate_only(flags, task, parallel, directory)
         return EXIT_FINISHED
     try:
-        parallel.on_main(lambda: directory.acquire(flags.checkpoint.fresh))
-        run = build_run(flags, argv, task, parallel, directory)
-        try:
-            if run.is_complete and parallel.on_main(lambda: is_scored(directory)):
-                run.log.say(
-                    f"This run is finished: {directory.path} holds its results after "
-                    f"{run.progress.position.epoch} epochs. To train on raise --epochs, to start over add --fresh."
-                )
-                return EXIT_FINISHED
-            run.stop.install()
-            if not train(run) or not score_test(run):
-                run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
-                number = run.stop.signal_number
-                return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
-            return EXIT_FINISHED
-        finally:
-            run.close()
+        parallel.on_main(directory.acquire)
+        return train_in(directory, flags, argv, task, parallel)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        advice = "earlier checkpoints are intact; free some space and run the same command again"
+        raise BadInput(f"--save-dir {directory.path}: {error.strerror}; {advice}") from None
     finally:
         directory.release()
+
+
+def train_in(directory: RunDirectory, flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
+    """Trains in a directory that is held; returns the exit status."""
+    run, notes = build_run(flags, task, parallel, directory)
+    if run.is_complete and parallel.on_main(lambda: directory.is_scored(run.progress.step)):
+        if parallel.is_main:
+            print(
+                f"This run is finished: {directory.path} holds its results after {run.progress.position.epoch} epochs. "
+                "To train on raise --epochs, to start over add --fresh."
+            )
+        return EXIT_FINISHED
+    try:
+        open_run(run, notes, flags, argv, directory)
+        run.stop.install()
+        if train(run) and score_test(run):
+            return EXIT_FINISHED
+        run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
+        number = run.stop.signal_number
+        return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
+    finally:
+        run.close()

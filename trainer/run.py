@@ -141,19 +141,12 @@ class Run:
     def _write_checkpoint(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:
         assert self.directory is not None
         self.log.flush()
-        self.directory.save(self._state(totals), self.progress.position, self.progress.step, value, is_best)
+        self.directory.save(self._state(totals), value, is_best)
 
     def _state(self, totals: dict[str, Tensor]) -> dict[str, Any]:
         progress = self.progress
         state = self.parallel.full_state(self.objective, self.optimizers)
-        for name, value in state["model"].items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise BadInput(
-                    f"training diverged: {name} is not finite after step {progress.step} (epoch "
-                    f"{progress.position.epoch + 1}), so it is not saved; earlier checkpoints are intact; lower --lr "
-                    f"{self.learning_rate.peak:g}, lengthen --warmup-epochs or lower --max-grad-norm "
-                    f"{self.max_grad_norm:g}"
-                )
+        self._refuse_non_finite(state["model"])
         self.average.put_into(state)
         return state | {
             "scaler": self.precision.scaler.state_dict(),
@@ -166,6 +159,17 @@ class Run:
             "reported": [progress.reported_loss, progress.reported_weight],
             **self.facts,
         }
+
+    def _refuse_non_finite(self, weights: Mapping[str, Tensor]) -> None:
+        bad = [name for name, value in weights.items() if not bool(torch.isfinite(value).all())]
+        if bad:
+            position = self.progress.position
+            epoch = position.epoch if position.at_epoch_start else position.epoch + 1
+            raise BadInput(
+                f"training diverged: {', '.join(bad[:3])} not finite after optimizer step {self.progress.step} (epoch "
+                f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr "
+                f"{self.learning_rate.peak:g}, lengthen --warmup-epochs or lower --max-grad-norm {self.max_grad_norm:g}"
+            )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes back to the moment of a checkpoint. Its weights must fit: see `check_weights_fit`."""

@@ -129,7 +129,7 @@ class RunLog(SilentLog):
     def result(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
-        self._metrics.write(json.dumps({"event": "result", "step": step, **metrics}) + "\n")
+        self._metrics.write(json.dumps({"event": "result", "step": step, **_json_numbers(metrics)}) + "\n")
         self._val_log.write("  ".join(f"{name} {value:.5g}" for name, value in metrics.items()) + "\n")
 
     def flush(self) -> None:
@@ -144,9 +144,14 @@ class RunLog(SilentLog):
 
     def _record(self, event: str, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         where = {"event": event, "step": step, "epoch": position.epoch, "samples": position.samples}
-        self._metrics.write(json.dumps({**where, **metrics}) + "\n")
+        self._metrics.write(json.dumps({**where, **_json_numbers(metrics)}) + "\n")
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
+
+
+def _json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON knows no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _print(line: str) -> None:

@@ -4,18 +4,13 @@ from typing import Any
 
 from data.errors import BadInput
 from trainer.average import WeightAverage
-from trainer.build import assemble_run, describe_run, example_batch
+from trainer.build import assemble_run, describe_run, example_batch, undo_hint
 from trainer.checkpoint import RESULTS, RunDirectory, read_checkpoint
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
 from trainer.run import Run, check_weights_fit
 from trainer.task import Sums, Task
-
-
-def is_scored(directory: RunDirectory) -> bool:
-    """Whether the test set was scored after the newest checkpoint."""
-    return directory.read_json(RESULTS).get("step") == directory.newest_step
 
 
 def score_test(run: Run) -> bool:
@@ -72,10 +67,10 @@ def _write_results(run: Run, metrics: dict[str, float], sums: Sums) -> None:
 
 def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
-    label, weights = parallel.on_main(lambda: _weights_to_score(flags, directory))
+    label, state = parallel.on_main(lambda: _state_to_score(flags, directory))
     run = assemble_run(flags, task, parallel, None)
-    check_weights_fit(run.objective.model, {"model": weights}, label, "give the flags that it was trained with")
-    run.objective.model.load_state_dict(weights)
+    check_weights_fit(run.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
+    run.objective.model.load_state_dict(state["model"])
     run.average = WeightAverage(run.objective.model, decay=0)
     run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
     lines = [*describe_run(run, flags), f"Evaluating {label}."]
@@ -87,16 +82,16 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDi
         print("\n".join(lines))
 
 
-def _weights_to_score(flags: Flags, directory: RunDirectory) -> tuple[str, dict[str, Any]]:
+def _state_to_score(flags: Flags, directory: RunDirectory) -> tuple[str, dict[str, Any]]:
     given = flags.checkpoint
     for name, path in (("--resume-from", given.resume_from), ("--init-from", given.init_from)):
         if path is not None:
-            return str(path), read_checkpoint(path, f"{name} {path}")["model"]
+            return str(path), {"config": {}} | read_checkpoint(path, f"{name} {path}", only_weights=True)
     directory.look()
     best = directory.load_best()
     if best is None:
         raise BadInput(f"--save-dir {directory.path}: holds no intact checkpoint to evaluate; train first")
-    return f"the best weights of {directory.path} (epoch {best['position']['epoch']})", best["model"]
+    return f"the best of {directory.path}, epoch {best['position']['epoch']}", best
 
 
 def _shown(metrics: dict[str, float]) -> str:
