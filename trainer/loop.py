@@ -13,8 +13,9 @@ from data.order import epoch_permutation, evaluation_keys, num_micro_batches, sp
 from trainer.parallel import Parallel
 from trainer.plan import Position
 from trainer.precision import Precision
-from trainer.run import Run, reduce_sums
+from trainer.run import Run
 from trainer.task import Sums
+from trainer.totals import Totals
 
 WeightedBatch = tuple[Batch, float]
 
@@ -74,7 +75,7 @@ def train_phase(run: Run) -> bool:
                 dropout_key=(run.seed, epoch, phase, start),
             )  # fmt: skip
             run.average.update()
-            run.add_totals(sums, total_weight if run.parallel.is_main else 0.0)
+            progress.totals.add(sums, total_weight if run.parallel.is_main else 0.0)
         progress.position = Position(epoch, phase, end)
         progress.step += 1
         run.log.advance(end - start)
@@ -112,7 +113,9 @@ def train_step(
         with parallel.gradient_sync(net, enabled=i == len(window) - 1):
             part = counted(net(parallel.to_device(batch), phase), weight)
             precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
-        add_sums(sums, part)
+        for name, value in part.items():
+            value = value.detach()
+            sums[name] = sums[name] + value if name in sums else value
     return sums, precision.step(optimizer, params, max_grad_norm)
 
 
@@ -124,13 +127,6 @@ def counted(sums: Sums, weight: float) -> Sums:
     if weight > 0:
         return sums
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
-
-
-def add_sums(totals: Sums, sums: Sums) -> None:
-    """Adds sums to totals, outside the graph of gradients."""
-    for name, value in sums.items():
-        value = value.detach()
-        totals[name] = totals[name] + value if name in totals else value
 
 
 def training_windows(run: Run) -> Iterator[tuple[int, list[WeightedBatch]]]:
@@ -192,22 +188,21 @@ def evaluate(run: Run, split: str) -> Sums | None:
     dataset_size = len(run.task.splits()[split])
     keys = evaluation_keys(dataset_size, run.parallel.shard, run.batches.micro_batch_size)
     windows = ((0, [weighted(batch)]) for batch in run.loaders[split](keys))
-    totals: Sums = {}
+    totals = Totals()
     net.eval()
     with run.average.applied():
         for _, ((batch, weight),), _, stop in agree_ahead(run, windows):
             if stop:
                 return None
-            sums = counted(net(run.parallel.to_device(batch)), weight) | {"weight": torch.tensor(weight)}
-            add_sums(totals, {name: value.double() for name, value in sums.items()})
+            totals.add(counted(net(run.parallel.to_device(batch)), weight), weight)
     net.train()
-    return reduce_sums(totals, run.parallel)
+    return totals.reduced(run.parallel)
 
 
 def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:
     """Logs the mean loss since the last report; the one place in the step that waits for the device."""
     progress = run.progress
-    totals = run.reduced_totals()
+    totals = progress.totals.reduced(run.parallel)
     loss, weight = float(totals["loss"]), float(totals["weight"])
     mean_loss = (loss - progress.reported_loss) / (weight - progress.reported_weight)
     progress.reported_loss, progress.reported_weight = loss, weight
@@ -221,7 +216,7 @@ def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:
 def finish_epoch(run: Run, validation: Sums) -> None:
     """Moves on to the next epoch, decides about "best", logs and saves."""
     progress = run.progress
-    metrics = run.metrics("train", run.reduced_totals()) | run.metrics("val", validation)
+    metrics = run.metrics("train", progress.totals.reduced(run.parallel)) | run.metrics("val", validation)
     progress.position = Position(progress.position.epoch + 1)
     value = metrics[run.task.monitor[0]]
     is_best = run.judge(value)

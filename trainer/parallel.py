@@ -237,6 +237,8 @@ class Parallel(ABC):
         return net
 
     def to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -1,7 +1,6 @@
 """Number formats: the type of the parameters, autocast, and the gradient scaler."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,14 +94,11 @@ class PrecisionForward(nn.Module):
         self.autocast_dtype = precision.autocast_dtype
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        device_type = batch["weight"].device.type
-        autocast = (
-            nullcontext() if self.autocast_dtype is None else torch.autocast(device_type, dtype=self.autocast_dtype)
-        )
         if self.dtype != torch.float32:
             batch = {
                 name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()
             }
-        with autocast:
-            sums: Sums = self.objective(batch, phase)
-        return sums
+        if self.autocast_dtype is None:
+            return self.objective(batch, phase)
+        with torch.autocast(batch["weight"].device.type, dtype=self.autocast_dtype):
+            return self.objective(batch, phase)

@@ -20,6 +20,7 @@ from trainer.runlog import SilentLog
 from trainer.schedule import LearningRate
 from trainer.stop import StopRequest
 from trainer.task import Objective, Sums, Task
+from trainer.totals import Totals, share_of
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Progress:
     """What changes while training, apart from weights and moments.
 
     train_seconds: wall time from the first step on, evaluation and saving included, over all sessions.
-    totals: sums over this process's share of the current epoch, float64, on the device.
+    totals: sums over this process's share of the current epoch.
     reported_loss, reported_weight: what of the totals over all processes the log has reported.
     """
 
@@ -44,12 +45,12 @@ class Progress:
     best: Best | None = None
     epochs_since_best: int = 0
     train_seconds: float = 0.0
-    totals: dict[str, Tensor] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
     reported_loss: float = 0.0
     reported_weight: float = 0.0
 
     def start_totals(self) -> None:
-        self.totals = {}
+        self.totals = Totals()
         self.reported_loss = self.reported_weight = 0.0
 
 
@@ -99,20 +100,6 @@ class Run:
         self.progress.train_seconds += now - self.clock
         self.clock = now
 
-    def add_totals(self, sums: Sums, weight: float) -> None:
-        """Adds one step's sums, without waiting for the device."""
-        totals = self.progress.totals
-        if not totals:
-            totals.update({name: torch.zeros_like(value, dtype=torch.float64) for name, value in sums.items()})
-            totals["weight"] = torch.zeros((), dtype=torch.float64)
-        for name, value in sums.items():
-            totals[name] += value
-        totals["weight"] += weight
-
-    def reduced_totals(self) -> dict[str, Tensor]:
-        """The totals over all processes, float64 on the CPU; waits for the device."""
-        return reduce_sums(self.progress.totals, self.parallel)
-
     def metrics(self, split: str, sums: Sums) -> dict[str, float]:
         """A data set's metrics by name, such as "val/accuracy", from reduced sums."""
         if not sums:
@@ -133,9 +120,9 @@ class Run:
         """Writes a checkpoint of this moment. All processes call it. Raises BadInput if it cannot be written."""
         self.read_clock()
         self.parallel.sync_buffers(self.objective)
-        totals = self.reduced_totals()
-        # The main process goes on with the sum over all and the others with nothing, as they would after a resume.
-        self.progress.totals = totals_on_device(totals, self.parallel)
+        totals = self.progress.totals.reduced(self.parallel)
+        # As after a resume, so that an unbroken run adds up in the same order.
+        self.progress.totals = share_of(totals, self.parallel)
         self.parallel.on_main(lambda: self._write_checkpoint(totals, value, is_best))
 
     def _write_checkpoint(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:
@@ -185,26 +172,10 @@ class Run:
             best=Best(**state["best"]) if state["best"] else None,
             epochs_since_best=state["epochs_since_best"],
             train_seconds=state["train_seconds"],
-            totals=totals_on_device(state["totals"], self.parallel),
+            totals=share_of(state["totals"], self.parallel),
             reported_loss=state["reported"][0],
             reported_weight=state["reported"][1],
         )
-
-
-def reduce_sums(sums: Sums, parallel: Parallel) -> dict[str, Tensor]:
-    """Sums over processes in one exchange. Every process must hold the same names and shapes, or none at all."""
-    if not sums:
-        return {}
-    on_host = {name: value.detach().to("cpu", torch.float64) for name, value in sums.items()}
-    flat = parallel.sum(torch.cat([value.flatten() for value in on_host.values()]))
-    parts = flat.split([value.numel() for value in on_host.values()])
-    return {name: part.view(value.shape) for (name, value), part in zip(on_host.items(), parts, strict=True)}
-
-
-def totals_on_device(totals: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
-    """Reduced totals as the processes continue them: the main one holds them all."""
-    share = 1 if parallel.is_main else 0
-    return {name: (value * share).to("cpu" if name == "weight" else parallel.device) for name, value in totals.items()}
 
 
 def check_weights_fit(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:

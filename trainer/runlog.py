@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -127,8 +128,7 @@ class RunLog(SilentLog):
         self._last_line = time.monotonic()
 
     def result(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        self._draw(metrics, step)
         self._metrics.write(json.dumps({"event": "result", "step": step, **_json_numbers(metrics)}) + "\n")
         self._val_log.write("  ".join(f"{name} {value:.5g}" for name, value in metrics.items()) + "\n")
 
@@ -145,8 +145,14 @@ class RunLog(SilentLog):
     def _record(self, event: str, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         where = {"event": event, "step": step, "epoch": position.epoch, "samples": position.samples}
         self._metrics.write(json.dumps({**where, **_json_numbers(metrics)}) + "\n")
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        self._draw(metrics, step)
+
+    def _draw(self, metrics: Mapping[str, float], step: int) -> None:
+        """All in one event, which costs the training thread a third of an `add_scalar` each."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        writer = self._board.file_writer
+        assert writer is not None  # until close()
+        writer.add_summary(Summary(value=values), step)
 
 
 def _json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
