@@ -31,8 +31,8 @@ from data.har import HarDataset
 from data.order import epoch_permutation
 from models.har import HarNet
 from trainer.build import build_run, build_task, open_run, set_up_torch
-from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
+from trainer.directory import RunDirectory
 from trainer.flags import parse
 from trainer.loop import train
 from trainer.parallel import SingleDevice

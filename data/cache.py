@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import BadInput
+from data.files import flush_folder
 
 Arrays = dict[str, np.ndarray]
 
@@ -59,9 +60,9 @@ def _store(arrays: Arrays, entry: Path) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        _flush_folder(partial)
+        flush_folder(partial)
         partial.rename(entry)
-        _flush_folder(entry.parent)
+        flush_folder(entry.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _unusable(entry.parent, error) from None
@@ -73,14 +74,6 @@ def _load(entry: Path) -> Arrays:
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(entry.glob("*.npy"))}
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unusable(cache_dir: Path, error: OSError) -> BadInput:

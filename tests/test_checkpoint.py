@@ -15,8 +15,9 @@ from torch import nn
 from data.errors import BadInput
 from examples.own_task import SpiralData
 from tests.conftest import ROOT, WEIGHTED, load
-from trainer.checkpoint import RunDirectory, read_checkpoint
+from trainer.checkpoint import read_checkpoint
 from trainer.cli import main
+from trainer.directory import RunDirectory
 from trainer.stop import STOP_SIGNALS
 
 

@@ -9,20 +9,12 @@ from torch import nn
 
 from tests.conftest import WEIGHTED, assert_same_bits, largest_difference, load
 from trainer.build import build_run, build_task, open_run, set_up_torch
-from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
+from trainer.directory import RunDirectory
 from trainer.flags import parse
 from trainer.loop import evaluate, train
-from trainer.parallel import (
-    DataParallel,
-    ForReplicas,
-    MultiDeviceFlags,
-    RankEnvironment,
-    SingleDevice,
-    SumOverReplicas,
-    one_process_problems,
-    read_rank_environment,
-)
+from trainer.parallel import DataParallel, ForReplicas, SingleDevice, SumOverReplicas
+from trainer.ranks import MultiDeviceFlags, RankEnvironment, one_process_problems, read_rank_environment
 
 
 class ThreadedReplicas(nn.Module):

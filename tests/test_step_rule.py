@@ -12,8 +12,9 @@ from data.order import SampleKeys, split_global_batch
 from tests.weighted_task import Weighted, WeightedFlags
 from trainer.launch import launch
 from trainer.loop import counted, train_step, weighted
-from trainer.parallel import DeviceFlags, Distributed, MultiDeviceFlags, SingleDevice
+from trainer.parallel import Distributed, SingleDevice
 from trainer.precision import Precision, PrecisionForward
+from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.tasks.har import HarFlags, HarTask
 
 CPU = torch.device("cpu")

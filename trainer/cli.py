@@ -9,21 +9,13 @@ from collections.abc import Sequence
 
 from data.errors import BadInput
 from trainer.build import build_run, build_task, open_run, set_up_torch
-from trainer.checkpoint import RunDirectory
 from trainer.config import refuse
+from trainer.directory import RunDirectory
 from trainer.flags import Flags, parse
 from trainer.launch import launch, num_processes
 from trainer.loop import train
-from trainer.parallel import (
-    Distributed,
-    Parallel,
-    RankEnvironment,
-    SingleDevice,
-    data_parallel,
-    one_process_problems,
-    pick_device,
-    read_rank_environment,
-)
+from trainer.parallel import Distributed, Parallel, SingleDevice, data_parallel
+from trainer.ranks import RankEnvironment, one_process_problems, pick_device, read_rank_environment
 from trainer.score import evaluate_only, score_test
 from trainer.task import Task
 

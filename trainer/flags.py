@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import BadInput
-from trainer.checkpoint import CheckpointFlags
 from trainer.config import FlagGroup, flag, flag_name, flag_values, parse_flags
-from trainer.parallel import DeviceFlags, MultiDeviceFlags
+from trainer.directory import CheckpointFlags
 from trainer.plan import BatchFlags
 from trainer.precision import PrecisionFlags
+from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.schedule import LearningFlags
 from trainer.task import Task
 from trainer.tasks import find_task

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 import torch.multiprocessing as mp
 
-from trainer.parallel import MultiDeviceFlags, RankEnvironment
+from trainer.ranks import MultiDeviceFlags, RankEnvironment
 from trainer.stop import STOP_SIGNALS
 
 GRACE_PERIOD_S = 10

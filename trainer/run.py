@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from data.errors import BadInput
 from data.loading import BatchLoader
 from trainer.average import WeightAverage
-from trainer.checkpoint import RunDirectory
+from trainer.directory import RunDirectory
 from trainer.parallel import Parallel
 from trainer.plan import BatchSplit, Plan, Position
 from trainer.precision import Precision

@@ -4,11 +4,13 @@ from typing import Any
 
 from data.errors import BadInput
 from trainer.average import WeightAverage
-from trainer.build import assemble_run, describe_run, example_batch, undo_hint
-from trainer.checkpoint import RESULTS, RunDirectory, read_checkpoint
+from trainer.build import assemble_run, describe_run, example_batch
+from trainer.checkpoint import read_checkpoint
+from trainer.directory import RESULTS, RunDirectory
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
+from trainer.resume import undo_hint
 from trainer.run import Run, check_weights_fit
 from trainer.task import Sums, Task
 
