@@ -47,6 +47,8 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
         refuse(problems)
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             world_size = num_processes(flags.multi, flags.devices.device)
+            if world_size == 1 and flags.multi.nproc is None:
+                print("One process, because this machine shows at most one device; --nproc N starts more.")
             return launch(functools.partial(main, list(argv), True), world_size)
         speaks = True
         parallel = start_parallel(flags, environment)
