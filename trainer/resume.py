@@ -80,7 +80,9 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
                 "give it the same data, or start over with --fresh"
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
-    notes += [f"Changed since the checkpoint: {name} {old} -> {new}" for name, (old, new) in changed.items()]
+    notes += [
+        f"Changed since the checkpoint: {name} {_shown(old)} -> {_shown(new)}" for name, (old, new) in changed.items()
+    ]
     then, now = state["environment"], run.facts["environment"]
     if then["num_devices"] != now["num_devices"] and run.batches.global_batch_size == state["global_batch_size"]:
         notes.append(
@@ -102,10 +104,14 @@ def changed_flags(run: Run, state: Mapping[str, Any]) -> dict[str, tuple[Any, An
     }
 
 
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
     """What to undo when a checkpoint is of another model: the task's flags that changed."""
     changed = changed_flags(run, state)
-    own = [f"{name} (was {changed[name][0]})" for name in flag_values(run.task.config) if name in changed]
+    own = [f"{name} (was {_shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
     return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
 
 

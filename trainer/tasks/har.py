@@ -38,6 +38,11 @@ class HarFlags(FlagGroup):
     dropout: float = flag(0.2, "dropout after each hidden layer", at_least=0, below=1)
     label_smoothing: float = flag(0.1, "share of each training label spread over all classes", at_least=0, below=1)
 
+    def problems(self) -> list[str]:
+        if self.data_dir is not None and not self.data_dir.exists():
+            return [f"--data-dir {self.data_dir}: no such file or folder; give the UCI HAR folder or zip"]
+        return []
+
 
 class HarObjective(Objective):
     """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix."""
