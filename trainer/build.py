@@ -229,7 +229,6 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
     parallel, batches = run.parallel, run.batches
     world_size, num_devices = parallel.shard[1], parallel.num_devices
-    num_parameters = sum(p.numel() for p in run.objective.parameters())
     exact = batches.batch_size * num_devices * batches.grad_accum_steps == batches.global_batch_size
     scaled = run.learning_rate.peak
     lines = [
@@ -240,7 +239,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
-        f"Model: {num_parameters} parameters.",
+        f"Model: {run.num_parameters} parameters.",
     ]
     if scaled != flags.learning.lr:
         one_device = flags.batch.batch_size * flags.batch.grad_accum_steps

@@ -94,6 +94,11 @@ class Run:
             loader.close()
         self.log.close()
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(p.numel() for p in self.objective.parameters())
+
     def read_clock(self) -> None:
         """Adds the time since the last reading to `train_seconds`."""
         now = time.monotonic()

@@ -21,8 +21,7 @@ def score_test(run: Run) -> bool:
     best = run.parallel.on_main(lambda: _best_weights(run))
     if best is not None:
         run.objective.model.load_state_dict(best)
-    # Whether best or last, a checkpoint's `model` is already the average.
-    run.average = WeightAverage(run.objective.model, decay=0) if best is not None else run.average
+        run.average = WeightAverage(run.objective.model, decay=0)  # a checkpoint's `model` already is the average
     sums = evaluate(run, "test")
     if sums is None:
         return False
@@ -53,7 +52,7 @@ def _write_results(run: Run, metrics: dict[str, float], sums: Sums) -> None:
             "task": run.facts["task"],
             "metrics": metrics,
             "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
-            "num_parameters": sum(p.numel() for p in run.objective.parameters()),
+            "num_parameters": run.num_parameters,
             "train_seconds": round(progress.train_seconds, 3),
             "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),
             "world_size": run.parallel.shard[1],
