@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from trainer.stop import STOP_SIGNALS
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTED = f"{ROOT / 'tests' / 'weighted_task.py'}:Weighted"
@@ -55,6 +58,15 @@ def command(environment):
         return done
 
     return run
+
+
+@pytest.fixture
+def signals_restored():
+    """For a test that calls `main` in its own process."""
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def launcher(num_processes: int) -> list[str]:

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from tests.conftest import ROOT, WEIGHTED, load
 from trainer.checkpoint import read_checkpoint
 from trainer.cli import main
 from trainer.directory import RunDirectory
-from trainer.stop import STOP_SIGNALS
 
 
 @pytest.fixture
@@ -60,14 +58,6 @@ def names(path, pattern="*.pth"):
 
 def checkpoints(path):
     return names(path, "checkpoint_*.pth")
-
-
-@pytest.fixture
-def signals_restored():
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 # --- what a checkpoint holds -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 
 from trainer.config import FlagGroup, flag, flag_values, parse_flags
 from trainer.flags import parse
+from trainer.tasks import TASKS
 
 
 @dataclass
@@ -87,6 +88,13 @@ def test_mistakes_across_groups_and_in_the_task_are_found_together():
     _, problems = parse(argv, several_devices=False)
     for name in ("--batch-size 0", "--lr -1", "--hidden-dims 0", "--amp fp16", "--warmup-epochs 3"):
         assert any(name in problem for problem in problems), (name, problems)
+
+
+def test_help_names_every_task(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], several_devices=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(TASKS)}, or a task of your own" in shown
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,14 @@ def test_global_batches_cover_the_rest_of_a_phase():
     assert plan.steps_per_epoch == 3
 
 
+@pytest.mark.parametrize(
+    ("eval_every", "validated"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7])]
+)
+def test_validation_after_every_so_many_epochs_and_the_last(eval_every, validated):
+    plan = Plan(epochs=7, phase_sizes=(10,), global_batch_size=4, eval_every=eval_every)
+    assert [epoch for epoch in range(1, 8) if plan.validates_after(epoch)] == validated
+
+
 def test_progress_counts_samples_over_phases():
     plan = Plan(epochs=2, phase_sizes=(30, 10), global_batch_size=8)
     assert plan.epochs_done(Position()) == 0

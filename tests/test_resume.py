@@ -25,11 +25,12 @@ EPOCHS = 4
 NUM_TRAIN = 101
 STEPS_PER_EPOCH = -(-NUM_TRAIN // GLOBAL_BATCH_SIZE)
 NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
-# Accumulation (2 samples a forward), a worker, augmentation (always on in this task), an average of the weights.
+# Accumulation (2 samples a forward), a worker, augmentation (always on in this task), an average of the weights,
+# epochs without validation.
 HARD = [
     "--task", WEIGHTED, "--epochs", EPOCHS, "--batch-size", 2, "--global-batch-size", GLOBAL_BATCH_SIZE,
     "--num-workers", 1, "--save-every-steps", 3, "--ema-decay", 0.9, "--lr", 0.01, "--log-interval", 2,
-    "--keep-checkpoints", 2, "--num-threads", 1,
+    "--keep-checkpoints", 2, "--num-threads", 1, "--eval-every", 3, "--eval-batch-size", 5,
 ]  # fmt: skip
 
 

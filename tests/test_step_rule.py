@@ -16,16 +16,26 @@ from trainer.parallel import Distributed, SingleDevice
 from trainer.precision import Precision, PrecisionForward
 from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.tasks.har import HarFlags, HarTask
+from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty
 NUM_STEPS = 100
 
 
+SEQREC = {"hidden_units": 8, "maxlen": 20, "dropout": 0.0, "l2_emb": 0.01}
+TASKS = {
+    "weighted": (Weighted, WeightedFlags()),
+    "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,))),
+    "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC)),
+    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False, mhc=False)),
+    "seqrec-sampled": (SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False, mhc=False)),
+}
+
+
 def make_task(name, cache_dir):
-    if name == "weighted":
-        return Weighted(WeightedFlags(), seed=0, cache_dir=cache_dir)
-    return HarTask(HarFlags(dropout=0.0, hidden_dims=(8,)), seed=0, cache_dir=cache_dir)
+    task, config = TASKS[name]
+    return task(config, seed=0, cache_dir=cache_dir)
 
 
 def build(task, parallel, dtype=torch.float64):
@@ -72,7 +82,7 @@ def weights_after_run(parts, accumulation):
 
 def measure(parallel, accumulation, cache_dir, make_task=make_task):
     found = {}
-    for name in ("weighted", "har"):
+    for name in TASKS:
         task = make_task(name, cache_dir)
         parts = build(task, parallel)
         for size in GLOBAL_BATCH_SIZES:
@@ -96,7 +106,7 @@ def in_process(environment, folder, cache_dir):
 def reference(cache_dir):
     """One forward and backward over the whole batch, written out."""
     gradients = {}
-    for name in ("weighted", "har"):
+    for name in TASKS:
         parts = build(make_task(name, cache_dir), SingleDevice(CPU))
         for size in GLOBAL_BATCH_SIZES:
             (batch,) = parts.loader([SampleKeys(np.arange(size) * 3, epoch=1)])
@@ -158,15 +168,16 @@ def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):
 
 
 def test_sums_and_weights_are_additive(cache_dir):
-    for name in ("weighted", "har"):
+    for name in TASKS:
         parts = build(make_task(name, cache_dir), SingleDevice(CPU))
-        samples = np.arange(24)
+        samples = np.arange(20)
         pieces = np.split(samples, [5, 7])
-        for train in (True, False):
-            parts.net.train(train)
+        for split in ("train", "val"):
+            parts.net.train(split == "train")
+            loader = BatchLoader(parts.task.splits()[split], parts.task.collate)
             whole, *others = [
                 parts.net(batch) | {"weight": batch["weight"].sum()}
-                for batch in parts.loader([SampleKeys(index, epoch=1) for index in (samples, *pieces)])
+                for batch in loader([SampleKeys(index, epoch=1) for index in (samples, *pieces)])
             ]
             for key, value in whole.items():
                 total = sum(part[key] for part in others)

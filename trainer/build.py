@@ -76,7 +76,8 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
     """The parts, with fresh weights, no run directory and a silent log. state: the checkpoint to go on from."""
     values = flags.values()
     batches, lr_factor = arrange_batches(flags, values, parallel, state)
-    plan = Plan(flags.run.epochs, tuple(task.num_samples(p) for p in task.phases), batches.global_batch_size)
+    phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
+    plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, flags.run.eval_every)
     learning_rate = build_learning_rate(flags, plan, lr_factor)
     objective, precision = build_objective(flags, task, parallel)
     return Run(
@@ -89,6 +90,7 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
         average=WeightAverage(objective.model, flags.learning.ema_decay),
         plan=plan,
         batches=batches,
+        eval_micro_batch_size=(flags.batch.eval_batch_size or flags.batch.batch_size) * parallel.num_replicas,
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=None,
@@ -120,7 +122,7 @@ def _claim_directory(run: Run, flags: Flags, argv: Sequence[str], directory: Run
     directory.discard(RESULTS)
     directory.write_json("config.json", {"command_line": list(argv), **run.facts})
     try:
-        run.log = RunLog(directory.path, run.progress.step)
+        run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
     except OSError as error:
         raise BadInput(f"--save-dir {directory.path}: cannot write its logs: {error.strerror}") from None
 

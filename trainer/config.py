@@ -6,7 +6,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,13 +84,16 @@ def parse_flags(
     description: str = "",
     epilog: str = "",
     ignore_unknown: bool = False,
+    defaults: Mapping[str, Any] = {},
 ) -> tuple[list[Any], list[str]]:
     """Builds one object per group from the command line.
+
+    defaults: what replaces the fields' own defaults, by field name; see `checked_defaults`.
 
     Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
     whatever else is wrong can still be found. `--help` prints and exits with status 0.
     """
-    parser = build_parser(group_types, description, epilog)
+    parser = build_parser(group_types, description, epilog, defaults)
     parsed, unknown = parser.parse_known_args(_with_dashes(argv))
     problems = [] if ignore_unknown else _unknown_problems(unknown, parser)
     groups = []
@@ -98,6 +101,8 @@ def parse_flags(
         hints = typing.get_type_hints(group_type)
         values = {}
         for field in dataclasses.fields(group_type):
+            if field.name in defaults:
+                values[field.name] = defaults[field.name]
             given = getattr(parsed, field.name, None)
             if given is not None:
                 try:
@@ -110,8 +115,39 @@ def parse_flags(
     return groups, problems
 
 
-def build_parser(group_types: Sequence[type], description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later."""
+def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Other defaults for flags of the groups, by field name, as their types and ranges want them.
+
+    Raises TypeError for a name that is no field, or that is a flag without a value: switched on by default, it could
+    not be switched off. Raises ValueError for a value that the flag would refuse.
+    """
+    known = {
+        field.name: (field, typing.get_type_hints(group_type)[field.name])
+        for group_type in group_types
+        for field in dataclasses.fields(group_type)
+    }
+    checked: dict[str, Any] = {}
+    for name, value in defaults.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise TypeError(f"{name} is no flag of the trainer" + (f"; did you mean {close[0]}?" if close else ""))
+        field, hint = known[name]
+        if hint is bool:
+            raise TypeError(f"{name} is a switch, and the command line could not undo it")
+        if value is None and type(None) in typing.get_args(hint):
+            checked[name] = None
+        else:
+            checked[name] = _convert(field, hint, list(map(str, value)) if _is_tuple(hint) else str(value))
+    return checked
+
+
+def build_parser(
+    group_types: Sequence[type], description: str, epilog: str = "", defaults: Mapping[str, Any] = {}
+) -> argparse.ArgumentParser:
+    """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later.
+
+    defaults: what `--help` shows instead of the fields' own, by field name.
+    """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=description,
@@ -124,7 +160,7 @@ def build_parser(group_types: Sequence[type], description: str, epilog: str = ""
         section = parser.add_argument_group(title)
         hints = typing.get_type_hints(group_type)
         for field in dataclasses.fields(group_type):
-            _add_flag(section, field, hints[field.name])
+            _add_flag(section, field, hints[field.name], defaults.get(field.name, field.default))
     return parser
 
 
@@ -136,9 +172,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{metavar} ..." if action.nargs == "*" else metavar
 
 
-def _add_flag(section: Any, field: Any, hint: Any) -> None:
+def _add_flag(section: Any, field: Any, hint: Any, default: Any) -> None:
     about: _Flag = field.metadata["flag"]
-    help_text = argparse.SUPPRESS if about.hidden else _help_text(about.help, field.default)
+    help_text = argparse.SUPPRESS if about.hidden else _help_text(about.help, default)
     name = flag_name(field.name)
     if hint is bool:
         if field.default:
@@ -164,7 +200,8 @@ def _help_text(text: str, default: Any) -> str:
     else:
         shown = str(default)
     text = text.replace("%", "%%")
-    return f"{text} (default: {shown})" if shown else text
+    # A text that says what happens without a value is overtaken by a value.
+    return f"{text.partition(' (default: ')[0]} (default: {shown})" if shown else text
 
 
 def _with_dashes(argv: Sequence[str]) -> list[str]:

@@ -58,7 +58,8 @@ class CheckpointFlags(FlagGroup):
 class Entry:
     """One line of the manifest.
 
-    value: the monitored metric, None in mid-epoch. best: whether it was the best one so far when it was saved.
+    value: the monitored metric, None where there was no validation.
+    best: whether it was the best one so far when it was saved.
     source: the `--resume-from` of the run that saved it.
     """
 
@@ -277,8 +278,8 @@ class RunDirectory:
     def save(self, state: dict[str, Any], value: float | None, is_best: bool) -> Path:
         """Writes one checkpoint and points `last`, and if so `best`, to it.
 
-        value: the monitored metric, None in mid-epoch. Raises BadInput when the disk refuses; what was there before
-        stays.
+        value: the monitored metric, None where there was no validation. Raises BadInput when the disk refuses; what
+        was there before stays.
         """
         position = Position(**state["position"])
         path = self._unused_path(position)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import BadInput
-from trainer.config import FlagGroup, flag, flag_name, flag_values, parse_flags
+from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, parse_flags
 from trainer.directory import CheckpointFlags
 from trainer.plan import BatchFlags
 from trainer.precision import PrecisionFlags
 from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.schedule import LearningFlags
 from trainer.task import Task
-from trainer.tasks import find_task
+from trainer.tasks import TASKS, find_task
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
@@ -40,14 +40,25 @@ EXAMPLES = {
 class RunFlags(FlagGroup):
     """What to train"""
 
-    task: str = flag("har", "har, or a task of your own: path/to/file.py:ClassName")
+    task: str = flag("har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName")
     epochs: int = flag(20, "passes over the training data", at_least=1)
+    eval_every: int = flag(
+        1, "score the validation set after every so many epochs, and after the last", metavar="EPOCHS", at_least=1
+    )
     seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
     num_workers: int = flag(
         0, "data-loading processes per rank; 0 loads in the trainer, which is fastest for data in memory", at_least=0
     )
     cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+
+
+TRAINER_GROUPS: tuple[type, ...] = (
+    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, MultiDeviceFlags
+)  # fmt: skip
+"""The flags that every task has; those of several devices come last."""
+ALTERNATIVES = (("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"))
+"""Flags that exclude each other: one given on the command line displaces a task's default of the other."""
 
 
 @dataclass
@@ -79,29 +90,46 @@ def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]
         task_type = find_task(chosen.task)
     except BadInput as error:
         problems.append(str(error))
-    group_types: list[type] = [
-        RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags
-    ]  # fmt: skip
-    group_types += [MultiDeviceFlags] if several_devices else []
+    group_types = TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1]
     own_flags = {field.name for group in group_types for field in fields(group)}
     if task_type is not None:
         taken = sorted(own_flags & {field.name for field in fields(task_type.Config)})
         if taken:
             names = ", ".join(flag_name(name) for name in taken)
             raise BadInput(f"--task {chosen.task}: its flags {names} are the trainer's own; rename those fields")
-        group_types.append(task_type.Config)
+        group_types = (*group_types, task_type.Config)
     groups, found = parse_flags(
         group_types,
         argv,
         DESCRIPTION[several_devices],
         EXAMPLES[several_devices],
         ignore_unknown=task_type is None,
+        defaults=_task_defaults(task_type, argv) if task_type is not None else {},
     )
     multi = groups[6] if several_devices else None
     run, batch, learning, precision, devices, checkpoint = groups[:6]
     task = groups[-1] if task_type else None
     flags = Flags(run, batch, learning, precision, devices, checkpoint, multi, task, task_type)
     return flags, problems + found + _contradictions(flags)
+
+
+def _task_defaults(task_type: type[Task], argv: Sequence[str]) -> dict[str, Any]:
+    """The task's own defaults, without those that the command line states in another way.
+
+    Raises TypeError or ValueError for a mistake in the task.
+    """
+    try:
+        if "task" in task_type.defaults:
+            raise TypeError("task is what chooses these defaults")
+        defaults = checked_defaults(TRAINER_GROUPS, task_type.defaults)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
+    given = {token.partition("=")[0].replace("_", "-") for token in argv}
+    for pair in ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if flag_name(one) in given:
+                defaults.pop(other, None)
+    return defaults
 
 
 def _contradictions(flags: Flags) -> list[str]:

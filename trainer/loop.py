@@ -26,7 +26,8 @@ def train(run: Run) -> bool:
         if not train_epoch(run):
             run.save()
             return False
-        validation = evaluate(run, "val")
+        num_epochs = run.progress.position.epoch + 1
+        validation = evaluate(run, "val") if run.plan.validates_after(num_epochs) else {}
         if validation is None:
             run.save()
             return False
@@ -186,7 +187,7 @@ def evaluate(run: Run, split: str) -> Sums | None:
     run.parallel.sync_buffers(run.objective)
     net = run.parallel.evaluation_module(run.net)
     dataset_size = len(run.task.splits()[split])
-    keys = evaluation_keys(dataset_size, run.parallel.shard, run.batches.micro_batch_size)
+    keys = evaluation_keys(dataset_size, run.parallel.shard, run.eval_micro_batch_size)
     windows = ((0, [weighted(batch)]) for batch in run.loaders[split](keys))
     totals = Totals()
     net.eval()
@@ -214,12 +215,15 @@ def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:
 
 
 def finish_epoch(run: Run, validation: Sums) -> None:
-    """Moves on to the next epoch, decides about "best", logs and saves."""
+    """Moves on to the next epoch, decides about "best", logs and saves.
+
+    validation: the statistics of the validation set; {} if it was not scored after this epoch.
+    """
     progress = run.progress
     metrics = run.metrics("train", progress.totals.reduced(run.parallel)) | run.metrics("val", validation)
     progress.position = Position(progress.position.epoch + 1)
-    value = metrics[run.task.monitor[0]]
-    is_best = run.judge(value)
+    value = metrics[run.task.monitor[0]] if validation else None
+    is_best = value is not None and run.judge(value)
     run.log.epoch(progress.step, progress.position, metrics)
     progress.start_totals()
     run.save(value, is_best)

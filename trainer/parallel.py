@@ -138,7 +138,9 @@ class Parallel(ABC):
         objective.model.load_state_dict(state["model"])
         for phase, optimizer in optimizers.items():
             # Moments come from the checkpoint, but weight decay and the like from this command line.
-            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            options = [
+                {k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups
+            ]
             optimizer.load_state_dict(state["optimizers"][phase])
             for group, own in zip(optimizer.param_groups, options, strict=True):
                 group.update(own)

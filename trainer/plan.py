@@ -15,6 +15,9 @@ class BatchFlags(FlagGroup):
     global_batch_size: int | None = flag(
         None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it", at_least=1
     )
+    eval_batch_size: int | None = flag(
+        None, "samples per device per forward in evaluation (default: --batch-size)", at_least=1
+    )
 
     def problems(self) -> list[str]:
         if self.global_batch_size is not None and self.grad_accum_steps != 1:
@@ -43,11 +46,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run: `epochs` passes over phases of `phase_sizes` samples, in global batches."""
+    """The arithmetic of a run: `epochs` passes over phases of `phase_sizes` samples, in global batches.
+
+    eval_every: epochs from one validation to the next.
+    """
 
     epochs: int
     phase_sizes: tuple[int, ...]
     global_batch_size: int
+    eval_every: int = 1
 
     @property
     def samples_per_epoch(self) -> int:
@@ -56,6 +63,10 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         return sum(-(-size // self.global_batch_size) for size in self.phase_sizes)
+
+    def validates_after(self, num_epochs: int) -> bool:
+        """Whether the validation set is scored after so many epochs: every `eval_every`, and after the last."""
+        return num_epochs % self.eval_every == 0 or num_epochs == self.epochs
 
     def rest_of_phase(self, position: Position) -> Iterator[tuple[int, int]]:
         """(start, stop) of each global batch that is left in the phase; the last one may be short."""

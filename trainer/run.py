@@ -35,6 +35,7 @@ class Best:
 class Progress:
     """What changes while training, apart from weights and moments.
 
+    epochs_since_best: as of the last validation; what early stopping looks at.
     train_seconds: wall time from the first step on, evaluation and saving included, over all sessions.
     totals: sums over this process's share of the current epoch.
     reported_loss, reported_weight: what of the totals over all processes the log has reported.
@@ -56,7 +57,10 @@ class Progress:
 
 @dataclass
 class Run:
-    """One process's view of a training run. `directory` is None on every process but the main one."""
+    """One process's view of a training run. `directory` is None on every process but the main one.
+
+    eval_micro_batch_size: samples per forward of this process in evaluation.
+    """
 
     task: Task
     parallel: Parallel
@@ -67,6 +71,7 @@ class Run:
     average: WeightAverage
     plan: Plan
     batches: BatchSplit
+    eval_micro_batch_size: int
     learning_rate: LearningRate
     loaders: dict[str, BatchLoader]
     directory: RunDirectory | None
@@ -112,13 +117,13 @@ class Run:
         return {f"{split}/{name}": value for name, value in self.task.summarise(sums).items()}
 
     def judge(self, value: float) -> bool:
-        """Takes note of an epoch's monitored value; True if it is the best so far."""
+        """Takes note of the monitored value of a validation; True if it is the best so far."""
         progress, (_, mode) = self.progress, self.task.monitor
         sign = 1 if mode == "max" else -1
         better = not math.isnan(value) and (progress.best is None or sign * value > sign * progress.best.value)
         if better:
             progress.best = Best(progress.position.epoch, value)
-        progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
+        progress.epochs_since_best = progress.position.epoch - (progress.best.epoch if progress.best else 0)
         return better
 
     def save(self, value: float | None = None, is_best: bool = False) -> None:

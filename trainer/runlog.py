@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from trainer.plan import Position
 
 PLAIN_LINE_INTERVAL_S = 10.0
+NUMBER_WIDTH = len("-1.2345e-05")
 
 
 class SilentLog:
@@ -34,13 +35,13 @@ class SilentLog:
         """Every `--log-interval` steps."""
 
     def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        """After the evaluation of an epoch; `position` is the end of it."""
+        """After an epoch and its validation, if it has one; `position` is the end of it."""
 
     def end_training(self) -> None:
         """The epoch's training is over, or broken off; its evaluation may follow."""
 
     def result(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The test scores, once."""
+        """The test scores with the best weights, once; results.json holds them already."""
 
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
@@ -52,13 +53,15 @@ class SilentLog:
 class RunLog(SilentLog):
     """The log of the main process, in the run directory and on the console.
 
-    Records later than `step` belong to a future that a resumed run lives again, and are dropped.
+    step, position: later records belong to a future that a resumed run lives again, and are dropped.
+    headline: the metrics that the console and val.log show, without their split; empty shows all.
     """
 
-    def __init__(self, directory: Path, step: int) -> None:
+    def __init__(self, directory: Path, step: int, position: Position, headline: Sequence[str] = ()) -> None:
+        self._headline = headline
         self._train_log = (directory / "train.log").open("a", buffering=1)
         self._val_log = (directory / "val.log").open("a", buffering=1)
-        self._metrics = _truncated(directory / "metrics.jsonl", step)
+        self._metrics = _truncated(directory / "metrics.jsonl", step, position.epoch)
         self._board = SummaryWriter(str(directory / "logs"), purge_step=step + 1 if step else None)
         self._bar: tqdm[Any] | None = None
         self._columns: list[str] = []
@@ -111,26 +114,44 @@ class RunLog(SilentLog):
             self._bar = None
 
     def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        row = {
-            **metrics,
+        speed = {
             "samples_per_second": self._epoch_samples / max(self.training_seconds, 1e-9),
             "epoch_seconds": time.monotonic() - self._epoch_started,
         }
-        self._record("epoch", step, position, row)
-        if not self._columns:
-            self._columns = list(row)
-            header = "  ".join(["epoch", *(f"{name:>{_width(name)}}" for name in self._columns)])
-            _print(header)
-            self._val_log.write(header + "\n")
-        cells = [f"{position.epoch:>5}", *(f"{row.get(name, math.nan):>{_width(name)}.5g}" for name in self._columns)]
-        _print("  ".join(cells))
-        self._val_log.write("  ".join(cells) + "\n")
+        self._record("epoch", step, position, {**metrics, **speed})
+        self._table_row(position.epoch, {**self._of_headline(metrics), **speed})
         self._last_line = time.monotonic()
+
+    def _table_row(self, epoch: int, row: Mapping[str, float]) -> None:
+        """A line of the table, under a new header when there are columns that the last one lacks."""
+        if not row.keys() <= set(self._columns):
+            self._columns = list(row)
+            self._table_line("epoch", {name: name for name in row})
+        self._table_line(str(epoch), {name: f"{value:.5g}" for name, value in row.items()})
+
+    def _table_line(self, first: str, cells: Mapping[str, str]) -> None:
+        texts = [f"{first:>5}", *(f"{cells.get(name, '-'):>{max(len(name), NUMBER_WIDTH)}}" for name in self._columns)]
+        line = "  ".join(texts)
+        _print(line)
+        self._val_log.write(line + "\n")
 
     def result(self, step: int, metrics: Mapping[str, float]) -> None:
         self._draw(metrics, step)
         self._metrics.write(json.dumps({"event": "result", "step": step, **_json_numbers(metrics)}) + "\n")
-        self._val_log.write("  ".join(f"{name} {value:.5g}" for name, value in metrics.items()) + "\n")
+        shown = self._of_headline(metrics)
+        num_more = len(metrics) - len(shown)
+        line = "Test, with the best weights: " + scores_text(shown)
+        line += f", and {num_more} more in results.json" if num_more else ""
+        self.say(line)
+        self._val_log.write(line + "\n")
+
+    def _of_headline(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Of metrics by name, such as "val/loss", those that the console shows."""
+        return {
+            name: value
+            for name, value in metrics.items()
+            if not self._headline or name.partition("/")[2] in self._headline
+        }
 
     def flush(self) -> None:
         self._board.flush()
@@ -155,6 +176,11 @@ class RunLog(SilentLog):
         writer.add_summary(Summary(value=values), step)
 
 
+def scores_text(metrics: Mapping[str, float]) -> str:
+    """Metrics in a sentence: "test/loss 0.1234, test/accuracy 0.9876"."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
 def _json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON knows no NaN and no infinity."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -169,17 +195,17 @@ def _print(line: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
 
 
-def _width(name: str) -> int:
-    return max(len(name), 8)
+def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
+    """Opens metrics.jsonl for appending, without later records and any half-written line.
 
-
-def _truncated(path: Path, step: int) -> IO[str]:
-    """Opens metrics.jsonl for appending, without the records later than `step` and any half-written line."""
+    An epoch's record has the step of a checkpoint that was saved at the epoch's last step, before its validation.
+    """
     kept = []
     if path.exists():
         for line in path.read_text().splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                record = json.loads(line)
+                if record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs):
                     kept.append(line + "\n")
             except (ValueError, KeyError):
                 continue

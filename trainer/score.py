@@ -12,6 +12,7 @@ from trainer.loop import evaluate
 from trainer.parallel import Parallel
 from trainer.resume import undo_hint
 from trainer.run import Run, check_weights_fit
+from trainer.runlog import scores_text
 from trainer.task import Sums, Task
 
 
@@ -28,7 +29,6 @@ def score_test(run: Run) -> bool:
     metrics = run.metrics("test", sums)
     run.parallel.on_main(lambda: _write_results(run, metrics, sums))
     run.log.result(run.progress.step, metrics)
-    run.log.say("Test, with the best weights: " + _shown(metrics))
     return True
 
 
@@ -78,7 +78,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDi
     for split in ("val", "test"):
         sums = evaluate(run, split)
         assert sums is not None
-        lines.append(_shown(run.metrics(split, sums)))
+        lines.append(scores_text(run.metrics(split, sums)))
     if parallel.is_main:
         print("\n".join(lines))
 
@@ -93,7 +93,3 @@ def _state_to_score(flags: Flags, directory: RunDirectory) -> tuple[str, dict[st
     if best is None:
         raise BadInput(f"--save-dir {directory.path}: holds no intact checkpoint to evaluate; train first")
     return f"the best of {directory.path}, epoch {best['position']['epoch']}", best
-
-
-def _shown(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -44,6 +44,16 @@ class Task(ABC):
     """The validation metric that defines "best", for example ("val/accuracy", "max")."""
     phases: ClassVar[tuple[str, ...]] = ("train",)
     """Parts of an epoch, run one after the other, each with an optimizer of its own."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of the trainer's own flags that suit this task better, by field name: {"lr": 3e-4, "epochs": 60}.
+
+    A flag that is on or off cannot be among them, since the command line could not undo it.
+    """
+    headline: ClassVar[tuple[str, ...]] = ()
+    """The metrics that the console shows, without their split: ("loss", "ndcg@10"). Empty shows all.
+
+    The files and TensorBoard get all of them.
+    """
 
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
@@ -85,6 +95,9 @@ class Task(ABC):
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Parameters that the phase trains. A group without "weight_decay" gets that of the command line.
+
+        A group may carry any other setting of AdamW too, such as "betas" or "eps", except "lr": the schedule sets that
+        of every group before each step. Settings are taken from here when a run resumes, not from its checkpoint.
 
         By default biases and normalisation gains (everything of fewer than two dimensions) are not decayed.
         """

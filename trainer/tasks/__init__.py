@@ -7,8 +7,9 @@ from pathlib import Path
 from data.errors import BadInput
 from trainer.task import Task
 from trainer.tasks.har import HarTask
+from trainer.tasks.seqrec import SeqrecTask
 
-TASKS: dict[str, type[Task]] = {"har": HarTask}
+TASKS: dict[str, type[Task]] = {"har": HarTask, "seqrec": SeqrecTask}
 
 
 def find_task(name: str) -> type[Task]:

@@ -1,0 +1,130 @@
+"""Ranking items: losses that train scores, and the place of the true item among them.
+
+States (..., d) score item i by their dot product with row i of the item table; item 0 is padding and never scored.
+Every loss is a sum over the positions whose target is an item.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 2**20
+"""Scores held at a time by `full_softmax`: 4 MiB in float32, so that a CPU keeps them in its cache."""
+
+
+def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
+    """softplus(-s+) + the mean of softplus(s-) over the negatives of the position (SASRec, equation 6).
+
+    states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d). Returns a scalar.
+    """
+    positive = (states * F.embedding(targets, table)).sum(-1)
+    negative = (states.unsqueeze(-2) * F.embedding(negatives, table)).sum(-1)
+    return _sum_over_items(F.softplus(-positive) + F.softplus(negative).mean(-1), targets)
+
+
+def generalised_binary_cross_entropy(
+    states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor, calibration: float
+) -> Tensor:
+    """gBCE (Petrov and Macdonald, RecSys 2023, equation 12): counters the overconfidence that few negatives cause.
+
+    -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with the sampling rate alpha = k / (num_items - 1) and
+    beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
+
+    negatives: (B, k), shared by a row's positions. calibration: t in [0, 1]; 0 is plain BCE, 1 unbiased.
+    """
+    positive, negative = _scores(states, targets, negatives, table)
+    k = negatives.shape[-1]
+    alpha = min(1.0, k / (len(table) - 2))
+    beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+    loss = beta * F.softplus(-positive) + F.softplus(negative).sum(-1)
+    return _sum_over_items(loss / (k + 1), targets)
+
+
+def sampled_softmax(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
+    """Softmax cross-entropy over the target and the row's k negatives, (B, k), drawn uniformly."""
+    positive, negative = _scores(states, targets, negatives, table)
+    of_all = torch.logaddexp(positive, negative.logsumexp(-1))
+    return _sum_over_items(of_all - positive, targets)
+
+
+def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+    """Softmax cross-entropy over all items, exact, without holding all scores at once."""
+    flat, targets = states.flatten(0, -2), targets.flatten()
+    if flat.device.type == "cpu":
+        # Skipping padding saves work; on a GPU it would cost a wait, because the host must learn how much is left.
+        real = targets.nonzero().squeeze(1)
+        flat, targets = flat.index_select(0, real), targets.index_select(0, real)
+    loss: Tensor = _FullSoftmax.apply(flat, targets, table)
+    return loss
+
+
+class _FullSoftmax(torch.autograd.Function):
+    """Scores, loss and gradients, chunk by chunk; forward keeps the gradients, which are no larger than the inputs.
+
+    For the sum of losses, d/d scores = softmax - one-hot; backward scales what it implies for states and table.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
+        # Low-precision autocast applies to the products alone.
+        in_full = torch.promote_types(states.dtype, torch.float32)
+        grad_states, grad_table = torch.zeros_like(states), torch.zeros_like(table, dtype=in_full)
+        loss = torch.zeros((), dtype=in_full, device=states.device)
+        items = table[1:]
+        chunk = max(1, _CHUNK_ELEMENTS // len(items))
+        for part in range(0, len(states), chunk):
+            here = slice(part, part + chunk)
+            scores = (states[here] @ items.T).to(in_full)
+            counts = (targets[here] > 0).to(in_full)
+            target = (targets[here] - 1).clamp(min=0).unsqueeze(1)
+            log_sum = scores.logsumexp(1, keepdim=True)
+            loss += ((log_sum - scores.gather(1, target)).squeeze(1) * counts).sum()
+            grad = (scores - log_sum).exp_().scatter_add_(1, target, -torch.ones_like(log_sum)) * counts.unsqueeze(1)
+            grad_states[here] = (grad @ items).to(states.dtype)
+            grad_table[1:] += grad.T @ states[here]
+        ctx.save_for_backward(grad_states, grad_table.to(table.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+        grad_states, grad_table = ctx.saved_tensors
+        return grads[0] * grad_states, None, grads[0] * grad_table
+
+
+def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the targets (B, T), and of the rows' negatives (B, T, k)."""
+    positive = (states * F.embedding(targets, table)).sum(-1)
+    return positive, states @ F.embedding(negatives, table).transpose(-2, -1)
+
+
+def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
+    # Replaced, not multiplied by zero: what padding computes may be infinite.
+    return torch.where(targets > 0, loss, 0).sum()
+
+
+def place_of_target(target: Tensor, others: Tensor) -> Tensor:
+    """How many other items rank above the target, float64 (B,), from its score (B,) and those of the others (B, n).
+
+    An item that shares its score with m others takes the middle of their places: m / 2 of them count as above it,
+    whatever the order in which they are stored. A score that is not a number counts as above the target, and a
+    target's that is not a number is the last. -inf removes one of the others, unless the target's score is -inf too.
+    """
+    target = target.unsqueeze(1)
+    num_below = (others < target).sum(1)
+    num_equal = (others == target).sum(1)
+    return others.shape[1] - num_below - num_equal.double() / 2
+
+
+def ranking_metrics(place: Tensor, cutoffs: tuple[int, ...]) -> Tensor:
+    """Hit rate, NDCG and reciprocal rank at each cutoff, summed over the queries: (3, len(cutoffs)) float64.
+
+    place: (B,), from `place_of_target`. With one relevant item NDCG is 1 / log2(place + 2), and the reciprocal rank
+    1 / (place + 1), both 0 beyond the cutoff k; a hit means place <= k - 1.
+    """
+    place = place.double().unsqueeze(1)
+    hit = (place <= torch.tensor(cutoffs, device=place.device) - 1).double()
+    gain = math.log(2) / torch.log(place + 2)
+    return torch.stack([hit.sum(0), (hit * gain).sum(0), (hit / (place + 1)).sum(0)])

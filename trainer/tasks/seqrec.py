@@ -1,0 +1,245 @@
+"""Sequential recommendation: which item comes next, from the items so far and the time between them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from data.errors import BadInput
+from data.interactions import load_interactions
+from data.interactions_synthetic import load_synthetic_interactions
+from data.loading import Batch
+from data.order import SampleKeys
+from data.sequences import EvaluationSequences, Negatives, TrainSequences, leave_one_out
+from models.mhc import hyper_connections
+from models.ranking import (
+    binary_cross_entropy,
+    full_softmax,
+    generalised_binary_cross_entropy,
+    place_of_target,
+    ranking_metrics,
+    sampled_softmax,
+)
+from models.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
+from models.tisasrec import TiSASRec
+from trainer.config import FlagGroup, flag
+from trainer.task import Objective, ParamGroup, Sums, Task
+
+CUTOFFS = (1, 5, 10, 20)
+METRICS = ("hr", "ndcg", "mrr")
+Loss = Literal["ce", "bce", "sampled", "gbce"]
+
+_USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
+_LENGTHS_PER_BATCH = 4
+"""Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
+
+
+@dataclass
+class SeqrecFlags(FlagGroup):
+    """Task: sequential recommendation (--task seqrec)"""
+
+    data_dir: Path | None = flag(
+        None, "interactions, 'user item [rating] timestamp' a line: text or CSV, also .gz, or MovieLens' folder or zip "
+        "(default: a generated catalogue; nothing to download)",
+    )  # fmt: skip
+    k_core: int = flag(5, "drop users and items with fewer interactions, until none is left; 0 keeps all", at_least=0)
+    time: bool = flag(True, "SASRec: ignore the time between items (default: TiSASRec)")
+    mhc: bool = flag(True, "one plain residual stream instead of manifold-constrained hyper-connections")
+    maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
+    hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1)
+    num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1)
+    num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1)
+    dropout: float = flag(0.2, "of embeddings, attention and feed-forward layers", at_least=0, below=1)
+    norm: NormOrder | None = flag(
+        None, "where blocks normalise (default: pre with hyper-connections, which need it, else original)"
+    )
+    time_span: int = flag(
+        256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
+    )
+    l2_emb: float = flag(0.0, "L2 penalty on embedding tables, half of this times the sum of squares", at_least=0)
+    mhc_expansion_rate: int = flag(4, "residual streams", metavar="STREAMS", at_least=2)
+    mhc_init_gate: float = flag(0.01, "how much a token steers its own connections at the start", at_least=0)
+    mhc_sinkhorn_iters: int = flag(20, "iterations that make the residual matrix doubly stochastic", at_least=1)
+    mhc_no_amp: bool = flag(False, "keep hyper-connections in full precision under --amp")
+    loss: Loss = flag(
+        "ce", "ce: softmax over all items; bce: one negative for each position, as in the papers; sampled: softmax "
+        "over random items; gbce: BCE with several negatives, calibrated",
+    )  # fmt: skip
+    num_negatives: int | None = flag(
+        None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)", at_least=1
+    )
+    gbce_calibration: float = flag(
+        0.75, "t of gbce: 0 is plain BCE, 1 removes the bias of sampling", metavar="T", at_least=0, at_most=1
+    )
+    eval_negatives: Literal["parity", "clean"] = flag(
+        "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in the papers' code, with "
+        "repetition, any but the user's training items; clean: distinct, none of the user's",
+    )  # fmt: skip
+    mask_seen: bool = flag(True, "rank items that the user has already seen too; by default the rest is ranked")
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.data_dir is not None and not self.data_dir.exists():
+            found.append(f"--data-dir {self.data_dir}: no such file or folder; give a file of interactions")
+        if self.hidden_units % self.num_heads:
+            found.append(f"--num-heads {self.num_heads}: must divide --hidden-units {self.hidden_units}")
+        if self.mhc and self.norm in ("original", "post"):
+            found.append(f"--norm {self.norm}: hyper-connections need pre; add --no-mhc")
+        if self.num_negatives is not None and self.loss not in _USUAL_NEGATIVES:
+            found.append(f"--num-negatives {self.num_negatives}: --loss {self.loss} has no use for it; leave it out")
+        return found
+
+    @property
+    def negatives(self) -> Negatives | None:
+        """What the loss needs with every training sample."""
+        if self.loss == "ce":
+            return None
+        if self.loss == "bce":
+            return Negatives(1, per_position=True)
+        return Negatives(self.num_negatives or _USUAL_NEGATIVES[self.loss], per_position=False)
+
+
+class SeqrecObjective(Objective):
+    """The next item after every item in training; the left-out one in evaluation, by its place in the ranking."""
+
+    model: SequentialRecommender
+
+    def __init__(self, model: SequentialRecommender, config: SeqrecFlags) -> None:
+        super().__init__(model)
+        self.config = config
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        if not self.training:
+            return self._places(batch)
+        loss = torch.stack([self._loss(part) for part in by_length(batch)]).sum()
+        if self.config.l2_emb > 0:
+            penalty = sum((table.square().sum() for table in self.model.embedding_tables()), torch.zeros_like(loss))
+            loss = loss + self.config.l2_emb / 2 * penalty * batch["weight"].sum()
+        return {"loss": loss}
+
+    def _loss(self, batch: Batch) -> Tensor:
+        states = self.model.encode(batch["items"], batch["length"], batch.get("times"))
+        targets, table = batch["targets"], self.model.items.weight
+        if self.config.loss == "ce":
+            return full_softmax(states, targets, table)
+        negatives = batch["negatives"]
+        if self.config.loss == "bce":
+            return binary_cross_entropy(states, targets, negatives, table)
+        if self.config.loss == "sampled":
+            return sampled_softmax(states, targets, negatives, table)
+        return generalised_binary_cross_entropy(states, targets, negatives, table, self.config.gbce_calibration)
+
+    def _places(self, batch: Batch) -> Sums:
+        """Both protocols: among all items, and among the 100 candidates."""
+        scores = self.model(batch["items"], batch["length"], batch.get("times"))
+        target = batch["target"].unsqueeze(1)
+        of_target = scores.gather(1, target).squeeze(1)
+        sampled = place_of_target(of_target, scores.gather(1, batch["candidates"]))
+        if "seen" in batch:
+            scores.scatter_(1, batch["seen"], -torch.inf)
+        full = place_of_target(of_target, scores.scatter_(1, target, -torch.inf))
+        return {"full": ranking_metrics(full, CUTOFFS), "sampled": ranking_metrics(sampled, CUTOFFS)}
+
+
+def by_length(batch: Batch) -> Iterator[Batch]:
+    """A training batch in parts of similar length, without the padding that they then can do without.
+
+    Only on a CPU, where time is a matter of work done: about half of a batch of real histories is padding. A GPU
+    would wait for the lengths, and for more and smaller kernels.
+    """
+    length = batch["length"]
+    if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH:
+        yield batch
+        return
+    for part in length.argsort(stable=True).chunk(_LENGTHS_PER_BATCH):
+        longest = int(length[part[-1]])
+        rows = {name: tensor.index_select(0, part) for name, tensor in batch.items()}
+        for name in ("items", "targets", "times"):
+            if name in rows:
+                rows[name] = rows[name][:, :longest]
+        if rows.get("negatives", length).dim() == 3:  # a set for each position
+            rows["negatives"] = rows["negatives"][:, :longest]
+        yield rows
+
+
+class SeqrecTask(Task):
+    """SASRec or TiSASRec with or without hyper-connections; selected on validation NDCG@10 among all items."""
+
+    Config = SeqrecFlags
+    monitor = ("val/ndcg@10", "max")
+    defaults = {"lr": 1e-3, "batch_size": 128, "weight_decay": 0.0, "epochs": 60, "eval_batch_size": 512}
+    headline = ("loss", "hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
+
+    def splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
+        return self._splits
+
+    @cached_property
+    def _splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
+        config: SeqrecFlags = self.config
+        if config.data_dir is None:
+            interactions = load_synthetic_interactions(self.cache_dir)
+        else:
+            interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir)
+        if config.time and interactions.times is None:
+            raise BadInput(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --no-time")
+        self.num_items = interactions.num_items
+        return leave_one_out(
+            interactions,
+            self.cache_dir,
+            seed=self.seed,
+            maxlen=config.maxlen,
+            negatives=config.negatives,
+            eval_negatives=config.eval_negatives,
+            mask_seen=config.mask_seen,
+        )
+
+    def collate(self, samples: Any, keys: SampleKeys) -> Batch:
+        """A loss term for each next item in training; one for each user in evaluation."""
+        batch = super().collate(samples, keys)
+        if "targets" in batch:
+            batch["weight"] = batch["length"].float()
+        return batch
+
+    def build_objective(self) -> Objective:
+        config: SeqrecFlags = self.config
+        self.splits()  # finds the number of items
+        connections: Sequence[nn.Module]
+        if config.mhc:
+            connections = hyper_connections(
+                config.hidden_units,
+                config.num_blocks,
+                config.mhc_expansion_rate,
+                config.mhc_init_gate,
+                config.mhc_sinkhorn_iters,
+                config.mhc_no_amp,
+            )
+        else:
+            connections = residuals(config.hidden_units, config.num_blocks, config.norm or "original")
+        size = (self.num_items, config.maxlen, config.hidden_units, config.num_blocks, config.num_heads, config.dropout)
+        if config.time:
+            return SeqrecObjective(TiSASRec(*size, config.time_span, connections), config)
+        return SeqrecObjective(SASRec(*size, connections), config)
+
+    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
+        """As published: a second moment of shorter memory than Adam's default."""
+        return [group | {"betas": (0.9, 0.98)} for group in super().param_groups(objective, phase)]
+
+    def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """In training the mean loss of a next item.
+
+        In evaluation hr, ndcg and mrr at 1, 5, 10 and 20, among all items and, as sampled_hr and so on, among the true
+        item and 100 random ones. Ties take the middle of their places.
+        """
+        weight = sums["weight"]
+        if "loss" in sums:
+            return {"loss": float(sums["loss"] / weight)}
+        return {
+            f"{prefix}{metric}@{cutoff}": float(sums[protocol][i, j] / weight)
+            for protocol, prefix in (("full", ""), ("sampled", "sampled_"))
+            for i, metric in enumerate(METRICS)
+            for j, cutoff in enumerate(CUTOFFS)
+        }
