@@ -20,6 +20,7 @@ Sublayer = Callable[[Tensor, Tensor], Tensor]
 """(query input, context) -> what is added to the residual stream; the feed-forward sub-layer ignores the context."""
 
 NORM_EPS = 1e-8
+_CHUNK_STEPS = 50
 
 
 class Residual(nn.Module):
@@ -55,17 +56,28 @@ def rows(x: Tensor, last: Tensor | None) -> Tensor:
     return x if last is None else x[torch.arange(len(x), device=x.device), last].unsqueeze(1)
 
 
-def causal_mask(num_steps: int, last: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys a query may see: (1, 1, T, T) bool, or (B, 1, 1, T) for the queries at `last`."""
-    step = torch.arange(num_steps, device=device)
-    query_step = step if last is None else last.view(-1, 1, 1)
-    return (step <= query_step.unsqueeze(-1)).view(-1, 1, num_steps if last is None else 1, num_steps)
+def causal_chunks(query: Tensor) -> list[tuple[int, int]]:
+    """Ranges of the time steps of queries (B, heads, T, C), to be treated one after the other on a CPU.
+
+    The queries of a range see no key behind its end, so that a good third of all pairs is never computed. A GPU
+    would rather have few large kernels: there it is one range.
+    """
+    num_steps = query.shape[2]
+    size = _CHUNK_STEPS if query.device.type == "cpu" else max(num_steps, 1)
+    return [(start, min(start + size, num_steps)) for start in range(0, num_steps, size)]
 
 
-def masked_softmax(logits: Tensor, visible: Tensor) -> Tensor:
-    """The softmax over the visible entries of the last dimension; zero elsewhere. At least one must be visible."""
-    hidden = logits.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)  # adding it is cheaper than filling
-    return (logits + hidden).softmax(dim=-1)
+def causal_softmax(logits: Tensor) -> Tensor:
+    """The softmax of each of Tq queries, the last of T time steps, over the keys up to its own: (..., Tq, T)."""
+    num_queries, num_keys = logits.shape[-2:]
+    hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)
+    return (logits + hidden).softmax(dim=-1)  # adding is cheaper than filling
+
+
+def last_softmax(logits: Tensor, last: Tensor) -> Tensor:
+    """The softmax of one query for each row, (B, heads, 1, T), over the keys up to time step last[b]."""
+    behind = torch.arange(logits.shape[-1], device=logits.device) > last.view(-1, 1, 1, 1)
+    return logits.masked_fill(behind, -math.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):
@@ -92,8 +104,33 @@ class Projections(nn.Module):
         self.value = nn.Linear(width, width)
 
     def forward(self, query_input: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, Tq, width), (B, T, width) -> queries, keys and values, (B, heads, Tq or T, width / heads)."""
-        return self.split(self.query(query_input)), self.split(self.key(context)), self.split(self.value(context))
+        """(B, T, width) twice -> queries, divided by sqrt(width / heads), keys and values.
+
+        Each is (B, heads, T, width / heads).
+        """
+        return self.scaled_query(query_input), self.split(self.key(context)), self.split(self.value(context))
+
+    def scaled_query(self, query_input: Tensor) -> Tensor:
+        """(B, T, width) -> (B, heads, T, width / heads)."""
+        return self.split(self.query(query_input)) / math.sqrt(query_input.shape[-1] // self.num_heads)
+
+    def score(self, query: Tensor, context: Tensor) -> Tensor:
+        """One query's products with all keys, which are never made: q . (W c) = (W^T q) . c.
+
+        query: (B, heads, 1, width / heads). context: (B, T, width). Returns (B, heads, 1, T).
+        """
+        by_head = self.key.weight.unflatten(0, (self.num_heads, -1))
+        return query @ by_head @ context.unsqueeze(1).transpose(-2, -1)
+
+    def pool(self, attention: Tensor, context: Tensor) -> Tensor:
+        """The sum of all values, which are never made either, by one query's attention.
+
+        attention: (B, heads, 1, T). context: (B, T, width). Returns (B, heads, 1, width / heads).
+        """
+        by_head = self.value.weight.unflatten(0, (self.num_heads, -1))
+        bias = self.value.bias.unflatten(0, (self.num_heads, 1, -1))
+        pooled = attention @ context.unsqueeze(1) @ by_head.transpose(-2, -1)
+        return pooled + attention.sum(-1, keepdim=True) * bias
 
     def split(self, x: Tensor) -> Tensor:
         """(..., T, width) -> (..., heads, T, width / heads)."""
@@ -114,15 +151,21 @@ class CausalAttention(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, query_input: Tensor, context: Tensor, last: Tensor | None = None) -> Tensor:
+        if last is not None:
+            query = self.projections.scaled_query(query_input)
+            attention = self.dropout(last_softmax(self.projections.score(query, context), last))
+            return merge_heads(self.projections.pool(attention, context))
         query, key, value = self.projections(query_input, context)
-        p = self.dropout.p if self.training else 0.0
-        if p > 0 and query.device.type == "cpu":
-            # torch's fused attention has no dropout on the CPU and falls back to a slower form of these lines.
-            logits = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-            visible = causal_mask(context.shape[1], last, context.device)
-            return merge_heads(self.dropout(masked_softmax(logits, visible)) @ value)
-        mask = None if last is None else causal_mask(context.shape[1], last, context.device)
-        return merge_heads(F.scaled_dot_product_attention(query, key, value, mask, p, is_causal=last is None))
+        if query.device.type != "cpu":
+            p = self.dropout.p if self.training else 0.0
+            return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
+        # For histories of this length torch's fused attention is slower on a CPU than plain matrix products.
+        parts = []
+        for start, stop in causal_chunks(query):
+            logits = query[:, :, start:stop] @ key[:, :, :stop].transpose(-2, -1)
+            attention = self.dropout(causal_softmax(logits))
+            parts.append(attention @ value[:, :, :stop])
+        return merge_heads(torch.cat(parts, dim=2))
 
 
 class Block(nn.Module):

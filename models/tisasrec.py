@@ -12,18 +12,19 @@ interval r. Both are exact, and the largest tensors are (B, heads, T, time_span 
 Dropout on intervals acts on the entries of the tables, once a forward, instead of on every pair's copy of them.
 """
 
-import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from models.dropout import Dropout
 from models.sasrec import (
     Projections,
     SequentialRecommender,
-    causal_mask,
+    causal_chunks,
+    causal_softmax,
     initialise,
-    masked_softmax,
+    last_softmax,
     merge_heads,
     residuals,
     rows,
@@ -56,19 +57,36 @@ class IntervalAttention(nn.Module):
         interval_keys, interval_values: (time_span + 1, width), the tables.
         """
         split = self.projections.split
+        interval_keys, interval_values = split(interval_keys), split(interval_values)
+        if last is not None:
+            query = self.projections.scaled_query(query_input)
+            bucket = rows(buckets, last).unsqueeze(1).expand(-1, query.shape[1], -1, -1)
+            logits = self.projections.score(query, context) + query @ split(position_keys).transpose(-2, -1)
+            attention = self.dropout(last_softmax(logits + interval_logits(query, interval_keys, bucket), last))
+            out = self.projections.pool(attention, context) + attention @ split(position_values)
+            return merge_heads(out + interval_sums(attention, interval_values, bucket))
+
         query, key, value = self.projections(query_input, context)
-        key = key + split(position_keys)
-        value = value + split(position_values)
-        bucket = rows(buckets, last).unsqueeze(1).expand(-1, query.shape[1], -1, -1)
+        key, value = key + split(position_keys), value + split(position_values)
+        parts = []
+        for start, stop in causal_chunks(query):
+            part = query[:, :, start:stop]
+            bucket = buckets[:, None, start:stop, :stop].expand(-1, query.shape[1], -1, -1)
+            logits = part @ key[:, :, :stop].transpose(-2, -1) + interval_logits(part, interval_keys, bucket)
+            attention = self.dropout(causal_softmax(logits))
+            parts.append(attention @ value[:, :, :stop] + interval_sums(attention, interval_values, bucket))
+        return merge_heads(torch.cat(parts, dim=2))
 
-        of_interval = query @ split(interval_keys).transpose(-2, -1)
-        logits = (query @ key.transpose(-2, -1) + of_interval.gather(-1, bucket)) / math.sqrt(query.shape[-1])
-        visible = causal_mask(context.shape[1], last, context.device)
-        attention = self.dropout(masked_softmax(logits, visible))
 
-        to_interval = attention.new_zeros(*attention.shape[:-1], len(interval_values))
-        to_interval = to_interval.scatter_add(-1, bucket, attention)
-        return merge_heads(attention @ value + to_interval @ split(interval_values))
+def interval_logits(query: Tensor, keys: Tensor, bucket: Tensor) -> Tensor:
+    """query_i . keys[bucket_ij]: (B, heads, Tq, C), (heads, buckets, C), (B, heads, Tq, T) -> (B, heads, Tq, T)."""
+    return (query @ keys.transpose(-2, -1)).gather(-1, bucket)
+
+
+def interval_sums(attention: Tensor, values: Tensor, bucket: Tensor) -> Tensor:
+    """sum_j attention_ij values[bucket_ij]: (B, heads, Tq, T), (heads, buckets, C) -> (B, heads, Tq, C)."""
+    by_bucket = attention.new_zeros(*attention.shape[:-1], values.shape[-2])
+    return by_bucket.scatter_add(-1, bucket, attention) @ values
 
 
 class TiSASRec(SequentialRecommender):
