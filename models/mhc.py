@@ -33,7 +33,7 @@ _OTHERS_SHARE = 1 / (1 + math.exp(4.0))
 _RESIDUAL_LOGIT = 1.5
 """b_res at the start: this on the diagonal, minus this elsewhere."""
 _PHI_STD = 0.02
-_SMALLEST_ENTRY = math.exp(-27)
+_SMALLEST_ENTRY = math.exp(-27.0)
 
 
 def hyper_connections(
@@ -104,9 +104,9 @@ class HyperConnection(nn.Module):
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
 
     def residual_matrix(self, streams: Tensor) -> Tensor:
-        """H_res of every token, (..., n, n): rows sum to 1, columns nearly."""
+        """H_res of every token, (..., n, n), doubly stochastic."""
         n = streams.shape[-2]
-        return sinkhorn(self.residual(streams).unflatten(-1, (n, n)), self.num_iterations)
+        return doubly_stochastic(self.residual(streams).unflatten(-1, (n, n)), self.num_iterations)
 
     def _precision(self, x: Tensor) -> Any:
         return torch.autocast(x.device.type, enabled=False) if self.in_full_precision else nullcontext()
@@ -139,44 +139,50 @@ def _one_hot_read(stream: int, n: int) -> Tensor:
     return torch.logit(share)
 
 
-def sinkhorn(logits: Tensor, num_iterations: int) -> Tensor:
-    """exp(logits), its columns and rows divided by their sums in turn, rows last: (..., n, n) -> doubly stochastic.
+def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
+    """The doubly stochastic matrix near exp(logits): (..., n, n), at least in float32.
 
-    After Sinkhorn and Knopp (1967). Computed in float32 or better. An entry below e^-27 of its column's largest counts
-    as that much, so that no sum vanishes.
+    Its columns and rows are divided by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Logits far apart would
+    take many more iterations than anyone wants to wait for, so the columns' remaining error is removed by the rounding
+    of Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2), after which rows and columns sum to 1 exactly.
     """
-    result: Tensor = _Sinkhorn.apply(logits, num_iterations)
-    return result
+    n = logits.shape[-1]
+    # With tokens as the last dimension, sums over the small matrices are sums of long vectors.
+    by_token = logits.reshape(-1, n, n).permute(1, 2, 0)
+    if by_token.dtype in (torch.float16, torch.bfloat16):
+        by_token = by_token.float()
+    matrix: Tensor = _Sinkhorn.apply(by_token, num_iterations)
+    matrix = matrix / matrix.sum(0, keepdim=True).clamp(min=1)
+    lack_of_row = (1 - matrix.sum(1, keepdim=True)).clamp(min=0)
+    lack_of_column = (1 - matrix.sum(0, keepdim=True)).clamp(min=0)
+    matrix = matrix + lack_of_row * lack_of_column / lack_of_row.sum(0, keepdim=True).clamp(min=_SMALLEST_ENTRY)
+    # Contiguous: products with matrices of any other layout are made one by one.
+    return matrix.permute(2, 0, 1).reshape(logits.shape).contiguous()
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Every iterate is diag(u) K diag(v), so only the vectors are iterated, and only they are kept for backward.
+    """exp(logits) of (n, n, tokens), its columns and rows normalised in turn.
 
-    Inside, tokens are the last dimension: sums over the small matrices are then sums of long vectors.
+    Every iterate is diag(u) K diag(v), so only the vectors are iterated, and only they are kept for backward. An entry
+    below e^-27 of its column's largest counts as that much, so that no sum vanishes.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_iterations: int) -> Tensor:
-        n = logits.shape[-1]
-        by_token = logits.reshape(-1, n, n).permute(1, 2, 0)
-        if by_token.dtype in (torch.float16, torch.bfloat16):
-            by_token = by_token.float()
         # The first division cancels any factor of a column, so the largest entry can be 1.
-        kernel = (by_token - by_token.amax(0, keepdim=True)).exp().clamp(min=_SMALLEST_ENTRY).contiguous()
+        kernel = (logits - logits.amax(0, keepdim=True)).exp().clamp(min=_SMALLEST_ENTRY).contiguous()
         u = [torch.ones_like(kernel[:, 0])]
         v = []
         for _ in range(num_iterations):
             v.append(1 / (kernel * u[-1].unsqueeze(1)).sum(0))
             u.append(1 / (kernel * v[-1].unsqueeze(0)).sum(1))
         ctx.save_for_backward(kernel, torch.stack(u), torch.stack(v))
-        result = u[-1].unsqueeze(1) * kernel * v[-1].unsqueeze(0)
-        return result.permute(2, 0, 1).reshape(logits.shape)
+        return u[-1].unsqueeze(1) * kernel * v[-1].unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         kernel, u, v = ctx.saved_tensors
-        n = len(kernel)
-        grad = grads[0].reshape(-1, n, n).permute(1, 2, 0)
+        (grad,) = grads
         weighted = grad * kernel
         grad_u = (weighted * v[-1].unsqueeze(0)).sum(1)
         grad_v = (weighted * u[-1].unsqueeze(1)).sum(0)
@@ -191,5 +197,4 @@ class _Sinkhorn(torch.autograd.Function):
             grad_kernel += u[t].unsqueeze(1) * column.unsqueeze(0)
             grad_u = (kernel * column.unsqueeze(0)).sum(1)
             grad_v = torch.zeros_like(grad_v)  # only the last v is part of the result
-        grad_logits = (grad_kernel * kernel).permute(2, 0, 1).reshape(grads[0].shape)
-        return grad_logits.to(grads[0].dtype), None
+        return grad_kernel * kernel, None

@@ -20,6 +20,7 @@ def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, tab
 
     states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d). Returns a scalar.
     """
+    states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
     negative = (states.unsqueeze(-2) * F.embedding(negatives, table)).sum(-1)
     return _sum_over_items(F.softplus(-positive) + F.softplus(negative).mean(-1), targets)
@@ -70,6 +71,7 @@ class _FullSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
         # Low-precision autocast applies to the products alone.
+        states = _of_items(states, targets)
         in_full = torch.promote_types(states.dtype, torch.float32)
         grad_states, grad_table = torch.zeros_like(states), torch.zeros_like(table, dtype=in_full)
         loss = torch.zeros((), dtype=in_full, device=states.device)
@@ -96,13 +98,18 @@ class _FullSoftmax(torch.autograd.Function):
 
 def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Of the targets (B, T), and of the rows' negatives (B, T, k)."""
+    states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
     return positive, states @ F.embedding(negatives, table).transpose(-2, -1)
 
 
 def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
-    # Replaced, not multiplied by zero: what padding computes may be infinite.
     return torch.where(targets > 0, loss, 0).sum()
+
+
+def _of_items(states: Tensor, targets: Tensor) -> Tensor:
+    """The states with zeros at padding, where they may hold anything, infinity too."""
+    return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 
 def place_of_target(target: Tensor, others: Tensor) -> Tensor:

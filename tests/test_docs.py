@@ -4,7 +4,6 @@ import argparse
 import re
 import shlex
 import sys
-import typing
 from dataclasses import fields
 from functools import cache
 
@@ -12,8 +11,9 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, load
-from trainer.config import FlagGroup, build_parser, flag_name
-from trainer.flags import DEFAULT_CACHE, EXAMPLES, Flags, parse
+from trainer.config import build_parser
+from trainer.flags import DEFAULT_CACHE, EXAMPLES, TRAINER_GROUPS, parse
+from trainer.ranks import MultiDeviceFlags
 from trainer.tasks import TASKS
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -21,14 +21,13 @@ SCRIPTS = {"main.py": False, "main_multi_gpu.py": True}
 OWN_TASK = "examples/own_task.py:Spirals"
 
 
-def group_types(task: str = "har") -> list[type]:
-    """The groups of main_multi_gpu.py's flags, those of main.py among them."""
-    groups = []
-    for hint in typing.get_type_hints(Flags).values():
-        for part in (hint, *typing.get_args(hint)):
-            if isinstance(part, type) and issubclass(part, FlagGroup):
-                groups.append(part)
-    return [*groups, TASKS[task].Config]
+def group_types() -> list[type]:
+    """The groups of flags of every task."""
+    return [*TRAINER_GROUPS, *(task.Config for task in TASKS.values())]
+
+
+def heading(group: type) -> str:
+    return (group.__doc__ or "").splitlines()[0]
 
 
 def shown_in_help(parser: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
@@ -40,17 +39,17 @@ def shown_in_help(parser: argparse.ArgumentParser) -> dict[str, list[argparse.Ac
     return {title: actions for title, actions in groups.items() if actions}
 
 
-def real_flags() -> dict[str, list[str]]:
-    """What the reference must say of each flag -> [group, default], from the real parser and the real dataclasses."""
-    types = group_types()
-    defaults = {field.name: field.default for group in types for field in fields(group)}
+def real_flags() -> dict[tuple[str, str], str]:
+    """What the reference must say: (group, flag) -> default, from the real parser and the real dataclasses."""
     found = {}
-    for title, actions in shown_in_help(build_parser(types, "")).items():
-        for action in actions:
-            (name,) = action.option_strings
-            choices = action.metavar if str(action.metavar).startswith("{") else None
-            shown = name if choices is None else f"{name} {choices}"
-            found[shown] = [title, shown_default(defaults[action.dest], action.nargs == 0)]
+    for group in group_types():
+        defaults = {field.name: field.default for field in fields(group)}
+        for title, actions in shown_in_help(build_parser([group], "")).items():
+            for action in actions:
+                (name,) = action.option_strings
+                choices = action.metavar if str(action.metavar).startswith("{") else None
+                shown = name if choices is None else f"{name} {choices}"
+                found[title, shown] = shown_default(defaults[action.dest], action.nargs == 0)
     return found
 
 
@@ -78,15 +77,15 @@ def rows(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
 
-def documented_flags() -> dict[str, list[str]]:
+def documented_flags() -> dict[tuple[str, str], str]:
     found = {}
     for part in reference("Flags").split("\n### ")[1:]:
         title = part.splitlines()[0].strip()
         for line in part.splitlines():
             if match := re.match(r"\| `(--[^`]+)` \| (.*?) \| \S.* \|$", line):
                 name, default = match.groups()
-                assert name not in found, f"QUICK_REFERENCE.md documents {name} twice"
-                found[name] = [title, "(none)" if re.fullmatch(r"\(.+\)", default) else default.strip("`")]
+                assert (title, name) not in found, f"QUICK_REFERENCE.md documents {name} twice"
+                found[title, name] = "(none)" if re.fullmatch(r"\(.+\)", default) else default.strip("`")
             else:
                 assert not line.startswith("| `"), f"not read as flag, default, meaning: {line}"
     return found
@@ -103,26 +102,34 @@ def test_reference_has_every_flag_and_no_other():
 def test_reference_has_the_real_defaults_in_the_groups_of_help():
     documented = documented_flags()
     wrong = {
-        name: f"is {real}, documented as {documented[name]}"
-        for name, real in real_flags().items()
-        if name in documented and documented[name] != real
+        flag: f"is {real}, documented as {documented[flag]}"
+        for flag, real in real_flags().items()
+        if flag in documented and documented[flag] != real
     }
     assert not wrong
 
 
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_reference_covers_the_scripts_own_parser(script, monkeypatch, capsys):
+def test_reference_covers_the_scripts_own_parser(script, task, monkeypatch, capsys):
     """The groups that this test reads are those that the command line is really parsed with."""
     monkeypatch.setattr(sys, "argv", [script])
     with pytest.raises(SystemExit) as ended:
-        parse(["--help"], SCRIPTS[script])
+        parse(["--task", task, "--help"], SCRIPTS[script])
     assert ended.value.code == 0
-    shown = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    expected = {name.split()[0] for name in documented_flags()}
+    shown = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    groups = {heading(group) for group in (*TRAINER_GROUPS, TASKS[task].Config)}
     if not SCRIPTS[script]:
-        only_multi = group_types()[list(Flags.__annotations__).index("multi")]
-        expected -= {flag_name(field.name) for field in fields(only_multi)}
-    assert shown == expected
+        groups.remove(heading(MultiDeviceFlags))
+    assert shown == {name.split()[0] for title, name in documented_flags() if title in groups}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_reference_has_the_tasks_own_defaults_of_other_flags(task):
+    section = reference("Flags").split(f"\n### {heading(TASKS[task].Config)}\n")[1].split("\n### ")[0]
+    stated = re.search(r"Other defaults of this task: (.*?)\.\n", section, re.DOTALL)
+    found = dict(re.findall(r"`--([a-z-]+) (\S+)`", stated[1])) if stated else {}
+    assert found == {name.replace("_", "-"): str(value) for name, value in TASKS[task].defaults.items()}
 
 
 # --- commands --------------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from models.mhc import HyperConnection, hyper_connections, sinkhorn
+from models.mhc import HyperConnection, doubly_stochastic, hyper_connections
 from models.sasrec import SASRec, residuals
 
-WIDTH, STREAMS, NUM_ITEMS, MAXLEN = 8, 4, 40, 10
+WIDTH, STREAMS, NUM_ITEMS, MAXLEN = 16, 4, 40, 10
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,21 @@ def plain_sinkhorn(logits, num_iterations):
     for _ in range(num_iterations):
         matrix = matrix / matrix.sum(-2, keepdim=True)
         matrix = matrix / matrix.sum(-1, keepdim=True)
-    return matrix
+    return rounded(matrix)
+
+
+def rounded(matrix):
+    """Each column that is too large is made smaller; what rows and columns then lack is spread over the matrix."""
+    matrix = matrix / matrix.sum(-2, keepdim=True).clamp(min=1)
+    row, column = (1 - matrix.sum(-1)).clamp(min=0), (1 - matrix.sum(-2)).clamp(min=0)
+    return matrix + torch.einsum("...i,...j->...ij", row, column) / row.sum(-1)[..., None, None].clamp(min=1e-12)
 
 
 @pytest.mark.parametrize("num_iterations", [1, 20])
-def test_sinkhorn_and_its_gradient_are_those_of_plain_normalisation(num_iterations):
+def test_the_matrix_and_its_gradient_are_those_of_plain_normalisation(num_iterations):
     logits = torch.randn(3, 5, STREAMS, STREAMS, requires_grad=True)
     probe = torch.randn_like(logits)
-    fast, slow = sinkhorn(logits, num_iterations), plain_sinkhorn(logits, num_iterations)
+    fast, slow = doubly_stochastic(logits, num_iterations), plain_sinkhorn(logits, num_iterations)
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
     (of_fast,) = torch.autograd.grad((fast * probe).sum(), logits)
     (of_slow,) = torch.autograd.grad((slow * probe).sum(), logits)
@@ -37,11 +44,13 @@ def test_sinkhorn_and_its_gradient_are_those_of_plain_normalisation(num_iteratio
     assert of_fast.abs().max() > 1e-3
 
 
-def test_sinkhorn_survives_large_logits():
+def test_large_logits_give_a_finite_doubly_stochastic_matrix():
     logits = (100 * torch.randn(50, STREAMS, STREAMS)).float().requires_grad_()
-    result = sinkhorn(logits, 20)
+    result = doubly_stochastic(logits, 20)
     (gradient,) = torch.autograd.grad(result.square().sum(), logits)
-    assert torch.isfinite(result).all()
+    assert (result >= 0).all()
+    for dim in (-1, -2):
+        torch.testing.assert_close(result.sum(dim), torch.ones(50, STREAMS, dtype=torch.float32), rtol=0, atol=1e-5)
     assert torch.isfinite(gradient).all()
 
 
@@ -148,7 +157,7 @@ def test_streams_separate_gradients_reach_all_and_the_matrix_stays_doubly_stocha
     model.encode(*make_batch())
     assert recorder.smallest_spread() < 0.01  # at the start they are copies
     assert train(model) < 1.0  # of 3.7 for guessing
-    assert recorder.smallest_spread() > 0.1
+    assert recorder.smallest_spread() > 0.03
 
     model.encode(*make_batch()).square().sum().backward()
     for name, parameter in model.named_parameters():
@@ -180,7 +189,7 @@ def test_equal_reading_would_leave_the_streams_equal():
                     module.residual.phi.zero_()
     recorder = Recorder(model)
     train(model)
-    assert recorder.smallest_spread() < 0.02
+    assert recorder.smallest_spread() < 0.005
 
 
 def test_full_precision_keeps_the_connection_out_of_autocast():
