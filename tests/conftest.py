@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def largest_difference(a: dict, b: dict) -> float:
     """Over the weights of two checkpoints, relative to each tensor's largest value."""
     assert a["model"].keys() == b["model"].keys()
     return max(float((x - b["model"][k]).abs().max() / x.abs().max()) for k, x in a["model"].items())
+
+
+def cut_back(directory: Path, entries: list[dict], copy: Path) -> None:
+    """What a run directory held when the last of these manifest entries had just been saved."""
+    copy.mkdir()
+    for name in ("manifest.json", "metrics.jsonl", *(entry["file"] for entry in entries)):
+        shutil.copy(directory / name, copy)
 
 
 def read_metrics(directory: Path, event: str) -> list[dict]:

@@ -1,13 +1,12 @@
 """What a task may state about its run: defaults, headline metrics, settings of the optimizer; and when it is scored."""
 
 import json
-import shutil
 from typing import ClassVar
 
 import pytest
 import torch
 
-from tests.conftest import WEIGHTED, assert_same_bits, load, read_metrics
+from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load, read_metrics
 from tests.test_parallel import ReplicasOnCpu
 from tests.weighted_task import Weighted
 from trainer.build import assemble_run, build_task
@@ -150,13 +149,6 @@ def train(directory, *argv):
     assert main(arguments, several_devices=False) == 0
 
 
-def cut(directory, entries, copy):
-    """What the directory held when the last of these manifest entries had just been saved."""
-    copy.mkdir()
-    for name in ("manifest.json", "metrics.jsonl", *(entry["file"] for entry in entries)):
-        shutil.copy(directory / name, copy)
-
-
 def test_goes_on_from_any_checkpoint_validating_at_the_same_epochs(stating, tmp_path, signals_restored):
     """Three steps an epoch, a checkpoint every two: in mid-epoch, and after epochs with and without validation."""
     argv = ["--eval-every", "2", "--save-every-steps", "2", "--keep-checkpoints", "0", "--log-interval", "2"]
@@ -171,7 +163,7 @@ def test_goes_on_from_any_checkpoint_validating_at_the_same_epochs(stating, tmp_
     assert [entry["epoch"] for entry in at_ends] == [1, 2, 3, 4, 5]
     for i in range(1, len(entries)):
         again = tmp_path / str(i)
-        cut(whole, entries[:i], again)
+        cut_back(whole, entries[:i], again)
         train(again, *argv)
         for name in ("final.pth", "best.pth"):
             assert_same_bits(load(whole / name), load(again / name))

@@ -14,7 +14,7 @@ from models.mhc import HyperConnection
 from models.ranking import place_of_target, ranking_metrics
 from models.sasrec import Residual, SASRec
 from models.tisasrec import TiSASRec
-from tests.conftest import largest_difference, launcher, load, read_metrics
+from tests.conftest import assert_same_bits, cut_back, largest_difference, launcher, load, read_metrics
 from tests.test_parallel import ReplicasOnCpu, trained
 from tests.test_ranking import slow_bce, slow_gbce, slow_metrics, slow_sampled
 from tests.test_sequences import slow_scaled_times
@@ -105,6 +105,23 @@ def assert_same(found, expected):
 
 def rows_of(batch, part):
     return {name: tensor[part] for name, tensor in batch.items()}
+
+
+# --- resume ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [[], ["--loss", "bce", "--no-time", "--no-mhc"]], ids=["default", "bce"])
+def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):
+    """With dropout and drawn negatives, from the middle of the second epoch."""
+    argv = [*argv, *more, "--epochs", "3", "--save-every-steps", "2", "--keep-checkpoints", "0"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    run_main(argv, whole)
+    entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
+    middle = next(i for i, entry in enumerate(entries) if entry["epoch"] == 1 and entry["samples"] > 0)
+    cut_back(whole, entries[: middle + 1], again)
+    run_main(argv, again)
+    assert_same_bits(load(whole / "final.pth"), load(again / "final.pth"))
+    assert read_metrics(again, "result") == read_metrics(whole, "result")
 
 
 # --- the training loss -------------------------------------------------------------------------------------------
