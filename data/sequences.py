@@ -17,6 +17,7 @@ from data.cache import Arrays, cached_arrays
 from data.counter_random import random_bits
 from data.errors import BadInput
 from data.interactions import Interactions
+from data.item_sets import ItemSets, below, distinct_below, is_real, ragged
 from data.order import SampleKeys
 
 NUM_EVALUATION_NEGATIVES = 100
@@ -36,54 +37,6 @@ class Negatives:
 
     num: int
     per_position: bool
-
-
-@dataclass(frozen=True)
-class ItemSets:
-    """The distinct items of each user, and a bijection from numbers onto all the other items.
-
-    With a user's items s_0 < s_1 < ... the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
-    of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. One binary search finds j, without rejection,
-    for any number of users at once, if the thresholds of each user lie in a range of their own.
-
-    offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1].
-    items: (m,) int32, ascending for each user.
-    thresholds: (m,) int64, u * (num_items + 1) + s_k - 1 - k: ascending.
-    """
-
-    offsets: np.ndarray
-    items: np.ndarray
-    thresholds: np.ndarray
-    num_items: int
-
-    def sizes(self, users: np.ndarray) -> np.ndarray:
-        """How many items are in the sets of the users (B,): (B,) int64."""
-        return self.offsets[users + 1] - self.offsets[users]
-
-    def num_others(self, users: np.ndarray) -> np.ndarray:
-        """How many items are not in the sets of the users (B,): (B,) int64."""
-        return self.num_items - self.sizes(users)
-
-    def others(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
-        """Items outside of the sets of the users (B,), by number: r (B, n), 0 <= r < num_others, to (B, n) int64."""
-        if r.shape[1] > self.num_items:
-            return self._others_by_table(users, r)
-        num_smaller = np.searchsorted(self.thresholds, users[:, None] * (self.num_items + 1) + r, side="right")
-        return r + 1 + num_smaller - self.offsets[users][:, None]
-
-    def _others_by_table(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
-        """The same from lists of all others, which pays where there are more numbers than items."""
-        is_other = np.ones((len(users), self.num_items + 1), bool)
-        is_other[:, 0] = False
-        is_other[np.arange(len(users))[:, None], self.padded(users)] = False
-        others = np.nonzero(is_other)[1]
-        num_others = self.num_others(users)
-        return others[(np.cumsum(num_others) - num_others)[:, None] + r]
-
-    def padded(self, users: np.ndarray, num_more: int = 0) -> np.ndarray:
-        """The sets of the users (B,) and so many columns for more: (B, S + num_more) int64, zeros behind."""
-        count = self.sizes(users)
-        return _ragged(self.items, self.offsets[users], count, count.max(initial=0) + num_more).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -132,12 +85,12 @@ class TrainSequences:
         users, length = self.users[keys.index], self._lengths[keys.index]
         end = self._interactions.offsets[users] + self._split.num_train[users]
         batch: Arrays = {
-            "items": _ragged(self._interactions.items, end - 1 - length, length).astype(np.int64),
-            "targets": _ragged(self._interactions.items, end - length, length).astype(np.int64),
+            "items": ragged(self._interactions.items, end - 1 - length, length).astype(np.int64),
+            "targets": ragged(self._interactions.items, end - length, length).astype(np.int64),
             "length": length,
         }
         if self._split.scaled_times is not None:
-            batch["times"] = _ragged(self._split.scaled_times, end - 1 - length, length)
+            batch["times"] = ragged(self._split.scaled_times, end - 1 - length, length)
         if self._negatives is not None:
             batch["negatives"] = self._draw(keys, users, length, self._negatives)
         return batch
@@ -147,11 +100,11 @@ class TrainSequences:
         width = length.max(initial=0) if negatives.per_position else 1
         bits = random_bits(self._seed, keys.epoch, keys.index, width * negatives.num, _TRAIN_STREAM)
         num_others = self._split.items.num_others(users)
-        items = self._split.items.others(users, _below(bits, num_others))
+        items = self._split.items.others(users, below(bits, num_others))
         if not negatives.per_position:
             return items
         items = items.reshape(len(users), width, negatives.num)
-        return np.where(_is_real(length, width)[:, :, None], items, 0)
+        return np.where(is_real(length, width)[:, :, None], items, 0)
 
 
 @dataclass(frozen=True)
@@ -171,7 +124,7 @@ class _Candidates:
         """Users (B,) to items (B, 100) int64."""
         bits = random_bits(self.seed, 0, users, NUM_EVALUATION_NEGATIVES, self.stream)
         num_others = self.excluded.num_others(users)
-        r = _distinct_below(bits, num_others) if self.distinct else _below(bits, num_others)
+        r = distinct_below(bits, num_others) if self.distinct else below(bits, num_others)
         return self.excluded.others(users, r)
 
 
@@ -219,13 +172,13 @@ class EvaluationSequences:
         target = start + self._split.num_train[users] + self._follows_validation
         length = np.minimum(target - start, self._maxlen)
         batch: Arrays = {
-            "items": _ragged(self._interactions.items, target - length, length).astype(np.int64),
+            "items": ragged(self._interactions.items, target - length, length).astype(np.int64),
             "length": length,
             "target": self._interactions.items[target].astype(np.int64),
             "candidates": self._candidates.draw(users),
         }
         if self._split.scaled_times is not None:
-            batch["times"] = _ragged(self._split.scaled_times, target - length, length)
+            batch["times"] = ragged(self._split.scaled_times, target - length, length)
         if self._mask_seen:
             batch["seen"] = self._seen(users, target)
         return batch
@@ -313,43 +266,34 @@ def _load_split(interactions: Interactions, cache_dir: Path) -> _Split:
         users, position = _users_and_positions(interactions)
         in_training = position < num_train[users]
         arrays = {"num_train": num_train}
-        arrays |= _distinct_items(users[in_training], interactions.items[in_training], interactions)
+        arrays |= _item_sets(interactions, users, in_training).arrays
         if interactions.times is not None:
             arrays["scaled_times"] = _scaled_times(interactions, interactions.times, users, in_training)
         return arrays
 
     key = f"{interactions.key}-leave_one_out-{_FORMAT_VERSION}"
     arrays = cached_arrays(cache_dir, key, build)
-    return _Split(arrays["num_train"], _item_sets(arrays, interactions), arrays.get("scaled_times"))
+    items = ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
+    return _Split(arrays["num_train"], items, arrays.get("scaled_times"))
 
 
 def _load_all_items(interactions: Interactions, cache_dir: Path) -> ItemSets:
-    def build() -> Arrays:
-        users, _ = _users_and_positions(interactions)
-        return _distinct_items(users, interactions.items, interactions)
-
+    users, _ = _users_and_positions(interactions)
+    everything = np.ones(len(users), bool)
     key = f"{interactions.key}-all_items-{_FORMAT_VERSION}"
-    return _item_sets(cached_arrays(cache_dir, key, build), interactions)
+    arrays = cached_arrays(cache_dir, key, lambda: _item_sets(interactions, users, everything).arrays)
+    return ItemSets(**arrays, num_items=interactions.num_items)
 
 
-def _item_sets(arrays: Arrays, interactions: Interactions) -> ItemSets:
-    return ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
+def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
+    """Of the chosen interactions, (n,) bool."""
+    return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
 def _users_and_positions(interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
     """Of each interaction (n,) the user, and which of the user's it is, from 0; int64."""
     users = np.repeat(np.arange(interactions.num_users), np.diff(interactions.offsets))
     return users, np.arange(len(users)) - interactions.offsets[users]
-
-
-def _distinct_items(users: np.ndarray, items: np.ndarray, interactions: Interactions) -> Arrays:
-    """The arrays of the ItemSets of (user, item) pairs."""
-    stride = interactions.num_items + 1
-    pairs = np.unique(users * stride + items)
-    users, items = np.divmod(pairs, stride)
-    offsets = np.searchsorted(users, np.arange(interactions.num_users + 1))
-    position = np.arange(len(pairs)) - offsets[users]
-    return {"offsets": offsets, "items": items.astype(np.int32), "thresholds": pairs - 1 - position}
 
 
 def _scaled_times(
@@ -367,36 +311,3 @@ def _scaled_times(
     smallest[smallest == np.iinfo(np.int64).max] = 1
     scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
     return np.minimum(scaled, _LARGEST_SCALED_TIME).astype(np.int32)
-
-
-def _ragged(values: np.ndarray, start: np.ndarray, length: np.ndarray, width: int | None = None) -> np.ndarray:
-    """values[start : start + length] of each row, zeros behind: (B, width); by default as wide as the longest row."""
-    if width is None:
-        width = length.max(initial=0)
-    index = np.minimum(start[:, None] + np.arange(width), len(values) - 1)
-    return np.where(_is_real(length, width), values[index], 0)
-
-
-def _is_real(length: np.ndarray, width: int) -> np.ndarray:
-    return np.arange(width) < length[:, None]
-
-
-def _below(bits: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Uniform words (B, n) to uniform numbers 0 <= r < limit (B,), int64; off from uniform by limit / 2^64 at most."""
-    return (bits % limit[:, None].astype(np.uint64)).astype(np.int64)
-
-
-def _distinct_below(bits: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Uniform words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; each set of n is equally probable.
-
-    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987): in
-    round i draw among the first limit - n + i + 1 numbers; the last of these, new in the round, replaces a repetition.
-    """
-    num = bits.shape[1]
-    chosen = np.empty((num, len(bits)), np.int64)
-    for i in range(num):
-        newest = limit - num + i
-        r = _below(bits[:, i : i + 1], newest + 1)[:, 0]
-        repeated = (chosen[:i] == r).any(axis=0)
-        chosen[i] = np.where(repeated, newest, r)
-    return chosen.T

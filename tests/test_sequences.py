@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import sequences as module
 from data.counter_random import random_bits
 from data.errors import BadInput
 from data.interactions import Interactions, load_interactions
+from data.item_sets import ItemSets, distinct_below
 from data.order import SampleKeys, evaluation_keys
-from data.sequences import ItemSets, Negatives, leave_one_out
+from data.sequences import Negatives, leave_one_out
 
 MAXLEN = 6
 
@@ -177,12 +177,8 @@ def test_long_times_are_clipped(make) -> None:
 
 
 def item_sets(sets: list[set[int]], num_items: int) -> ItemSets:
-    arrays = module._distinct_items(
-        np.repeat(np.arange(len(sets)), [len(s) for s in sets]),
-        np.array([item for s in sets for item in s], np.int64),
-        from_lists([[]] * len(sets), None, num_items, ""),
-    )
-    return ItemSets(**arrays, num_items=num_items)
+    users = np.repeat(np.arange(len(sets)), [len(s) for s in sets])
+    return ItemSets.of_pairs(users, np.array([item for s in sets for item in s], np.int64), len(sets), num_items)
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 7, 30])
@@ -308,7 +304,7 @@ def test_clean_candidates_are_all_that_is_left_where_that_is_just_enough(make) -
 def test_every_set_of_distinct_numbers_is_equally_probable() -> None:
     """Pearson's statistic with 19 degrees of freedom exceeds 43.8 once in a thousand."""
     bits = random_bits(0, 0, np.arange(20000), 3)
-    chosen = module._distinct_below(bits, np.full(20000, 6))
+    chosen = distinct_below(bits, np.full(20000, 6))
     counts = Counter(frozenset(row) for row in chosen.tolist())
     assert len(counts) == 20 and {len(s) for s in counts} == {3}  # 6 choose 3
     assert sum((n - 1000) ** 2 / 1000 for n in counts.values()) < 43.8
