@@ -38,14 +38,14 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
         """x: (B, T, width) -> the same, or (B, 1, width) if `last` (see `rows`) is given."""
-        if self.order == "post":
-            query = rows(x, last)
-            return self.norm(query + sublayer(query, x))
-        normalised = self.norm(x)
-        query = rows(normalised, last)
+        here = rows(x, last)
         if self.order == "original":
+            query = self.norm(here)
             return query + sublayer(query, x)
-        return rows(x, last) + sublayer(query, normalised)
+        if self.order == "post":
+            return self.norm(here + sublayer(here, x))
+        normalised = self.norm(x)
+        return here + sublayer(rows(normalised, last), normalised)
 
 
 def rows(x: Tensor, last: Tensor | None) -> Tensor:
@@ -112,7 +112,8 @@ class Projections(nn.Module):
 
     def scaled_query(self, query_input: Tensor) -> Tensor:
         """(B, T, width) -> (B, heads, T, width / heads)."""
-        return self.split(self.query(query_input)) / math.sqrt(query_input.shape[-1] // self.num_heads)
+        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # on the weights, which are fewer than the queries
+        return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
         """One query's products with all keys, which are never made: q . (W c) = (W^T q) . c.
@@ -203,6 +204,7 @@ class SequentialRecommender(nn.Module):
     ) -> None:
         super().__init__()
         self.maxlen = maxlen
+        self.item_scale = math.sqrt(width)  # of item embeddings in the blocks' input, as published
         self.items = nn.Embedding(num_items + 1, width, padding_idx=0)
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -242,10 +244,6 @@ class SequentialRecommender(nn.Module):
         """The blocks' input (B, T, width), and what their attention gets besides."""
         raise NotImplementedError
 
-    def embed_items(self, items: Tensor) -> Tensor:
-        """(B, T) -> (B, T, width), scaled by sqrt(width) as published."""
-        return self.items(items) * math.sqrt(self.items.embedding_dim)
-
     def positions(self, items: Tensor, length: Tensor) -> Tensor:
         """(B, T) int64 in [0, maxlen), counted so that the last item of every history has position maxlen - 1."""
         step = torch.arange(items.shape[1], device=items.device)
@@ -276,8 +274,8 @@ class SASRec(SequentialRecommender):
         initialise(self)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x = self.embed_items(items) + self.position_embedding(self.positions(items, length))
-        return self.dropout(x), ()
+        position = self.position_embedding(self.positions(items, length))
+        return self.dropout(torch.add(position, self.items(items), alpha=self.item_scale)), ()
 
 
 def residuals(width: int, num_blocks: int, order: NormOrder = "original") -> list[Residual]:

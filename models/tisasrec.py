@@ -121,7 +121,7 @@ class TiSASRec(SequentialRecommender):
         if times is None:
             raise ValueError("TiSASRec needs the times of the items")
         position = self.positions(items, length)
-        return self.dropout(self.embed_items(items)), (
+        return self.dropout(self.item_scale * self.items(items)), (
             self.buckets(times),
             self.dropout(self.position_keys(position)),
             self.dropout(self.position_values(position)),
