@@ -53,6 +53,8 @@ def _encoder() -> nn.Sequential:
 
 @torch.no_grad()
 def make_recurrence_orthogonal(lstm: nn.LSTM) -> None:
-    """Draws an orthogonal matrix for each gate's recurrent weights, of the LSTM's first layer."""
-    for gate in lstm.weight_hh_l0.chunk(4):
-        nn.init.orthogonal_(gate)
+    """Draws an orthogonal matrix for the recurrent weights of each gate."""
+    for name, weight in lstm.named_parameters():
+        if name.startswith("weight_hh"):
+            for gate in weight.chunk(4):
+                nn.init.orthogonal_(gate)
