@@ -171,7 +171,7 @@ class SeqrecTask(Task):
 
     Config = SeqrecFlags
     monitor = ("val/ndcg@10", "max")
-    defaults = {"lr": 1e-3, "batch_size": 128, "weight_decay": 0.0, "epochs": 60, "eval_batch_size": 256}
+    defaults = {"lr": 2e-3, "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 256}
     headline = ("loss", "hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
 
     def splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
