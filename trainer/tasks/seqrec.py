@@ -117,7 +117,7 @@ class SeqrecObjective(Objective):
             return self._places(batch)
         loss = torch.stack([self._loss(part) for part in by_length(batch)]).sum()
         if self.config.l2_emb > 0:
-            penalty = sum((table.square().sum() for table in self.model.embedding_tables()), torch.zeros_like(loss))
+            penalty = torch.stack([table.square().sum() for table in self.model.embedding_tables()]).sum()
             loss = loss + self.config.l2_emb / 2 * penalty * batch["weight"].sum()
         return {"loss": loss}
 
