@@ -506,6 +506,18 @@ def popularity_ndcg_at_10(task):
     return float(ranking_metrics(place, (10,))[1, 0] / len(val))
 
 
+@pytest.mark.slow
+def test_time_tells_more_than_order_and_both_more_than_popularity(cache_dir, tmp_path, signals_restored):
+    """On the generated catalogue with the default training: popularity < SASRec < TiSASRec, plain and with mHC."""
+    found = {}
+    for mode in MODES:
+        argv = ["--task", "seqrec", "--cache-dir", str(cache_dir), "--eval-every", "10", *MODES[mode]]
+        found[mode] = run_main(argv, tmp_path / mode)["metrics"]["test/ndcg@10"]
+    assert 3 * popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3)) < found["neither"]
+    assert found["neither"] + 0.02 < found["no mhc"]
+    assert found["no time"] + 0.02 < found["default"]
+
+
 def test_a_short_training_beats_popularity_clearly(cache_dir, tmp_path, signals_restored):
     popularity = popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3))
     argv = [
