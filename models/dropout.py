@@ -29,7 +29,8 @@ class Dropout(nn.Module):
         num_dropped = round(self.p * _LEVELS)
         words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         keep = words.view(torch.int16)[: x.numel()] >= num_dropped - _LEVELS // 2
-        return x * (keep.to(x.dtype) * (_LEVELS / (_LEVELS - num_dropped))).view(x.shape)
+        scale = x.new_tensor([_LEVELS / (_LEVELS - num_dropped)])
+        return x * torch.where(keep, scale, 0).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

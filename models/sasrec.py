@@ -68,10 +68,13 @@ def causal_chunks(query: Tensor) -> list[tuple[int, int]]:
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """The softmax of each of Tq queries, the last of T time steps, over the keys up to its own: (..., Tq, T)."""
+    """The softmax of each of Tq queries, the last of T time steps, over the keys up to its own: (..., Tq, T).
+
+    Changes the logits in place.
+    """
     num_queries, num_keys = logits.shape[-2:]
     hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)
-    return (logits + hidden).softmax(dim=-1)  # adding is cheaper than filling
+    return logits.add_(hidden).softmax(dim=-1)  # adding is cheaper than filling
 
 
 def last_softmax(logits: Tensor, last: Tensor) -> Tensor:

@@ -80,13 +80,13 @@ class IntervalAttention(nn.Module):
 
 def interval_logits(query: Tensor, keys: Tensor, bucket: Tensor) -> Tensor:
     """query_i . keys[bucket_ij]: (B, heads, Tq, C), (heads, buckets, C), (B, heads, Tq, T) -> (B, heads, Tq, T)."""
-    return (query @ keys.transpose(-2, -1)).gather(-1, bucket)
+    return torch.einsum("bhic,hkc->bhik", query, keys).gather(-1, bucket)
 
 
 def interval_sums(attention: Tensor, values: Tensor, bucket: Tensor) -> Tensor:
     """sum_j attention_ij values[bucket_ij]: (B, heads, Tq, T), (heads, buckets, C) -> (B, heads, Tq, C)."""
     by_bucket = attention.new_zeros(*attention.shape[:-1], values.shape[-2])
-    return by_bucket.scatter_add(-1, bucket, attention) @ values
+    return by_bucket.scatter_add_(-1, bucket, attention) @ values
 
 
 class TiSASRec(SequentialRecommender):

@@ -23,7 +23,7 @@ GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave rank
 NUM_STEPS = 100
 
 
-SEQREC = {"hidden_units": 8, "maxlen": 20, "dropout": 0.0, "l2_emb": 0.01}
+SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01, "mhc_sinkhorn_iters": 3}
 TASKS = {
     "weighted": (Weighted, WeightedFlags()),
     "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,))),

@@ -3,6 +3,7 @@
 It does not know which task it trains, on how many devices, or in which precision.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from data.loading import Batch
 from data.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
 from trainer.parallel import Parallel
+from trainer.pictures import log_pictures
 from trainer.plan import Position
 from trainer.precision import Precision
 from trainer.run import Run
@@ -145,7 +147,10 @@ def training_windows(run: Run) -> Iterator[tuple[int, list[WeightedBatch]]]:
     )
     for start, end in bounds:
         num_batches = num_micro_batches(end - start, world_size, micro_batch_size)
-        yield end, [weighted(next(batches)) for _ in range(num_batches)]
+        started = time.perf_counter()
+        window = [weighted(next(batches)) for _ in range(num_batches)]
+        run.log.data_wait_seconds += time.perf_counter() - started
+        yield end, window
 
 
 def weighted(batch: Batch) -> WeightedBatch:
@@ -225,5 +230,7 @@ def finish_epoch(run: Run, validation: Sums) -> None:
     value = metrics[run.task.monitor[0]] if validation else None
     is_best = value is not None and run.judge(value)
     run.log.epoch(progress.step, progress.position, metrics)
+    if validation:
+        log_pictures(run, "val", validation)
     progress.start_totals()
     run.save(value, is_best)

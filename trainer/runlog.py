@@ -11,16 +11,23 @@ from typing import IO, Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from trainer.plan import Position
 
 PLAIN_LINE_INTERVAL_S = 10.0
 NUMBER_WIDTH = len("-1.2345e-05")
+HYPERPARAMETERS_SUFFIX = ".hparams"
 
 
 class SilentLog:
-    """The log of every process but the main one."""
+    """The log of every process but the main one.
+
+    data_wait_seconds: how long this process waited for data in the current epoch; the loop adds to it.
+    """
+
+    data_wait_seconds = 0.0
 
     def say(self, text: str) -> None:
         """One line that the user should read."""
@@ -43,6 +50,12 @@ class SilentLog:
     def result(self, step: int, metrics: Mapping[str, float]) -> None:
         """The test scores with the best weights, once; results.json holds them already."""
 
+    def pictures(self, step: int, pictures: Mapping[str, Summary.Image]) -> None:
+        """Pictures by name, after an evaluation."""
+
+    def hyperparameters(self, values: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
+        """Every flag of a finished run by name, and its test scores."""
+
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
 
@@ -62,7 +75,9 @@ class RunLog(SilentLog):
         self._train_log = (directory / "train.log").open("a", buffering=1)
         self._val_log = (directory / "val.log").open("a", buffering=1)
         self._metrics = _truncated(directory / "metrics.jsonl", step, position.epoch)
-        self._board = SummaryWriter(str(directory / "logs"), purge_step=step + 1 if step else None)
+        self._board_directory = directory / "logs"
+        self._board = SummaryWriter(str(self._board_directory), purge_step=step + 1 if step else None)
+        self._forget_hyperparameters()
         self._bar: tqdm[Any] | None = None
         self._columns: list[str] = []
         self._epoch_started = self._last_line = time.monotonic()
@@ -76,6 +91,7 @@ class RunLog(SilentLog):
     def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
         self._epoch_started = time.monotonic()
         self._epoch_samples = 0
+        self.data_wait_seconds = 0.0
         self._bar = tqdm(
             total=num_samples,
             initial=consumed,
@@ -119,6 +135,7 @@ class RunLog(SilentLog):
             "epoch_seconds": time.monotonic() - self._epoch_started,
         }
         self._record("epoch", step, position, {**metrics, **speed})
+        self._draw({"data_wait_seconds": self.data_wait_seconds}, step)
         self._table_row(position.epoch, {**self._of_headline(metrics), **speed})
         self._last_line = time.monotonic()
 
@@ -153,6 +170,26 @@ class RunLog(SilentLog):
             if not self._headline or name.partition("/")[2] in self._headline
         }
 
+    def pictures(self, step: int, pictures: Mapping[str, Summary.Image]) -> None:
+        self._add(self._board, [Summary.Value(tag=name, image=image) for name, image in pictures.items()], step)
+
+    def hyperparameters(self, values: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
+        """TensorBoard's table of runs works out its columns: first the flags in which runs differ.
+
+        The scores stand here once more under names that come first in the alphabet, since it shows the first few.
+        """
+        # In a file of its own in the same folder: TensorBoard keeps the first flags that it reads of a run, so a run
+        # that is trained on with other flags has to replace them.
+        _, start, end = hparams({name.lstrip("-"): _as_hyperparameter(value) for name, value in values.items()}, {})
+        scores = [Summary.Value(tag=f"best/{name}", simple_value=value) for name, value in metrics.items()]
+        board = SummaryWriter(str(self._board_directory), filename_suffix=HYPERPARAMETERS_SUFFIX)
+        self._add(board, [*start.value, *end.value, *scores], step)
+        board.close()
+
+    def _forget_hyperparameters(self) -> None:
+        for path in self._board_directory.glob("*" + HYPERPARAMETERS_SUFFIX):
+            path.unlink()
+
     def flush(self) -> None:
         self._board.flush()
 
@@ -170,10 +207,12 @@ class RunLog(SilentLog):
 
     def _draw(self, metrics: Mapping[str, float], step: int) -> None:
         """All in one event, which costs the training thread a third of an `add_scalar` each."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        writer = self._board.file_writer
-        assert writer is not None  # until close()
-        writer.add_summary(Summary(value=values), step)
+        self._add(self._board, [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
+
+    @staticmethod
+    def _add(board: SummaryWriter, values: Sequence[Summary.Value], step: int) -> None:
+        assert board.file_writer is not None  # until close()
+        board.file_writer.add_summary(Summary(value=values), step)
 
 
 def scores_text(metrics: Mapping[str, float]) -> str:
@@ -184,6 +223,13 @@ def scores_text(metrics: Mapping[str, float]) -> str:
 def _json_numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON knows no NaN and no infinity."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _as_hyperparameter(value: Any) -> float | str | None:
+    """None leaves a flag out."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def _print(line: str) -> None:

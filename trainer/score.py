@@ -10,6 +10,7 @@ from trainer.directory import RESULTS, RunDirectory
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
+from trainer.pictures import log_pictures
 from trainer.resume import undo_hint
 from trainer.run import Run, check_weights_fit
 from trainer.runlog import scores_text
@@ -29,6 +30,8 @@ def score_test(run: Run) -> bool:
     metrics = run.metrics("test", sums)
     run.parallel.on_main(lambda: _write_results(run, metrics, sums))
     run.log.result(run.progress.step, metrics)
+    log_pictures(run, "test", sums)
+    run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
     return True
 
 

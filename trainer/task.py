@@ -1,10 +1,12 @@
 """The contract that a workload fulfils. The loop knows nothing else about it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,37 @@ from data.order import SampleKeys
 
 Sums = dict[str, Tensor]
 ParamGroup = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ConfusionMatrix:
+    """A picture of how often which class was taken for which.
+
+    counts: (C, C), rows are the true classes, columns the predicted ones. classes: their C names.
+    """
+
+    counts: Tensor
+    classes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ClassifiedCurves:
+    """A picture of n samples, each as panels of curves over time, under what they were taken for.
+
+    curves: (n, panels, lines, T); the lines of a panel share its axes, and a panel has one scale in all samples.
+    panels, lines: their names. predicted, true: the class of each sample. confidence: (n,) in [0, 1].
+    """
+
+    curves: Tensor
+    panels: Sequence[str]
+    lines: Sequence[str]
+    predicted: Sequence[str]
+    confidence: Tensor
+    true: Sequence[str]
+
+
+Picture = ConfusionMatrix | ClassifiedCurves | np.ndarray
+"""What TensorBoard can show. An array is a picture as it is: (height, width, 3) uint8, red, green, blue."""
 
 
 class Objective(nn.Module):
@@ -77,6 +110,21 @@ class Task(ABC):
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """What results.json holds of the test scores besides metrics, for example a confusion matrix; plain values."""
+        return {}
+
+    def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
+        """What TensorBoard shows of an evaluation besides metrics, by name; from the sums that `summarise` gets.
+
+        Called on the main process alone, after each validation and for the test.
+        """
+        return {}
+
+    def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
+        """What TensorBoard shows of a few samples, by name: the same ones after each validation, and for the test.
+
+        Called on the main process alone, with the raw objective in eval mode, without gradients, in the weights and
+        the precision of the evaluation before it. batch: as `collate` makes it, on the objective's device.
+        """
         return {}
 
     def num_samples(self, phase: str) -> int:

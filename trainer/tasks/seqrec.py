@@ -152,7 +152,7 @@ def by_length(batch: Batch) -> Iterator[Batch]:
     would wait for the lengths, and for more and smaller kernels.
     """
     length = batch["length"]
-    if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH:
+    if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH or not _has_much_padding(batch):
         yield batch
         return
     for part in length.argsort(stable=True).chunk(_LENGTHS_PER_BATCH):
@@ -164,6 +164,10 @@ def by_length(batch: Batch) -> Iterator[Batch]:
         if rows.get("negatives", length).dim() == 3:  # a set for each position
             rows["negatives"] = rows["negatives"][:, :longest]
         yield rows
+
+
+def _has_much_padding(batch: Batch) -> bool:
+    return int(batch["length"].sum()) < 0.9 * batch["items"].numel()
 
 
 class SeqrecTask(Task):
