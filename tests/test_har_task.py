@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from data.har import CLASSES
+from data.order import SampleKeys
 from models.har import HarNet
 from tests.conftest import load
+from trainer.build import assemble_run, build_task
+from trainer.flags import parse
+from trainer.parallel import SingleDevice
 from trainer.tasks.har import HarFlags, HarObjective, HarTask
 
 UCI_HAR = Path(os.environ.get("LOCKSTEP_DATA", "")) / "uci_har" / "UCI HAR Dataset.zip"
@@ -103,16 +107,36 @@ def test_eval_only_repeats_the_test_score(default_run, command):
 
 
 @pytest.mark.parametrize("mode", ["flatten", "average", "first"])
-def test_channel_modes_train(mode, tmp_path, cache_dir):
+def test_channel_modes_train(mode, cache_dir):
     """One step through each, with a gradient for every parameter."""
     task = HarTask(HarFlags(mode=mode, hidden_dims=(16,)), seed=0, cache_dir=cache_dir)
     objective = task.build_objective()
-    from data.order import SampleKeys
-
     keys = SampleKeys(np.arange(12) * 7, epoch=0)
     batch = task.collate(task.splits()["train"].__getitems__(keys), keys)
     objective(batch)["loss"].backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in objective.parameters())
+
+
+@pytest.mark.parametrize("model", ["tinyhar", "deepconvlstm"])
+def test_baselines_train(model, cache_dir):
+    """It is the model that the flag names, with the dropout that the flag says, and it receives gradients."""
+    arguments = ["--model", model, "--dropout", "0.5", "--cache-dir", str(cache_dir), "--num-threads", "1"]
+    flags, problems = parse(arguments, several_devices=False)
+    assert problems == []
+    run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")), None)
+    assert type(run.objective.model).__name__.lower() == model
+    assert run.objective.model.dropout.p == 0.5
+    keys = SampleKeys(np.arange(12) * 7, epoch=0)
+    (batch,) = run.loaders["train"]([keys])
+    sums = run.net(batch, "train")
+    sums["loss"].backward()
+    assert torch.isfinite(sums["loss"])
+    assert run.objective.model.classifier.weight.grad.abs().sum() > 0
+
+
+def test_flags_of_one_model_are_refused_with_another():
+    _, problems = parse(["--model", "tinyhar", "--hidden-dims", "64"], several_devices=False)
+    assert problems == ["--mode and --hidden-dims: belong to --model harnet, not tinyhar; leave them out"]
 
 
 def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):

@@ -26,7 +26,8 @@ DESCRIPTION = {
 EXAMPLES = {
     False: """examples:
   python main.py                                       the default task on its built-in data
-  python main.py --data-dir "UCI HAR Dataset.zip" --save-dir checkpoints/uci
+  python main.py --download --save-dir checkpoints/uci
+  python main.py --task seqrec --data-dir ml-1m.zip --save-dir checkpoints/ml-1m
   python main.py --save-dir checkpoints/uci --eval-only""",
     True: """examples:
   python main_multi_gpu.py --multi-gpu ddp             one process per GPU of this machine

@@ -5,17 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.har import CLASSES, Augmentation, HarDataset, download_uci_har, load_uci_har, split_by_subject
 from data.har_synthetic import load_synthetic_har
 from data.loading import Batch
+from models.deepconvlstm import DeepConvLstm
 from models.har import HarNet, Mode
+from models.tinyhar import TinyHar
 from trainer.config import FlagGroup, flag
 from trainer.task import ClassifiedCurves, ConfusionMatrix, Objective, Picture, Sums, Task
 
@@ -35,25 +37,34 @@ class HarFlags(FlagGroup):
     )
     val_subjects: tuple[int, ...] | None = flag(None, "hold out these subjects instead", metavar="ID")
     augmentation: bool = flag(True, "train on the windows as recorded, without random rotation, scale and noise")
-    mode: Mode = flag(
-        "early", "early: one convolution over all channels (most accurate); else an encoder shared by the channels, "
-        "whose features are concatenated (flatten), averaged, or taken of the first channel only",
+    model: Literal["harnet", "tinyhar", "deepconvlstm"] = flag(
+        "harnet", "harnet: this project's small network; or a published one to compare with: tinyhar (Zhou et al., "
+        "2022; has batch norm, see --sync-bn), deepconvlstm (Ordonez and Roggen, 2016; slow on a CPU)",
     )  # fmt: skip
-    hidden_dims: tuple[int, ...] = flag((128,), "units of each hidden layer after the encoder", at_least=1)
-    dropout: float = flag(0.2, "dropout after each hidden layer", at_least=0, below=1)
+    mode: Mode = flag(
+        "early", "of harnet. early: one convolution over all channels (most accurate); else an encoder shared by the "
+        "channels, whose features are concatenated (flatten), averaged, or taken of the first channel only",
+    )  # fmt: skip
+    hidden_dims: tuple[int, ...] = flag((128,), "of harnet: units of each hidden layer after the encoder", at_least=1)
+    dropout: float = flag(
+        0.2, "dropout before each later layer; the baselines were published with 0.5", at_least=0, below=1
+    )
     label_smoothing: float = flag(0.1, "share of each training label spread over all classes", at_least=0, below=1)
 
     def problems(self) -> list[str]:
+        found = []
         if self.data_dir is not None and not self.data_dir.exists() and not self.download:
             advice = "give the UCI HAR folder or zip, or add --download to fetch it to there"
-            return [f"--data-dir {self.data_dir}: no such file or folder; {advice}"]
-        return []
+            found.append(f"--data-dir {self.data_dir}: no such file or folder; {advice}")
+        if self.model != "harnet" and (self.mode != "early" or self.hidden_dims != (128,)):
+            found.append(f"--mode and --hidden-dims: belong to --model harnet, not {self.model}; leave them out")
+        return found
 
 
 class HarObjective(Objective):
     """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix."""
 
-    def __init__(self, model: HarNet, label_smoothing: float) -> None:
+    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
         super().__init__(model)
         self.label_smoothing = label_smoothing
 
@@ -114,7 +125,13 @@ class HarTask(Task):
 
     def build_objective(self) -> Objective:
         config: HarFlags = self.config
-        model = HarNet(config.mode, hidden_dims=config.hidden_dims, dropout=config.dropout)
+        model: nn.Module
+        if config.model == "tinyhar":
+            model = TinyHar(dropout=config.dropout)
+        elif config.model == "deepconvlstm":
+            model = DeepConvLstm(dropout=config.dropout)
+        else:
+            model = HarNet(config.mode, hidden_dims=config.hidden_dims, dropout=config.dropout)
         return HarObjective(model, config.label_smoothing)
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
