@@ -142,11 +142,10 @@ def test_flags_of_one_model_are_refused_with_another():
 def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
     broken = tmp_path / "broken.zip"
     broken.write_bytes(b"PK\x03\x04 cut off")
-    for path, reason in ((tmp_path / "missing", "no such file"), (broken, "not a zip file or is damaged")):
-        done = command("main.py", "--data-dir", path, "--save-dir", tmp_path / "run", status=2)
-        assert done.stderr.startswith("error: --data-dir")
-        assert reason in done.stderr and len(done.stderr.splitlines()) == 1
-        assert not (tmp_path / "run").exists()
+    done = command("main.py", "--data-dir", broken, "--save-dir", tmp_path / "run", status=2)
+    assert done.stderr.startswith("error: --data-dir")
+    assert "not a zip file or is damaged" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
 
 
 @needs_uci_har

@@ -92,6 +92,7 @@ def test_torchrun(tmp_path, run_together, one_device):
     assert out.count("Devices: DistributedDataParallel over gloo: 2 x cpu") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("torch.distributed.launch") is None, reason="this torch has no torch.distributed.launch"
 )

@@ -273,6 +273,7 @@ def test_a_resumed_run_repeats_no_picture_and_loses_none(showing, tmp_path, sign
     assert image_steps(tmp_path / "whole")["val/hits"] == [STEPS_PER_EPOCH * epochs for epochs in (1, 2, 3, 4, 5)]
 
 
+@pytest.mark.slow
 def test_several_processes_draw_once(command, tmp_path):
     argv = ["--epochs", 1, "--task", f"{__file__}:Showing", "--save-dir", tmp_path]
     command("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu", *argv)

@@ -146,7 +146,7 @@ def assert_same_samples(parts, expected):
     assert covered == len(expected) == NUM_STEPS
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_killed_and_resumed_in_the_same_world_is_equal_to_the_bit(world_size, unbroken, tmp_path, environment):
     """Dropout, a worker, augmentation, accumulation and an average of the weights, all on."""
     directory, expected = unbroken(world_size, "--dropout", 0.2)
