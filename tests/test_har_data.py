@@ -442,6 +442,7 @@ def accuracy(model, dataset: HarDataset) -> float:
     return float((predicted == torch.tensor(dataset.labels)).float().mean())
 
 
+@pytest.mark.slow
 def test_a_linear_model_is_clearly_below_the_network(cache_dir) -> None:
     torch.manual_seed(0)
     splits = split_by_subject(load_synthetic_har(cache_dir), cache_dir, seed=0, augmentation=Augmentation())

@@ -148,6 +148,7 @@ def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @needs_uci_har
 def test_official_recordings_train(command, tmp_path):
     command("main.py", "--data-dir", UCI_HAR, "--epochs", 1, "--mode", "first", "--save-dir", tmp_path / "run")

@@ -111,6 +111,7 @@ def test_variables_set_by_hand_in_two_terminals(tmp_path, run_together, one_devi
     assert_same_run(tmp_path, 2, one_device)
 
 
+@pytest.mark.slow
 def test_two_agents_as_on_two_machines(tmp_path, run_together, one_device):
     agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
              f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=lockstep", "--local_addr=127.0.0.1"]  # fmt: skip
@@ -119,6 +120,7 @@ def test_two_agents_as_on_two_machines(tmp_path, run_together, one_device):
     assert_same_run(tmp_path, 2, one_device)
 
 
+@pytest.mark.slow
 def test_self_launch(tmp_path, command, one_device):
     """`--scale-lr linear` on two devices with half the batch each is twice the learning rate."""
     args = [*launcher(2), *TINY, "--batch-size", 5, "--lr", 0.005, "--scale-lr", "linear", "--save-dir", tmp_path]

@@ -203,7 +203,7 @@ def test_full_precision_keeps_the_connection_out_of_autocast():
         connection.in_full_precision = in_full_precision
         exact = connection(streams, lambda query, _: query)
         with torch.autocast("cpu", torch.bfloat16):
-            return float((connection(streams, lambda query, _: query) - exact).abs().max())
+            return float((connection(streams, lambda query, _: query) - exact).abs().max().detach())
 
     assert coefficient_error(in_full_precision=True) == 0
     assert coefficient_error(in_full_precision=False) > 0
