@@ -29,6 +29,15 @@ def leaves_nothing_behind():
     assert not [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
 
 
+@pytest.fixture
+def double_precision():
+    """Tensors are float64 unless told otherwise, and random ones the same in every run."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")

@@ -9,12 +9,7 @@ from models.sasrec import SASRec, residuals
 WIDTH, STREAMS, NUM_ITEMS, MAXLEN = 16, 4, 40, 10
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def plain_sinkhorn(logits, num_iterations):

@@ -17,12 +17,7 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def make_model(kind, order="original", heads=1, dropout=0.0, connections=None):
