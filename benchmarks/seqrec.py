@@ -318,7 +318,10 @@ def sasrec(setting: Setting, repeats: int) -> dict:
     reference_adam, our_adam = adam(reference), shipped_adam(task, objective)
     keys = training_keys(len(task.splits()["train"]))
     next_reference_batch = partial(sampler.next_batch, SASREC_BATCH_SIZE)
-    next_batch = lambda: shipped_batch(task, "train", next(keys))  # noqa: E731
+
+    def next_batch() -> Batch:
+        return shipped_batch(task, "train", next(keys))
+
     result = take_turns(
         "sasrec",
         lambda: training_step(reference, reference_adam, *next_reference_batch()),

@@ -6,9 +6,7 @@ Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap b
 
 import hashlib
 import io
-import os
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from data.cache import Arrays, cached_arrays
 from data.counter_random import normal, uniform
 from data.download import OpenBar, fetch
 from data.errors import BadInput
+from data.files import ARCHIVE_ERRORS, stamp
 from data.order import SampleKeys
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -314,7 +313,7 @@ class _Folder:
         self._root = root
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        return [_stamp(file) for file in sorted(self._root.glob("t*/**/*.txt"))]
+        return [stamp(file) for file in sorted(self._root.glob("t*/**/*.txt"))]
 
     def where(self, name: str) -> str:
         return f"--data-dir: {self._root / name}"
@@ -334,7 +333,7 @@ class _Archive:
         self._opened: tuple[zipfile.ZipFile, str] | None = None
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        return [_stamp(self._path)]
+        return [stamp(self._path)]
 
     def where(self, name: str) -> str:
         return f"{self._name}, {name}"
@@ -353,8 +352,7 @@ class _Archive:
 def _archive_errors(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # RuntimeError: zipfile's word for an encrypted member and for a compression method that it does not know.
+    except ARCHIVE_ERRORS as error:
         raise BadInput(f"{name} is not a zip file or is damaged ({error}); fetch it again") from None
 
 
@@ -405,11 +403,6 @@ def _find_if_there(path: Path) -> _Source | None:
         if archive.is_file():
             return _Archive(archive, f"--data-dir: {archive}")
     return None
-
-
-def _stamp(file: Path) -> tuple[str, int, int]:
-    status = os.stat(file)
-    return str(file), status.st_size, status.st_mtime_ns
 
 
 def _parse(source: _Source) -> Arrays:

@@ -7,10 +7,8 @@ column names, separated by tabs, `::`, commas or spaces.
 import gzip
 import hashlib
 import io
-import os
 import re
 import zipfile
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import numpy as np
 
 from data.cache import Arrays, cached_arrays
 from data.errors import BadInput
+from data.files import ARCHIVE_ERRORS, stamp
 
 _FORMAT_VERSION = 1
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
@@ -76,7 +75,7 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path) -> Interactions:
     """
     source = _find(path)
     k_core = max(k_core, 1)
-    identity = repr((_FORMAT_VERSION, source.stamp(), source.member, k_core))
+    identity = repr((_FORMAT_VERSION, stamp(source.path), source.member, k_core))
     key = f"interactions-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     arrays = cached_arrays(cache_dir, key, lambda: _build(source, k_core))
     return Interactions(arrays["offsets"], arrays["items"], arrays.get("times"), int(arrays["num_items"]), key)
@@ -93,11 +92,6 @@ class _Source:
     def where(self) -> str:
         """The file as a message names it."""
         return f"--data-dir {self.path}" + (f", {self.member}" if self.member else "")
-
-    def stamp(self) -> tuple[str, int, int]:
-        """Changes when the file does: path, size in bytes, time of change in ns."""
-        status = os.stat(self.path)
-        return str(self.path), status.st_size, status.st_mtime_ns
 
     @contextmanager
     def open(self) -> Iterator[IO[str]]:
@@ -116,8 +110,7 @@ def _reading_errors(where: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise BadInput(f"{where}: is not text in UTF-8 ({error.reason}); convert it, or give another file") from None
-    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # RuntimeError: zipfile's word for an encrypted member and for a compression method that it does not know.
+    except ARCHIVE_ERRORS as error:
         raise BadInput(f"{where}: cannot be read or is damaged ({error}); fetch it again") from None
 
 
