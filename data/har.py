@@ -1,4 +1,4 @@
-"""Human activity recognition on smartphones (UCI HAR): raw inertial signals, split by subject.
+"""The UCI HAR data set as published: reading, downloading, verifying.
 
 Source: Anguita et al., "A public domain dataset for human activity recognition using smartphones", ESANN 2013.
 Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap by half.
@@ -9,23 +9,16 @@ import io
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import numpy as np
 
 from data.cache import Arrays, cached_arrays
-from data.counter_random import normal, uniform
 from data.download import OpenBar, fetch
 from data.errors import BadInput
 from data.files import ARCHIVE_ERRORS, stamp
-from data.order import SampleKeys
-
-SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
-"""The nine channels: acceleration without gravity (g), angular velocity (rad/s), acceleration with gravity (g)."""
-CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
-WINDOW_LENGTH = 128
+from data.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
 
 ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
@@ -60,179 +53,6 @@ SHA256 = {
 
 _FORMAT_VERSION = 1
 _TOP_FOLDER = "UCI HAR Dataset"
-_TURN_STREAM, _MAP_STREAM, _JITTER_STREAM = range(3)
-
-
-@dataclass(frozen=True)
-class HarRecordings:
-    """Windows in physical units, as recorded.
-
-    signals: (N, 9, 128) float32, channels as in SIGNALS.
-    labels: (N,) int64, 0..5, positions in CLASSES.
-    subjects: (N,) int64, the person who wore the phone.
-    is_test: (N,) bool, the person belongs to the test part.
-    key: names the content in the cache.
-    """
-
-    signals: np.ndarray
-    labels: np.ndarray
-    subjects: np.ndarray
-    is_test: np.ndarray
-    key: str
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Random changes of training windows; a strength of 0 turns a change off.
-
-    max_rotation_deg: the phone sits differently: one rotation of the three triplets of a window together, about a
-        random axis, by an angle uniform in [-max, max] degrees.
-    scale_std: each channel is multiplied by a factor from N(1, scale_std), in physical units.
-    jitter_std: white noise, in standard deviations of the channel.
-    """
-
-    max_rotation_deg: float = 15.0
-    scale_std: float = 0.1
-    jitter_std: float = 0.05
-
-
-class HarDataset:
-    """Standardised windows of some subjects, in memory that processes share."""
-
-    def __init__(self, signals: np.ndarray, labels: np.ndarray, augment: "WindowAugmenter | None" = None) -> None:
-        self.signals = signals
-        self.labels = labels
-        self._augment = augment
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
-        """{"signals": (n, 9, 128) float32, "label": (n,) int64}."""
-        signals = self.signals[keys.index]
-        if self._augment is not None:
-            signals = self._augment(signals, keys.epoch, keys.index)
-        return {"signals": signals, "label": self.labels[keys.index]}
-
-
-class WindowAugmenter:
-    """Applies an Augmentation to standardised windows, as if to the physical ones.
-
-    With raw = std * z + mean, a linear map M of a raw triplet is, on the standardised one,
-    z -> (M std / std) z + (M mean - mean) / std: a 3x3 matrix and an offset per window and triplet.
-    """
-
-    def __init__(self, strength: Augmentation, mean: np.ndarray, std: np.ndarray, seed: int) -> None:
-        """mean, std: (9,), those that the windows were standardised with."""
-        self._strength = strength
-        self._seed = seed
-        self._mean = mean.reshape(3, 3, 1).astype(np.float32)
-        self._std = std.reshape(3, 3, 1).astype(np.float32)
-
-    def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """signals: (n, 9, 128) float32, standardised, left as they are. index: (n,) their sample ids."""
-        raw_map = self.raw_map(epoch, index)
-        matrix = raw_map * self._std.reshape(3, 1, 3) / self._std
-        offset = (raw_map @ self._mean - self._mean) / self._std
-        triplets = matrix @ signals.reshape(-1, 3, 3, signals.shape[-1])
-        triplets += offset
-        augmented = triplets.reshape(signals.shape)
-        if self._strength.jitter_std > 0:
-            noise = normal(self._seed, epoch, index, signals.shape[1:], _JITTER_STREAM)
-            noise *= np.float32(self._strength.jitter_std)
-            augmented += noise
-        return augmented
-
-    def raw_map(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """The random rotation, then scale, of each window's triplets in physical units: (n, 3, 3, 3) float32."""
-        turn = uniform(self._seed, epoch, index, (), _TURN_STREAM)
-        angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
-        draws = normal(self._seed, epoch, index, (12,), _MAP_STREAM)
-        scale = 1 + np.float32(self._strength.scale_std) * draws[:, 3:].reshape(-1, 3, 3, 1)
-        return scale * rotation_matrices(draws[:, :3], angle)[:, None]
-
-
-def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:
-    """Rotations by the angles (n,), in radians, about the axes (n, 3), of any length: (n, 3, 3), by Rodrigues."""
-    x, y, z = (axis / np.linalg.norm(axis, axis=1, keepdims=True)).T
-    zero = np.zeros_like(x)
-    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=1).reshape(-1, 3, 3)
-    sin, cos = np.sin(angle)[:, None, None], np.cos(angle)[:, None, None]
-    return np.eye(3, dtype=axis.dtype) + sin * cross + (1 - cos) * (cross @ cross)
-
-
-def split_by_subject(
-    recordings: HarRecordings,
-    cache_dir: Path,
-    seed: int,
-    num_val_subjects: int = 4,
-    val_subjects: Sequence[int] | None = None,
-    augmentation: Augmentation | None = None,
-) -> dict[str, HarDataset]:
-    """The data sets "train", "val" and "test", without a person in two of them.
-
-    Channels are standardised with mean and deviation of the subjects that are trained on. Neighbouring windows
-    overlap, so validation on random windows would be validation on training data.
-
-    seed: picks the validation subjects (training subject number seed * num_val_subjects and the next ones, round
-        and round) and is the key of the augmentation.
-    val_subjects: names the validation subjects instead.
-    augmentation: of "train"; None for none.
-
-    Raises BadInput when a subject is not in the training part or no subject is left.
-    """
-    held_out = _choose_val_subjects(recordings, seed, num_val_subjects, val_subjects)
-    digest = hashlib.sha256(repr(held_out).encode()).hexdigest()[:16]
-    key = f"{recordings.key}-split-{digest}"
-    arrays = cached_arrays(cache_dir, key, lambda: _standardised_splits(recordings, held_out))
-    augment = None
-    if augmentation is not None:
-        augment = WindowAugmenter(augmentation, arrays["mean"], arrays["std"], seed)
-    return {
-        "train": HarDataset(arrays["train_signals"], arrays["train_labels"], augment),
-        "val": HarDataset(arrays["val_signals"], arrays["val_labels"]),
-        "test": HarDataset(arrays["test_signals"], arrays["test_labels"]),
-    }
-
-
-def _choose_val_subjects(
-    recordings: HarRecordings, seed: int, num_val_subjects: int, val_subjects: Sequence[int] | None
-) -> list[int]:
-    candidates: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
-    if val_subjects is None:
-        if not 0 < num_val_subjects < len(candidates):
-            raise BadInput(
-                f"--num-val-subjects {num_val_subjects}: must be at least 1 and leave one of the "
-                f"{len(candidates)} training subjects to train on"
-            )
-        first = seed * num_val_subjects
-        return sorted(candidates[(first + i) % len(candidates)] for i in range(num_val_subjects))
-    held_out = sorted(set(val_subjects))
-    for subject in held_out:
-        if subject not in candidates:
-            known = " ".join(map(str, candidates))
-            raise BadInput(f"--val-subjects {subject}: not a training subject; those are {known}")
-    if not 0 < len(held_out) < len(candidates):
-        raise BadInput(
-            f"--val-subjects: {len(held_out)} of {len(candidates)} training subjects are held out; "
-            "hold out at least one and leave one to train on"
-        )
-    return held_out
-
-
-def _standardised_splits(recordings: HarRecordings, val_subjects: list[int]) -> Arrays:
-    is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
-    rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
-    trained_on = recordings.signals[rows["train"]]
-    mean = trained_on.mean(axis=(0, 2), dtype=np.float64)
-    std = trained_on.std(axis=(0, 2), dtype=np.float64)
-    std[std == 0] = 1.0  # a dead channel stays at zero
-    arrays: Arrays = {"mean": mean, "std": std}
-    for name, chosen in rows.items():
-        standardised = (recordings.signals[chosen] - mean[:, None]) / std[:, None]
-        arrays[f"{name}_signals"] = standardised.astype(np.float32)
-        arrays[f"{name}_labels"] = recordings.labels[chosen]
-    return arrays
 
 
 def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
@@ -245,7 +65,7 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
     """
     source = _find(path)
     key = f"uci_har-{_digest(_FORMAT_VERSION, source.stamps())}"
-    return HarRecordings(**cached_arrays(cache_dir, key, lambda: _parse(source)), key=key)
+    return HarRecordings(**cached_arrays(cache_dir, key, lambda: _parse(source)))
 
 
 def download_uci_har(

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from data.cache import Arrays, cached_arrays
-from data.har import CLASSES, WINDOW_LENGTH, HarRecordings, rotation_matrices
+from data.windows import CLASSES, SAMPLE_RATE_HZ, WINDOW_LENGTH, HarRecordings, rotation_matrices
 
-SAMPLE_RATE_HZ = 50
 TEST_SUBJECTS = (2, 4, 9, 10, 12, 13, 18, 20, 24)
 """The official test part of UCI HAR; the other subjects of 1..30 are trained on."""
 
@@ -108,7 +107,7 @@ _HARMONICS = np.arange(1, 6)
 def load_synthetic_har(cache_dir: Path, seed: int = 0) -> HarRecordings:
     """5,040 windows of 30 subjects, a function of the seed; kept in the cache."""
     key = f"har_synthetic-{_FORMAT_VERSION}-{seed}"
-    return HarRecordings(**cached_arrays(cache_dir, key, lambda: generate(seed)), key=key)
+    return HarRecordings(**cached_arrays(cache_dir, key, lambda: generate(seed)))
 
 
 def generate(seed: int) -> Arrays:

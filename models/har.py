@@ -39,6 +39,7 @@ class HarNet(nn.Module):
         if mode not in get_args(Mode):
             raise ValueError(f"mode {mode!r}: must be one of {', '.join(get_args(Mode))}")
         self.mode = mode
+        self._encoder_is_frozen = False
         if widths is None:
             widths = (64, 64, 128) if mode == "early" else (32, 32, 64)
         self.encoder = Encoder(num_channels if mode == "early" else 1, widths)
@@ -46,6 +47,12 @@ class HarNet(nn.Module):
         self.head = _head(num_features, num_classes, hidden_dims, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the head sees of the windows: (B, num_features)."""
+        features: Tensor
         if self.mode == "early":
             features = self.encoder(x)
         elif self.mode == "first":
@@ -54,8 +61,18 @@ class HarNet(nn.Module):
             # Channels become samples, so that one encoder sees each of them alone.
             per_channel = self.encoder(x.flatten(0, 1).unsqueeze(1)).view(*x.shape[:2], -1)
             features = per_channel.flatten(1) if self.mode == "flatten" else per_channel.mean(1)
-        logits: Tensor = self.head(features)
-        return logits
+        return features
+
+    def freeze_encoder(self) -> None:
+        """The encoder is not trained, and is in eval mode whatever the mode of the rest."""
+        self._encoder_is_frozen = True
+        self.encoder.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "HarNet":
+        super().train(mode)
+        if self._encoder_is_frozen:
+            self.encoder.eval()
+        return self
 
 
 class Encoder(nn.Module):

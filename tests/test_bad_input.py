@@ -112,6 +112,21 @@ WRONG_COMMAND_LINES = [
     ("--dtype float64 --amp bf16", ["--amp bf16: is for --dtype float32"]),
     ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),
     ("--eval-only --fresh", ["--eval-only and --fresh: exclude each other"]),
+    ("--predict x.csv --eval-only", ["--predict and --eval-only: exclude each other; give one"]),
+    (
+        "--predict x.csv --fresh --init-from main.py",
+        ["--predict and --fresh: exclude each other", "--predict and --init-from: exclude each other"],
+    ),
+    ("--output x.csv", ["--output x.csv: belongs to --predict; leave it out"]),
+    ("--predict", ["--predict: needs a value"]),
+    ("--seeds 0 --folds 1", ["--seeds 0: must be at least 1", "--folds 1: must be at least 2, or 0 for none"]),
+    (
+        "--seeds 2 --eval-only --resume-from main.py",
+        ["--seeds 2 and --eval-only: exclude each other", "--seeds 2 and --resume-from: exclude each other"],
+    ),
+    ("--seeds 2 --folds 3 --predict x.csv", ["--seeds 2 --folds 3 and --predict: exclude each other"]),
+    ("--folds 3", ["--folds 3: Weighted has no `fold_flags`"]),
+    ("--seeds 2 --epochs 2 --seed 9223372036854775807", ["--seed 9223372036854775808: must be at least 0 and below"]),
     ("--init-from no/file.pth", ["--init-from no/file.pth: does not exist"]),
     ("--resume-from tests", ["--resume-from tests: is not a file"]),
     ("--resume-from main.py --init-from main.py", ["--resume-from and --init-from: exclude each other"]),
@@ -146,6 +161,7 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
         ("--multi-gpu dp --gpu-ids 0,9", ["--gpu-ids 0,9: there is no GPU"]),
         ("--multi-gpu dp --nproc 2", ["--nproc 2: is for --multi-gpu ddp"]),
         ("--multi-gpu ddp --nproc 0 --batch-size 0", ["--nproc 0: must be at least 1", "--batch-size 0: must be"]),
+        ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
         ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
     ],
@@ -180,6 +196,25 @@ def test_launcher_of_several_processes_for_a_run_of_one(refused, tmp_path, monke
     refused(["WORLD_SIZE=2 is set"], *TINY, "--save-dir", tmp_path / "run")
     refused(["WORLD_SIZE=2 is set"], *TINY, "--multi-gpu", "dp", "--save-dir", tmp_path / "run", several_devices=True)
     assert not contents(tmp_path)
+
+
+def test_launcher_of_several_runs(refused, tmp_path, monkeypatch):
+    """`torchrun main_multi_gpu.py --seeds 2`"""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    args = [*TINY, "--multi-gpu", "ddp", "--seeds", 2, "--save-dir", tmp_path / "run"]
+    refused(["--seeds 2: starts its runs by itself; leave the launcher out"], *args, several_devices=True)
+    assert not contents(tmp_path)
+
+
+def test_several_runs_in_the_folder_of_a_single_one(train, refused, tmp_path):
+    train(tmp_path)
+    before = contents(tmp_path)
+    refused(
+        [f"--save-dir {tmp_path}: holds a single run; --seeds 2 needs"], *TINY, "--seeds", 2, "--save-dir", tmp_path
+    )
+    assert contents(tmp_path) == before
 
 
 def test_nobody_else_comes(refused, tmp_path, monkeypatch):
@@ -295,7 +330,7 @@ def test_evaluating_an_empty_folder(exists, refused, tmp_path):
     if exists:
         directory.mkdir()
     refused(
-        [f"--save-dir {directory}: holds no intact checkpoint to evaluate"],
+        [f"--save-dir {directory}: holds no intact checkpoint to use"],
         *TINY,
         "--save-dir",
         directory,

@@ -200,7 +200,7 @@ def test_console_shows_the_headline_and_files_hold_everything(stating, tmp_path,
         ["epoch", "train/loss", "train/hits@1", *speed],
         ["epoch", "train/loss", "train/hits@1", "val/loss", "val/hits@1", *speed],
     ]
-    assert table[-1].startswith("Test, with the best weights: test/loss ")
+    assert table[-1].startswith("Finished, with the best weights: test/loss ")
     assert table[-1].endswith(", and 2 more in results.json")
     assert "accuracy" not in "".join(table)
     results = json.loads((tmp_path / "results.json").read_text())

@@ -3,6 +3,7 @@
 import io
 import os
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +14,24 @@ from torch.nn import functional
 from data import har_synthetic
 from data.counter_random import normal, uniform
 from data.errors import BadInput
-from data.har import (
+from data.har import load_uci_har
+from data.har_synthetic import TEST_SUBJECTS, load_synthetic_har
+from data.order import SampleKeys
+from data.windows import (
     CLASSES,
     SIGNALS,
     Augmentation,
     HarDataset,
     HarRecordings,
     WindowAugmenter,
-    load_uci_har,
+    named_subjects,
+    rotated_subjects,
     rotation_matrices,
     split_by_subject,
+    subject_folds,
 )
-from data.har_synthetic import TEST_SUBJECTS, load_synthetic_har
-from data.order import SampleKeys
 from models.har import HarNet
+from models.standardised import Standardised
 
 # Subject and label of each window.
 LAYOUT = {
@@ -226,7 +231,7 @@ def test_a_damaged_archive_is_named(layout, cache_dir, tmp_path) -> None:
             load_uci_har(path, cache_dir)
 
 
-def test_subjects_that_cannot_be_held_out_are_named(recordings, cache_dir) -> None:
+def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
     for val_subjects, message in {
         (99,): "--val-subjects 99: not a training subject; those are 1 3 5 6",
         (2,): "--val-subjects 2: not a training subject",
@@ -234,44 +239,58 @@ def test_subjects_that_cannot_be_held_out_are_named(recordings, cache_dir) -> No
         (): "--val-subjects: 0 of 4 training subjects",
     }.items():
         with pytest.raises(BadInput, match=message):
-            split_by_subject(recordings, cache_dir, seed=0, val_subjects=val_subjects)
+            named_subjects(recordings, val_subjects)
     for num_val_subjects in (0, 4, 5):
         with pytest.raises(BadInput, match=f"--num-val-subjects {num_val_subjects}: .*4 training subjects"):
-            split_by_subject(recordings, cache_dir, seed=0, num_val_subjects=num_val_subjects)
+            rotated_subjects(recordings, 0, num_val_subjects)
+    for num_folds in (1, 5):
+        with pytest.raises(BadInput, match=f"--folds {num_folds}: must be 2 to 4"):
+            subject_folds(recordings, num_folds)
 
 
 # The split
 
 
-def test_statistics_come_from_the_subjects_trained_on(recordings, cache_dir) -> None:
-    splits = split_by_subject(recordings, cache_dir, seed=0, val_subjects=[3])
+def everything(dataset: HarDataset) -> dict[str, np.ndarray]:
+    return dataset.__getitems__(keys(*range(len(dataset))))
+
+
+def test_splits_hold_the_windows_of_their_subjects_and_statistics_those_trained_on(recordings) -> None:
+    splits = split_by_subject(recordings, seed=0, val_subjects=[3])
     raw = np.concatenate([raw_windows("train"), raw_windows("test")])
     rows = {"train": [0, 1, 4, 5], "val": [2, 3], "test": [6, 7, 8]}
-    mean = raw[rows["train"]].mean(axis=(0, 2))[:, None]
-    std = raw[rows["train"]].std(axis=(0, 2))[:, None]
     for name, expected in rows.items():
-        everything = splits[name].__getitems__(keys(*range(len(splits[name]))))
-        np.testing.assert_allclose(everything["signals"], (raw[expected] - mean) / std, atol=1e-5)
-        assert everything["label"].tolist() == recordings.labels[expected].tolist()
-        assert everything["signals"].dtype == np.float32 and everything["label"].dtype == np.int64
+        samples = everything(splits[name])
+        np.testing.assert_allclose(samples["signals"], raw[expected], rtol=1e-6)
+        assert samples["label"].tolist() == recordings.labels[expected].tolist()
+        assert samples["signals"].dtype == np.float32 and samples["label"].dtype == np.int64
+    mean, std = splits["train"].statistics()
+    np.testing.assert_allclose(mean, raw[rows["train"]].mean(axis=(0, 2)), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(std, raw[rows["train"]].std(axis=(0, 2)), rtol=1e-5)
 
 
-def test_a_dead_channel_stays_finite(recordings, cache_dir) -> None:
+def test_statistics_are_those_of_the_windows_as_recorded(recordings) -> None:
+    plain = split_by_subject(recordings, 0, [3])["train"].statistics()
+    augmented = split_by_subject(recordings, 0, [3], Augmentation(jitter_std=5.0))["train"].statistics()
+    assert all(np.array_equal(a, b) for a, b in zip(plain, augmented, strict=True))
+
+
+def test_a_dead_channel_has_deviation_1(recordings) -> None:
     signals = recordings.signals.copy()
     signals[:, 4] = 0.25
-    dead = HarRecordings(signals, recordings.labels, recordings.subjects, recordings.is_test, "dead")
-    assert not split_by_subject(dead, cache_dir, seed=0, num_val_subjects=1)["train"].signals[:, 4].any()
+    dead = HarRecordings(signals, recordings.labels, recordings.subjects, recordings.is_test)
+    mean, std = split_by_subject(dead, 0, [1])["train"].statistics()
+    assert (mean[4], std[4]) == (0.25, 1.0) and (std > 0).all()
 
 
 def windows_of(dataset: HarDataset) -> set[bytes]:
-    """Identifies windows by their order statistics, which standardising keeps: the position of the extremes."""
-    return {np.argsort(window, axis=1).tobytes() for window in dataset.signals}
+    return {window.tobytes() for window in everything(dataset)["signals"]}
 
 
-def test_rotation_by_seed_holds_everyone_out_and_no_one_is_in_two_splits(recordings, cache_dir) -> None:
+def test_rotation_by_seed_holds_everyone_out_and_no_one_is_in_two_splits(recordings) -> None:
     held_out: set[bytes] = set()
     for seed in range(2):
-        splits = split_by_subject(recordings, cache_dir, seed, num_val_subjects=2)
+        splits = split_by_subject(recordings, seed, rotated_subjects(recordings, seed, 2))
         parts = {name: windows_of(dataset) for name, dataset in splits.items()}
         assert sum(len(part) for part in parts.values()) == len(set().union(*parts.values())) == 9
         assert len(parts["test"]) == 3
@@ -279,12 +298,16 @@ def test_rotation_by_seed_holds_everyone_out_and_no_one_is_in_two_splits(recordi
     assert len(held_out) == 6
 
 
-def test_the_cache_tells_splits_apart(recordings, cache_dir) -> None:
-    sizes = [
-        len(split_by_subject(recordings, cache_dir, 0, val_subjects=chosen)["val"])
-        for chosen in ([1], [5], [1, 5], [5, 1, 1])
-    ]
-    assert sizes == [2, 1, 3, 3]
+def test_folds_hold_everyone_out_once(recordings) -> None:
+    for num_folds in (2, 3, 4):
+        folds = subject_folds(recordings, num_folds)
+        assert len(folds) == num_folds and sorted(chain(*folds)) == [1, 3, 5, 6]
+        assert max(map(len, folds)) - min(map(len, folds)) <= 1
+
+
+def test_nobody_held_out_trains_on_all(recordings) -> None:
+    splits = split_by_subject(recordings, 0, [])
+    assert splits.keys() == {"train", "test"} and len(splits["train"]) == 6
 
 
 # The augmentation
@@ -294,7 +317,7 @@ def synthetic_recordings(cache_dir: Path) -> HarRecordings:
     rng = np.random.default_rng(0)
     signals = rng.normal(size=(40, 9, 128)) * rng.uniform(0.2, 3, (9, 1)) + rng.normal(size=(9, 1))
     return HarRecordings(
-        signals.astype(np.float32), np.arange(40) % 6, np.repeat(np.arange(4), 10), np.arange(40) >= 30, "made"
+        signals.astype(np.float32), np.arange(40) % 6, np.repeat(np.arange(4), 10), np.arange(40) >= 30
     )
 
 
@@ -302,10 +325,10 @@ def test_augmentation_equals_a_slow_obvious_reference(cache_dir) -> None:
     recordings = synthetic_recordings(cache_dir)
     strength = Augmentation(max_rotation_deg=20.0, scale_std=0.2, jitter_std=0.1)
     seed, epoch, index = 1, 3, np.array([4, 0, 17])
-    splits = split_by_subject(recordings, cache_dir, seed, val_subjects=[2], augmentation=strength)
+    splits = split_by_subject(recordings, seed, [2], strength)
     augmented = splits["train"].__getitems__(SampleKeys(index, epoch))["signals"]
     raw = recordings.signals[:20].astype(np.float64)
-    mean, std = raw.mean(axis=(0, 2)), raw.std(axis=(0, 2))
+    std = raw.std(axis=(0, 2))
     for row, i in enumerate(index):
         one = np.array([i])
         angle = np.deg2rad(20.0) * (2 * uniform(seed, epoch, one, (), stream=0)[0] - 1)
@@ -319,16 +342,14 @@ def test_augmentation_equals_a_slow_obvious_reference(cache_dir) -> None:
                 for j in range(3):
                     c = 3 * triplet + j
                     scaled = turned[j] * (1 + 0.2 * draws[3 + c])
-                    expected = (scaled - mean[c]) / std[c] + 0.1 * noise[c, t]
+                    expected = scaled + 0.1 * std[c] * noise[c, t]
                     assert augmented[row, c, t] == pytest.approx(expected, abs=2e-5)
 
 
 def test_rotation_preserves_norms_of_the_physical_vectors(cache_dir) -> None:
     recordings = synthetic_recordings(cache_dir)
-    mean, std = recordings.signals.mean(axis=(0, 2)), recordings.signals.std(axis=(0, 2))
-    augment = WindowAugmenter(Augmentation(45.0, scale_std=0.0, jitter_std=0.0), mean, std, seed=0)
-    standardised = (recordings.signals - mean[:, None]) / std[:, None]
-    raw = augment(standardised, 0, np.arange(40)) * std[:, None] + mean[:, None]
+    augment = WindowAugmenter(Augmentation(45.0, scale_std=0.0, jitter_std=0.0), np.ones(9), seed=0)
+    raw = augment(recordings.signals, 0, np.arange(40))
     before = np.linalg.norm(recordings.signals.reshape(40, 3, 3, 128), axis=2)
     after = np.linalg.norm(raw.reshape(40, 3, 3, 128), axis=2)
     np.testing.assert_allclose(after, before, rtol=1e-4)
@@ -336,8 +357,8 @@ def test_rotation_preserves_norms_of_the_physical_vectors(cache_dir) -> None:
 
 
 def test_angles_stay_within_the_limit_and_axes_go_everywhere() -> None:
-    augment = WindowAugmenter(Augmentation(15.0, 0.0, 0.0), np.zeros(9), np.ones(9), seed=0)
-    turns = augment.raw_map(0, np.arange(2000))[:, 0].astype(np.float64)
+    augment = WindowAugmenter(Augmentation(15.0, 0.0, 0.0), np.ones(9), seed=0)
+    turns = augment.linear_map(0, np.arange(2000))[:, 0].astype(np.float64)
     angles = np.rad2deg(np.arccos(np.clip((np.trace(turns, axis1=1, axis2=2) - 1) / 2, -1, 1)))
     assert 14.5 < angles.max() < 15.01
     assert np.mean(angles) == pytest.approx(7.5, abs=0.5)
@@ -355,22 +376,23 @@ def test_rotation_matrices_are_rotations() -> None:
 
 
 def test_augmentation_depends_on_epoch_and_sample_not_on_the_batch(recordings, cache_dir) -> None:
-    splits = split_by_subject(recordings, cache_dir, 0, num_val_subjects=1, augmentation=Augmentation())
+    splits = split_by_subject(recordings, 0, [1], Augmentation())
     train = splits["train"]
     together = train.__getitems__(keys(2, 0, 3, epoch=1))["signals"]
     for row, i in enumerate([2, 0, 3]):
         alone = train.__getitems__(keys(i, epoch=1))["signals"][0]
         assert np.array_equal(alone, together[row])
     assert not np.allclose(train.__getitems__(keys(2, epoch=2))["signals"][0], together[0])
+    plain = split_by_subject(recordings, 0, [1])
     for name in ("val", "test"):
-        assert np.array_equal(splits[name].__getitems__(keys(0))["signals"], splits[name].signals[:1])
+        assert np.array_equal(everything(splits[name])["signals"], everything(plain[name])["signals"])
 
 
 def test_no_augmentation_and_zero_augmentation_change_nothing(recordings, cache_dir) -> None:
-    plain = split_by_subject(recordings, cache_dir, 0, num_val_subjects=1)["train"]
-    zero = split_by_subject(recordings, cache_dir, 0, num_val_subjects=1, augmentation=Augmentation(0.0, 0.0, 0.0))
+    plain = split_by_subject(recordings, 0, [1])["train"]
+    zero = split_by_subject(recordings, 0, [1], Augmentation(0.0, 0.0, 0.0))
     batch = plain.__getitems__(keys(0, 1))["signals"]
-    assert np.array_equal(batch, plain.signals[:2]) and batch.flags.writeable
+    assert np.array_equal(batch, recordings.signals[recordings.subjects != 1][:2]) and batch.flags.writeable
     np.testing.assert_allclose(zero["train"].__getitems__(keys(0, 1))["signals"], batch, atol=1e-5)
 
 
@@ -405,7 +427,7 @@ def test_synthetic_recordings_have_the_shape_of_the_real_ones(cache_dir) -> None
     assert set(np.bincount(recordings.labels)) == {num_windows // len(CLASSES)}
     gravity = recordings.signals[:, 6:] - recordings.signals[:, :3]
     np.testing.assert_allclose(np.linalg.norm(gravity, axis=1), 1.0, rtol=1e-5)  # in g, at every moment
-    splits = split_by_subject(recordings, cache_dir, seed=0)
+    splits = split_by_subject(recordings, 0, rotated_subjects(recordings, 0, 4))
     assert len(splits["val"]) == 4 * num_windows // 30 and len(splits["train"]) == 17 * num_windows // 30
 
 
@@ -421,32 +443,42 @@ def test_synthetic_recordings_are_a_function_of_the_seed() -> None:
     assert not np.array_equal(first["signals"], other["signals"])
 
 
+def standardised(network: torch.nn.Module, dataset: HarDataset) -> Standardised:
+    model = Standardised(network, len(SIGNALS))
+    model.set_statistics(*dataset.statistics())
+    return model
+
+
 def linear_accuracy(splits: dict[str, HarDataset]) -> float:
-    x, y = (torch.tensor(a) for a in (splits["train"].signals, splits["train"].labels))
-    model = torch.nn.Linear(9 * 128, len(CLASSES))
+    samples = everything(splits["train"])
+    x, y = torch.from_numpy(samples["signals"]), torch.from_numpy(samples["label"])
+    linear = torch.nn.Linear(9 * 128, len(CLASSES))
+    model = standardised(torch.nn.Sequential(torch.nn.Flatten(), linear), splits["train"])
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60, line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x.flatten(1)), y) + 0.1 * model.weight.square().sum()
+        loss = functional.cross_entropy(model(x), y) + 0.1 * linear.weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return accuracy(lambda signals: model(signals.flatten(1)), splits["test"])
+    return accuracy(model, splits["test"])
 
 
-def accuracy(model, dataset: HarDataset) -> float:
+def accuracy(model: torch.nn.Module, dataset: HarDataset) -> float:
+    samples = everything(dataset)
     with torch.no_grad():
-        predicted = model(torch.tensor(dataset.signals)).argmax(dim=1)
-    return float((predicted == torch.tensor(dataset.labels)).float().mean())
+        predicted = model(torch.from_numpy(samples["signals"])).argmax(dim=1)
+    return float((predicted == torch.from_numpy(samples["label"])).float().mean())
 
 
 @pytest.mark.slow
 def test_a_linear_model_is_clearly_below_the_network(cache_dir) -> None:
     torch.manual_seed(0)
-    splits = split_by_subject(load_synthetic_har(cache_dir), cache_dir, seed=0, augmentation=Augmentation())
-    net = HarNet()
+    recordings = load_synthetic_har(cache_dir)
+    splits = split_by_subject(recordings, 0, rotated_subjects(recordings, 0, 4), Augmentation())
+    net = standardised(HarNet(), splits["train"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for epoch in range(5):
         order = np.random.default_rng(epoch).permutation(len(splits["train"]))
@@ -457,4 +489,5 @@ def test_a_linear_model_is_clearly_below_the_network(cache_dir) -> None:
             functional.cross_entropy(logits, torch.from_numpy(batch["label"])).backward()
             optimizer.step()
     net.eval()
-    assert accuracy(net, splits["test"]) > max(0.85, linear_accuracy(splits) + 0.1)
+    plain = split_by_subject(recordings, 0, rotated_subjects(recordings, 0, 4))
+    assert accuracy(net, splits["test"]) > max(0.85, linear_accuracy(plain) + 0.1)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.har import CLASSES
 from data.order import SampleKeys
+from data.windows import CLASSES
 from models.har import HarNet
-from tests.conftest import load
+from models.standardised import Standardised
+from tests.conftest import load, read_metrics
 from trainer.build import assemble_run, build_task
 from trainer.flags import parse
 from trainer.parallel import SingleDevice
@@ -36,7 +37,7 @@ def macro_f1_one_by_one(labels, predicted):
 
 def test_metrics_equal_their_definitions(cache_dir):
     torch.manual_seed(0)
-    objective = HarObjective(HarNet(hidden_dims=(8,)), label_smoothing=0.1).eval()
+    objective = HarObjective(Standardised(HarNet(hidden_dims=(8,)), 9), label_smoothing=0.1).eval()
     task = HarTask(HarFlags(), seed=0, cache_dir=cache_dir)
     x, labels = torch.randn(40, 9, 128), torch.randint(5, (40,))  # class 5 never occurs
     batch = {"signals": x, "label": labels, "weight": torch.ones(40), "index": torch.arange(40)}
@@ -92,7 +93,7 @@ def test_run_directory_has_logs_and_pictures(default_run):
 
 def test_model_entry_loads_in_bare_pytorch(default_run):
     directory, _ = default_run
-    model = HarNet()
+    model = Standardised(HarNet(), num_channels=9)
     model.load_state_dict(load(directory / "best.pth")["model"])
     assert model(torch.zeros(2, 9, 128)).shape == (2, 6)
 
@@ -104,6 +105,54 @@ def test_eval_only_repeats_the_test_score(default_run, command):
     accuracy = json.loads((directory / "results.json").read_text())["metrics"]["test/accuracy"]
     assert f"test/accuracy {accuracy:.4f}" in done.stdout
     assert sorted(p.name for p in directory.iterdir()) == before
+
+
+SMALL = (
+    "--mode", "first", "--hidden-dims", 8, "--epochs", 2, "--batch-size", 128, "--num-threads", 1, "--no-augmentation"
+)  # fmt: skip
+
+
+def results_of(directory):
+    return json.loads((directory / "results.json").read_text())
+
+
+def test_refit_trains_on_everyone_and_scores_the_last_weights(command, cache_dir, tmp_path):
+    done = command("main.py", *SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path)
+    assert "Data: 3528 train, 1512 test samples" in done.stdout
+    assert "Finished, with the last weights: test/loss" in done.stdout and "val/" not in done.stdout
+    results = results_of(tmp_path)
+    assert results["best"] is None and results["scored"] == "test"
+    state = load(tmp_path / "final.pth")
+    assert state["position"]["epoch"] == 2 and not (tmp_path / "best.pth").exists()
+    model = Standardised(HarNet("first", hidden_dims=(8,)), num_channels=9).eval()
+    model.load_state_dict(state["model"])  # the moving average
+    test = HarTask(HarFlags(), 0, cache_dir).splits()["test"]
+    samples = test.__getitems__(SampleKeys(np.arange(len(test)), epoch=0))
+    with torch.no_grad():
+        predicted = model(torch.from_numpy(samples["signals"])).argmax(1).numpy()
+    assert results["metrics"]["test/accuracy"] == pytest.approx((predicted == samples["label"]).mean())
+    scored = command("main.py", *SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path, "--eval-only").stdout
+    assert f"test/accuracy {results['metrics']['test/accuracy']:.4f}" in scored
+
+
+def test_no_test_scores_the_validation_set_with_the_last_weights(command, tmp_path):
+    argv = ["main.py", *SMALL, "--save-dir", tmp_path]
+    done = command(*argv, "--no-test")
+    assert "test/" not in done.stdout and "test/" not in (tmp_path / "metrics.jsonl").read_text()
+    results, records = results_of(tmp_path), read_metrics(tmp_path, "epoch")
+    assert results["scored"] == "val"
+    assert results["metrics"] == {k: v for k, v in records[-1].items() if k.startswith("val/")}
+    assert "This run is finished" in command(*argv, "--no-test").stdout
+    assert "test/" not in command(*argv, "--no-test", "--eval-only").stdout
+    assert "Finished, with the best weights: test/loss" in command(*argv).stdout  # scored later, trained once
+    assert results_of(tmp_path)["step"] == results["step"] and results_of(tmp_path)["scored"] == "test"
+
+
+def test_patience_needs_a_validation_set(command, tmp_path):
+    argv = ["main.py", "--refit", "--early-stopping-patience", 3, "--save-dir", tmp_path / "run"]
+    assert command(*argv, status=2).stderr == (
+        "error: --early-stopping-patience 3: there is no validation set to be patient with\n"
+    )
 
 
 @pytest.mark.parametrize("mode", ["flatten", "average", "first"])
@@ -124,14 +173,15 @@ def test_baselines_train(model, cache_dir):
     flags, problems = parse(arguments, several_devices=False)
     assert problems == []
     run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")), None)
-    assert type(run.objective.model).__name__.lower() == model
-    assert run.objective.model.dropout.p == 0.5
+    network = run.objective.model.network
+    assert type(network).__name__.lower() == model
+    assert network.dropout.p == 0.5
     keys = SampleKeys(np.arange(12) * 7, epoch=0)
     (batch,) = run.loaders["train"]([keys])
     sums = run.net(batch, "train")
     sums["loss"].backward()
     assert torch.isfinite(sums["loss"])
-    assert run.objective.model.classifier.weight.grad.abs().sum() > 0
+    assert network.classifier.weight.grad.abs().sum() > 0
 
 
 def test_flags_of_one_model_are_refused_with_another():

@@ -14,8 +14,8 @@ PACKAGES = ("trainer", "models", "data")
 SCRIPTS = ("main.py", "main_multi_gpu.py", "profiler.py")
 THIRD_PARTIES = {"torch", "numpy", "tqdm", "tensorboard", "PIL"}
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-# What a task's own files may know of the trainer: the contract and the way to declare flags.
-TASK_MAY_USE = {"trainer.task", "trainer.config"}
+# What a task's own files may know of the trainer: the contract, the way to declare flags, and to read weights.
+TASK_MAY_USE = {"trainer.task", "trainer.config", "trainer.checkpoint"}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-from data.har import CLASSES
 from data.order import SampleKeys
+from data.windows import CLASSES
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
 from tests.weighted_task import Sequences, Weighted
 from trainer.build import assemble_run, build_task
@@ -187,6 +187,7 @@ def test_har_shows_its_confusion_recalls_and_windows(cache_dir):
     assert torch.equal(matrix.counts, confusion) and tuple(matrix.classes) == CLASSES
 
     objective = task.build_objective().eval()
+    task.initialise(objective)
     keys = SampleKeys(np.arange(4) * 50, epoch=0)
     batch = task.collate(task.splits()["val"].__getitems__(keys), keys)
     with torch.no_grad():
@@ -195,7 +196,9 @@ def test_har_shows_its_confusion_recalls_and_windows(cache_dir):
     assert windows.true == [CLASSES[i] for i in batch["label"].tolist()]
     assert windows.predicted == [CLASSES[i] for i in shares.argmax(1).tolist()]
     assert torch.equal(windows.confidence, shares.amax(1))
-    assert torch.equal(windows.curves[:, 2, 1], batch["signals"][:, 7])  # total acceleration, y
+    signals, model = batch["signals"], objective.model
+    expected = (signals[:, 7] - model.mean[7]) / model.std[7]  # total acceleration, y
+    assert torch.equal(windows.curves[:, 2, 1], expected)
 
 
 # --- when they are drawn -------------------------------------------------------------------------------------------

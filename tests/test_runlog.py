@@ -22,7 +22,7 @@ def written(tmp_path):
         for i, metrics in enumerate(epochs):
             log.epoch(i + 1, Position(i + 1), metrics)
         if result is not None:
-            log.result(len(epochs), result)
+            log.result(len(epochs), "with the best weights", result)
         log.close()
         return tmp_path
 
@@ -48,7 +48,7 @@ def test_every_cell_stands_under_its_header(written):
 def test_without_a_headline_everything_is_shown(written):
     lines = (written([BOTH], {"test/loss": 1.0, "test/x": 0.25}) / "val.log").read_text().splitlines()
     assert lines[0].split()[1:5] == list(BOTH)
-    assert lines[-1] == "Test, with the best weights: test/loss 1.0000, test/x 0.2500"
+    assert lines[-1] == "Finished, with the best weights: test/loss 1.0000, test/x 0.2500"
 
 
 def test_names_with_an_at_sign_reach_tensorboard(written):

@@ -12,11 +12,11 @@ from data.errors import BadInput
 from data.loading import BatchLoader
 from data.order import SampleKeys
 from trainer.average import WeightAverage
-from trainer.directory import RESULTS, RunDirectory
+from trainer.directory import CONFIG, RESULTS, RunDirectory
 from trainer.flags import Flags
 from trainer.parallel import Parallel
 from trainer.plan import BatchSplit, Plan, split_batch
-from trainer.precision import Precision, PrecisionForward, resolve_amp
+from trainer.precision import Precision, PrecisionForward, choose_precision
 from trainer.ranks import set_num_threads
 from trainer.resume import choose_start, initialise, resume, take_over
 from trainer.run import Run
@@ -46,9 +46,12 @@ def build_task(flags: Flags) -> Task:
     assert flags.task_type is not None
     task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
     splits = task.splits()
-    for name in ("train", "val", "test"):
-        if len(splits[name]) == 0:
+    for name, dataset in splits.items():
+        if len(dataset) == 0:
             raise BadInput(f"--task {flags.run.task}: its data set {name!r} is empty")
+    patience = flags.learning.early_stopping_patience
+    if patience and "val" not in splits:
+        raise BadInput(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
     return task
 
 
@@ -77,7 +80,8 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
     values = flags.values()
     batches, lr_factor = arrange_batches(flags, values, parallel, state)
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
-    plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, flags.run.eval_every)
+    eval_every = flags.run.eval_every if "val" in task.splits() else None
+    plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
     learning_rate = build_learning_rate(flags, plan, lr_factor)
     objective, precision = build_objective(flags, task, parallel)
     return Run(
@@ -120,7 +124,7 @@ def _claim_directory(run: Run, flags: Flags, argv: Sequence[str], directory: Run
         directory.start_over()
     run.directory = directory
     directory.discard(RESULTS)
-    directory.write_json("config.json", {"command_line": list(argv), **run.facts})
+    directory.write_json(CONFIG, {"command_line": list(argv), **run.facts})
     try:
         run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
     except OSError as error:
@@ -169,14 +173,13 @@ def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate
 
 def build_objective(flags: Flags, task: Task, parallel: Parallel) -> tuple[Objective, Precision]:
     """The model with its loss on this process's device, initialised alike on every process."""
-    dtype = getattr(torch, flags.precision.dtype)
-    amp = "off" if flags.precision.no_amp else resolve_amp(flags.precision.amp, parallel.device, dtype)
+    precision = choose_precision(flags.precision, parallel.device)
     torch.manual_seed(flags.run.seed)
     objective = task.build_objective()
     stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
     if stray:
         raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
-    return objective.to(parallel.device, dtype), Precision(amp, dtype, parallel.device)
+    return objective.to(parallel.device, precision.dtype), precision
 
 
 def build_optimizers(learning: LearningFlags, task: Task, objective: Objective) -> dict[str, torch.optim.Optimizer]:

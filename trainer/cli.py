@@ -11,12 +11,15 @@ from data.errors import BadInput
 from trainer.build import build_run, build_task, open_run, set_up_torch
 from trainer.config import refuse
 from trainer.directory import RunDirectory
-from trainer.flags import Flags, parse
+from trainer.flags import Flags, RunFlags, parse
 from trainer.launch import launch, num_processes
 from trainer.loop import train
 from trainer.parallel import Distributed, Parallel, SingleDevice, data_parallel
+from trainer.precision import choose_precision
+from trainer.predict import find_run, predict, rebuild_task
 from trainer.ranks import RankEnvironment, one_process_problems, pick_device, read_rank_environment
-from trainer.score import evaluate_only, score_test
+from trainer.score import evaluate_only, score
+from trainer.several import train_several
 from trainer.task import Task
 
 EXIT_FINISHED = 0
@@ -44,7 +47,11 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             problems += one_process_problems(os.environ)
         # Ranks of one launcher share a console and are wrong alike; those started by hand have a terminal each.
         speaks = environment is None or environment.local_rank in (None, 0)
+        if flags.several.wanted and environment is not None:
+            problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
         refuse(problems)
+        if flags.several.wanted:
+            return train_several(flags, argv, functools.partial(main, several_devices=several_devices))
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             world_size = num_processes(flags.multi, flags.devices.device)
             if world_size == 1 and flags.multi.nproc is None:
@@ -78,8 +85,11 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
-    """Trains or evaluates; returns the exit status. Raises BadInput on every process alike."""
+    """Trains, evaluates or labels; returns the exit status. Raises BadInput on every process alike."""
     set_up_torch(flags, parallel)
+    if flags.prediction.predict is not None:
+        label_new_data(flags, parallel)
+        return EXIT_FINISHED
     task = parallel.together(lambda: build_task(flags))
     directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     if flags.checkpoint.eval_only:
@@ -97,10 +107,22 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         directory.release()
 
 
+def label_new_data(flags: Flags, parallel: Parallel) -> None:
+    """`--predict`. Standard output belongs to the table. Raises BadInput."""
+    say = functools.partial(print, file=sys.stderr)
+    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, say)
+    trained = find_run(directory, flags.checkpoint.resume_from)
+    task_name = flags.run.task if flags.run.task != RunFlags.task else None
+    task = rebuild_task(trained, task_name, flags.task, flags.run.cache_dir.expanduser())
+    precision = choose_precision(flags.precision, parallel.device)
+    batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
+    predict(flags.prediction, trained, task, parallel, precision, batch_size)
+
+
 def train_in(directory: RunDirectory, flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
     """Trains in a directory that is held; returns the exit status."""
     run, notes = build_run(flags, task, parallel, directory)
-    if run.is_complete and parallel.on_main(lambda: directory.is_scored(run.progress.step)):
+    if run.is_complete and parallel.on_main(lambda: directory.has_results(run.progress.step, flags.run.test)):
         if parallel.is_main:
             print(
                 f"This run is finished: {directory.path} holds its results after {run.progress.position.epoch} epochs. "
@@ -110,7 +132,7 @@ def train_in(directory: RunDirectory, flags: Flags, argv: Sequence[str], task: T
     try:
         open_run(run, notes, flags, argv, directory)
         run.stop.install()
-        if train(run) and score_test(run):
+        if train(run) and score(run, flags.run.test):
             return EXIT_FINISHED
         run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
         number = run.stop.signal_number

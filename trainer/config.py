@@ -78,6 +78,25 @@ def flag_values(*groups: Any) -> dict[str, Any]:
     return values
 
 
+def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
+    """The group of which `flag_values` made these values; flags that they lack get their defaults.
+
+    values: of this group and perhaps of others, as a checkpoint or JSON holds them. Raises ValueError for a value that
+    the flag would refuse.
+    """
+    hints = typing.get_type_hints(group_type)
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(group_type):
+        inverted = field.default is True
+        name = "--no-" + flag_name(field.name)[2:] if inverted else flag_name(field.name)
+        if name in values:
+            is_switch = hints[field.name] is bool
+            given[field.name] = (
+                bool(values[name]) != inverted if is_switch else _checked(field, hints[field.name], values[name])
+            )
+    return group_type(**given)
+
+
 def parse_flags(
     group_types: Sequence[type],
     argv: Sequence[str],
@@ -134,10 +153,7 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
         field, hint = known[name]
         if hint is bool:
             raise TypeError(f"{name} is a switch, and the command line could not undo it")
-        if value is None and type(None) in typing.get_args(hint):
-            checked[name] = None
-        else:
-            checked[name] = _convert(field, hint, list(map(str, value)) if _is_tuple(hint) else str(value))
+        checked[name] = _checked(field, hint, value)
     return checked
 
 
@@ -227,6 +243,13 @@ def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) ->
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
         previous = token
     return found
+
+
+def _checked(field: Any, hint: Any, value: Any) -> Any:
+    """A value as its flag's type and range want it. Raises ValueError with the whole message."""
+    if value is None and type(None) in typing.get_args(hint):
+        return None
+    return _convert(field, hint, list(map(str, value)) if _is_tuple(hint) else str(value))
 
 
 def _convert(field: Any, hint: Any, given: Any) -> Any:

@@ -23,6 +23,7 @@ from trainer.plan import Position
 
 MANIFEST = "manifest.json"
 RESULTS = "results.json"
+CONFIG = "config.json"
 LOCK = "lock"
 
 
@@ -254,9 +255,18 @@ class RunDirectory:
         """The best checkpoint, or None when it is damaged or there is none yet."""
         return self._load_intact(self._best) if self._best is not None else None
 
-    def is_scored(self, step: int) -> bool:
-        """Whether results.json holds the test scores of the run after that many steps."""
-        return self.read_json(RESULTS).get("step") == step
+    def load_for_use(self) -> dict[str, Any]:
+        """The best checkpoint; the newest where there was no validation. Changes nothing. Raises BadInput."""
+        entry = self._best or (self._entries[-1] if self._entries else None)
+        state = self._load_intact(entry) if entry is not None else None
+        if state is None:
+            raise BadInput(f"--save-dir {self.path}: holds no intact checkpoint to use; train first")
+        return state
+
+    def has_results(self, step: int, of_test: bool) -> bool:
+        """Whether results.json is of the run after that many steps, with test scores if these are wanted."""
+        results = self.read_json(RESULTS)
+        return results.get("step") == step and (results.get("scored") == "test" or not of_test)
 
     def _load_intact(self, entry: Entry) -> dict[str, Any] | None:
         """The checkpoint of an entry; None, and a line for the user, when it is damaged."""

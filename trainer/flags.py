@@ -11,10 +11,12 @@ from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_va
 from trainer.directory import CheckpointFlags
 from trainer.plan import BatchFlags
 from trainer.precision import PrecisionFlags
+from trainer.predict import PredictFlags
 from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.schedule import LearningFlags
 from trainer.task import Task
 from trainer.tasks import TASKS, find_task
+from trainer.variants import SeveralFlags
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
@@ -28,7 +30,9 @@ EXAMPLES = {
   python main.py                                       the default task on its built-in data
   python main.py --download --save-dir checkpoints/uci
   python main.py --task seqrec --data-dir ml-1m.zip --save-dir checkpoints/ml-1m
-  python main.py --save-dir checkpoints/uci --eval-only""",
+  python main.py --seeds 5 --save-dir checkpoints/five
+  python main.py --save-dir checkpoints/uci --eval-only
+  python main.py --save-dir checkpoints/uci --predict recording.csv --output labels.csv""",
     True: """examples:
   python main_multi_gpu.py --multi-gpu ddp             one process per GPU of this machine
   python main_multi_gpu.py --multi-gpu ddp --nproc 2 --device cpu
@@ -52,10 +56,15 @@ class RunFlags(FlagGroup):
     )
     cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+    test: bool = flag(
+        True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
+        "settings",
+    )  # fmt: skip
 
 
 TRAINER_GROUPS: tuple[type, ...] = (
-    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, MultiDeviceFlags
+    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, SeveralFlags, PredictFlags,
+    MultiDeviceFlags,
 )  # fmt: skip
 """The flags that every task has; those of several devices come last."""
 ALTERNATIVES = (("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"))
@@ -72,12 +81,14 @@ class Flags:
     precision: PrecisionFlags
     devices: DeviceFlags
     checkpoint: CheckpointFlags
+    several: SeveralFlags
+    prediction: PredictFlags
     multi: MultiDeviceFlags | None
     task: Any
     task_type: type[Task] | None
 
     def values(self) -> dict[str, Any]:
-        """Every flag by name, in a form that JSON and a checkpoint can hold."""
+        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
         groups = (self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint)
         return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
 
@@ -107,10 +118,10 @@ def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]
         ignore_unknown=task_type is None,
         defaults=_task_defaults(task_type, argv) if task_type is not None else {},
     )
-    multi = groups[6] if several_devices else None
-    run, batch, learning, precision, devices, checkpoint = groups[:6]
+    multi = groups[8] if several_devices else None
+    run, batch, learning, precision, devices, checkpoint, several, prediction = groups[:8]
     task = groups[-1] if task_type else None
-    flags = Flags(run, batch, learning, precision, devices, checkpoint, multi, task, task_type)
+    flags = Flags(run, batch, learning, precision, devices, checkpoint, several, prediction, multi, task, task_type)
     return flags, problems + found + _contradictions(flags)
 
 
@@ -139,8 +150,36 @@ def _contradictions(flags: Flags) -> list[str]:
     warmup, device = flags.learning.warmup_epochs, flags.devices.device
     if warmup is not None and warmup > flags.run.epochs:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {flags.run.epochs}")
+    if flags.prediction.predict is not None:
+        given = flags.checkpoint
+        others = {"--fresh": given.fresh, "--init-from": given.init_from, "--eval-only": given.eval_only}
+        found += [f"--predict and {name}: exclude each other; give one" for name, value in others.items() if value]
+        if flags.multi is not None:
+            found.append("--predict: runs on one device; use main.py")
     if flags.multi is not None and ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
     if flags.multi is not None and flags.multi.gpu_ids is not None and device == "cpu":
         found.append("--device cpu and --gpu-ids: exclude each other; give one")
+    return found + _contradictions_of_several(flags)
+
+
+def _contradictions_of_several(flags: Flags) -> list[str]:
+    """What does not go with `--seeds` and `--folds`."""
+    several, given = flags.several, flags.checkpoint
+    if not several.wanted:
+        return []
+    single = {
+        "--eval-only": given.eval_only, "--resume-from": given.resume_from, "--predict": flags.prediction.predict
+    }  # fmt: skip
+    found = [
+        f"{several.as_given} and {name}: exclude each other; {name} takes the folder of one run as --save-dir"
+        for name, value in single.items()
+        if value
+    ]
+    if several.folds and flags.task_type is not None:
+        found += [
+            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; a fold says what is held out"
+            for field in fields(flags.task)
+            if field.name in flags.task_type.hold_out_flags and getattr(flags.task, field.name) != field.default
+        ]
     return found

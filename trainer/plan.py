@@ -48,13 +48,13 @@ class Position:
 class Plan:
     """The arithmetic of a run: `epochs` passes over phases of `phase_sizes` samples, in global batches.
 
-    eval_every: epochs from one validation to the next.
+    eval_every: epochs from one validation to the next; None where there is no validation set.
     """
 
     epochs: int
     phase_sizes: tuple[int, ...]
     global_batch_size: int
-    eval_every: int = 1
+    eval_every: int | None = 1
 
     @property
     def samples_per_epoch(self) -> int:
@@ -66,6 +66,8 @@ class Plan:
 
     def validates_after(self, num_epochs: int) -> bool:
         """Whether the validation set is scored after so many epochs: every `eval_every`, and after the last."""
+        if self.eval_every is None:
+            return False
         return num_epochs % self.eval_every == 0 or num_epochs == self.epochs
 
     def rest_of_phase(self, position: Position) -> Iterator[tuple[int, int]]:

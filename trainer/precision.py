@@ -81,6 +81,13 @@ class Precision:
         return grad_norm
 
 
+def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
+    """What the flags mean on a device."""
+    dtype = getattr(torch, flags.dtype)
+    amp = "off" if flags.no_amp else resolve_amp(flags.amp, device, dtype)
+    return Precision(amp, dtype, device)
+
+
 class PrecisionForward(nn.Module):
     """What the parallel wrappers wrap: the objective in the run's precision.
 

@@ -181,12 +181,12 @@ def set_num_threads(requested: int | None, local_world_size: int) -> int:
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
     if requested is None and local_world_size > 1 and not user_chose:
-        requested = max(1, _num_cores() // local_world_size)
+        requested = max(1, num_cores() // local_world_size)
     if requested is not None:
         torch.set_num_threads(requested)
     return torch.get_num_threads()
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

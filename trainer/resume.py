@@ -116,7 +116,9 @@ def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
 
 
 def initialise(run: Run, flags: Flags) -> list[str]:
-    """`--init-from`: the weights of another run. Raises BadInput when they do not fit."""
+    """Completes fresh weights; `--init-from` takes those of another run. Raises BadInput when they do not fit."""
+    run.parallel.together(lambda: run.task.initialise(run.objective))
+    run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)
     source = flags.checkpoint.init_from
     if source is None:
         return []

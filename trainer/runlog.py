@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
+from trainer.console import say
 from trainer.plan import Position
 
 PLAIN_LINE_INTERVAL_S = 10.0
@@ -47,8 +47,8 @@ class SilentLog:
     def end_training(self) -> None:
         """The epoch's training is over, or broken off; its evaluation may follow."""
 
-    def result(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The test scores with the best weights, once; results.json holds them already."""
+    def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
+        """The scores at the end, once; results.json holds them already. how: "with the best weights"."""
 
     def pictures(self, step: int, pictures: Mapping[str, Summary.Image]) -> None:
         """Pictures by name, after an evaluation."""
@@ -85,7 +85,7 @@ class RunLog(SilentLog):
         self.training_seconds = 0.0
 
     def say(self, text: str) -> None:
-        _print(text)
+        say(text)
         self._train_log.write(text + "\n")
 
     def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
@@ -117,7 +117,7 @@ class RunLog(SilentLog):
             # Without a terminal a bar would be noise, and so would a line every few milliseconds.
             if time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
                 self._last_line = time.monotonic()
-                _print(line)
+                say(line)
         else:
             self._bar.set_postfix(
                 loss=f"{metrics['train/loss']:.4f}", lr=f"{metrics['learning_rate']:.2e}", refresh=False
@@ -149,15 +149,15 @@ class RunLog(SilentLog):
     def _table_line(self, first: str, cells: Mapping[str, str]) -> None:
         texts = [f"{first:>5}", *(f"{cells.get(name, '-'):>{max(len(name), NUMBER_WIDTH)}}" for name in self._columns)]
         line = "  ".join(texts)
-        _print(line)
+        say(line)
         self._val_log.write(line + "\n")
 
-    def result(self, step: int, metrics: Mapping[str, float]) -> None:
+    def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
         self._draw(metrics, step)
         self._metrics.write(json.dumps({"event": "result", "step": step, **_json_numbers(metrics)}) + "\n")
         shown = self._of_headline(metrics)
         num_more = len(metrics) - len(shown)
-        line = "Test, with the best weights: " + scores_text(shown)
+        line = f"Finished, {how}: {scores_text(shown) or 'nothing was left to score'}"
         line += f", and {num_more} more in results.json" if num_more else ""
         self.say(line)
         self._val_log.write(line + "\n")
@@ -230,15 +230,6 @@ def _as_hyperparameter(value: Any) -> float | str | None:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def _print(line: str) -> None:
-    """A line on the console, above the bar. Training outlives its console: a closed pipe is no reason to stop."""
-    try:
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
 
 
 def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:

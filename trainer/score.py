@@ -1,12 +1,11 @@
-"""Scores of the best weights: the test set, once, at the end of training; or on request."""
+"""Scores at the end of training, or on request."""
 
 from typing import Any
 
-from data.errors import BadInput
 from trainer.average import WeightAverage
 from trainer.build import assemble_run, describe_run, example_batch
 from trainer.checkpoint import read_checkpoint
-from trainer.directory import RESULTS, RunDirectory
+from trainer.directory import RESULTS, RunDirectory, refuse_altered
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
@@ -17,34 +16,45 @@ from trainer.runlog import scores_text
 from trainer.task import Sums, Task
 
 
-def score_test(run: Run) -> bool:
-    """Scores the test set with the best weights and writes results.json. False if asked to stop meanwhile."""
+def score(run: Run, on_test: bool) -> bool:
+    """Ends a run: scores it and writes results.json. Returns False if asked to stop meanwhile.
+
+    on_test: score the test set, with the best weights. Otherwise the validation set, with the last weights: those
+    that the same settings would give without a validation set.
+    """
     run.read_clock()
-    best = run.parallel.on_main(lambda: _best_weights(run))
-    if best is not None:
-        run.objective.model.load_state_dict(best)
-        run.average = WeightAverage(run.objective.model, decay=0)  # a checkpoint's `model` already is the average
-    sums = evaluate(run, "test")
+    has_validation = run.plan.eval_every is not None
+    takes_best = on_test and has_validation and _take_best_weights(run)
+    split = "test" if on_test else "val" if has_validation else None
+    sums = evaluate(run, split) if split is not None else {}
     if sums is None:
         return False
-    metrics = run.metrics("test", sums)
-    run.parallel.on_main(lambda: _write_results(run, metrics, sums))
-    run.log.result(run.progress.step, metrics)
-    log_pictures(run, "test", sums)
+    metrics = run.metrics(split, sums) if split is not None else {}
+    run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
+    run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
+    if on_test:
+        log_pictures(run, "test", sums)
     run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
+    return True
+
+
+def _take_best_weights(run: Run) -> bool:
+    best = run.parallel.on_main(lambda: _best_weights(run))
+    if best is None:
+        run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
+        return False
+    run.objective.model.load_state_dict(best)
+    run.average = WeightAverage(run.objective.model, decay=0)  # a checkpoint's `model` already is the average
     return True
 
 
 def _best_weights(run: Run) -> dict[str, Any] | None:
     assert run.directory is not None
     best = run.directory.load_best()
-    if best is None:
-        run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
-        return None
-    return best["model"]
+    return best["model"] if best is not None else None
 
 
-def _write_results(run: Run, metrics: dict[str, float], sums: Sums) -> None:
+def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums: Sums) -> None:
     assert run.directory is not None
     progress, best = run.progress, run.progress.best
     num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
@@ -53,6 +63,7 @@ def _write_results(run: Run, metrics: dict[str, float], sums: Sums) -> None:
         RESULTS,
         {
             "task": run.facts["task"],
+            "scored": split,
             "metrics": metrics,
             "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
             "num_parameters": run.num_parameters,
@@ -64,7 +75,7 @@ def _write_results(run: Run, metrics: dict[str, float], sums: Sums) -> None:
             "seed": run.seed,
             "epochs": progress.position.epoch,
             "step": progress.step,
-            **run.task.details(sums),
+            **(run.task.details(sums) if sums else {}),
         },
     )
 
@@ -78,7 +89,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDi
     run.average = WeightAverage(run.objective.model, decay=0)
     run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
     lines = [*describe_run(run, flags), f"Evaluating {label}."]
-    for split in ("val", "test"):
+    for split in [name for name in ("val", "test") if name in run.loaders and (name != "test" or flags.run.test)]:
         sums = evaluate(run, split)
         assert sums is not None
         lines.append(scores_text(run.metrics(split, sums)))
@@ -90,9 +101,8 @@ def _state_to_score(flags: Flags, directory: RunDirectory) -> tuple[str, dict[st
     given = flags.checkpoint
     for name, path in (("--resume-from", given.resume_from), ("--init-from", given.init_from)):
         if path is not None:
-            return str(path), {"config": {}} | read_checkpoint(path, f"{name} {path}", only_weights=True)
+            refuse_altered(path, f"{name} {path}")
+            return f"the weights in {path}", {"config": {}} | read_checkpoint(path, f"{name} {path}", only_weights=True)
     directory.look()
-    best = directory.load_best()
-    if best is None:
-        raise BadInput(f"--save-dir {directory.path}: holds no intact checkpoint to evaluate; train first")
-    return f"the best of {directory.path}, epoch {best['position']['epoch']}", best
+    state = directory.load_for_use()
+    return f"the weights of epoch {state['position']['epoch']} in {directory.path}", state

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data.errors import BadInput
 from data.loading import Batch, KeyedDataset
 from data.order import SampleKeys
 
@@ -82,6 +83,8 @@ class Task(ABC):
 
     A flag that is on or off cannot be among them, since the command line could not undo it.
     """
+    hold_out_flags: ClassVar[tuple[str, ...]] = ()
+    """Fields of `Config` that say what the validation set is; `--folds`, which says it too, excludes their flags."""
     headline: ClassVar[tuple[str, ...]] = ()
     """The metrics that the console shows, without their split: ("loss", "ndcg@10"). Empty shows all.
 
@@ -95,11 +98,24 @@ class Task(ABC):
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
-        """The data sets "train", "val" and "test". May raise BadInput. Called several times: keep the result."""
+        """The data sets "train", "test" and, unless the task was told to do without, "val".
+
+        Without "val" the weights after the last epoch count as the best. May raise BadInput. Called several times:
+        keep the result.
+        """
 
     @abstractmethod
     def build_objective(self) -> Objective:
-        """A freshly initialised model with its loss, on the CPU, in float32."""
+        """A freshly initialised model with its loss, on the CPU, in float32.
+
+        It does not need the data, so that a trained model can be used without them; see `initialise`.
+        """
+
+    def initialise(self, objective: Objective) -> None:
+        """Gives a new model what it takes from elsewhere: statistics of the training data, a trained part.
+
+        Not called where a checkpoint brings all of that. May raise BadInput.
+        """
 
     @abstractmethod
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -126,6 +142,37 @@ class Task(ABC):
         the precision of the evaluation before it. batch: as `collate` makes it, on the objective's device.
         """
         return {}
+
+    def new_data(self, path: Path) -> KeyedDataset:
+        """Reads a user's file for `--predict`: samples without labels, which `collate` makes into batches.
+
+        Must not need the training data. Raises BadInput for whatever is wrong with the file. By default that this task
+        cannot label new data.
+        """
+        name = type(self).__name__
+        raise BadInput(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
+
+    def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """The columns of the table that `--predict` writes, by name; one value per sample in each.
+
+        Called with the raw objective in eval mode, without gradients, in the precision of the command line. batch: of
+        `new_data`, as `collate` makes it, on the objective's device. Every batch gives the same columns.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
+
+    def fold_flags(self, num_folds: int) -> list[list[str]]:
+        """For `--folds`: command-line flags that hold each fold out of the training data as "val".
+
+        Every run of a fold gets them beside its other flags. May raise BadInput. By default this task has no folds.
+        """
+        raise BadInput(f"--folds {num_folds}: {type(self).__name__} has no `fold_flags`: its data cannot be divided")
+
+    def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:
+        """For `--seeds`: an objective for evaluation alone, which scores the mean of the predictions of trained ones.
+
+        None, as by default, if there is no such thing.
+        """
+        return None
 
     def num_samples(self, phase: str) -> int:
         """Samples in one epoch of the phase."""

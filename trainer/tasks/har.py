@@ -1,7 +1,7 @@
 """Human activity recognition: six activities from the nine inertial signals of a phone at the waist."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,14 +12,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.har import CLASSES, Augmentation, HarDataset, download_uci_har, load_uci_har, split_by_subject
+from data.har import download_uci_har, load_uci_har
 from data.har_synthetic import load_synthetic_har
-from data.loading import Batch
+from data.loading import Batch, KeyedDataset
+from data.recording import doubts_about_units, read_new_windows
+from data.windows import (
+    CLASSES,
+    SAMPLE_RATE_HZ,
+    SIGNALS,
+    WINDOW_LENGTH,
+    Augmentation,
+    FeaturedDataset,
+    HarDataset,
+    HarRecordings,
+    named_subjects,
+    rotated_subjects,
+    split_by_subject,
+    subject_folds,
+)
 from models.deepconvlstm import DeepConvLstm
+from models.ensemble import Ensemble
 from models.har import HarNet, Mode
+from models.standardised import Standardised
 from models.tinyhar import TinyHar
 from trainer.config import FlagGroup, flag
 from trainer.task import ClassifiedCurves, ConfusionMatrix, Objective, Picture, Sums, Task
+from trainer.tasks.har_encoder import encode, harnet_of, load_encoder, refuse_other_features
 
 
 @dataclass
@@ -36,6 +54,10 @@ class HarFlags(FlagGroup):
         4, "training subjects held out for validation, rotated by --seed", metavar="N", at_least=1
     )
     val_subjects: tuple[int, ...] | None = flag(None, "hold out these subjects instead", metavar="ID")
+    refit: bool = flag(
+        False, "hold nobody out: train on all training subjects and score the weights after the last epoch; for "
+        "settings, --epochs among them, that were chosen before",
+    )  # fmt: skip
     augmentation: bool = flag(True, "train on the windows as recorded, without random rotation, scale and noise")
     model: Literal["harnet", "tinyhar", "deepconvlstm"] = flag(
         "harnet", "harnet: this project's small network; or a published one to compare with: tinyhar (Zhou et al., "
@@ -50,6 +72,13 @@ class HarFlags(FlagGroup):
         0.2, "dropout before each later layer; the baselines were published with 0.5", at_least=0, below=1
     )
     label_smoothing: float = flag(0.1, "share of each training label spread over all classes", at_least=0, below=1)
+    encoder_path: Path | None = flag(
+        None, "of harnet: start with the encoder of this checkpoint of another run (or a state dict of the encoder)"
+    )
+    freeze_encoder: bool = flag(
+        False, "do not train the encoder of --encoder-path, only the head; with --no-augmentation its features are "
+        "computed once",
+    )  # fmt: skip
 
     def problems(self) -> list[str]:
         found = []
@@ -58,26 +87,59 @@ class HarFlags(FlagGroup):
             found.append(f"--data-dir {self.data_dir}: no such file or folder; {advice}")
         if self.model != "harnet" and (self.mode != "early" or self.hidden_dims != (128,)):
             found.append(f"--mode and --hidden-dims: belong to --model harnet, not {self.model}; leave them out")
+        if self.model != "harnet" and self.encoder_path is not None:
+            found.append(f"--encoder-path: belongs to --model harnet, not {self.model}; leave it out")
+        if self.encoder_path is not None and not self.encoder_path.is_file():
+            kind = "is not a file" if self.encoder_path.exists() else "does not exist"
+            found.append(f"--encoder-path {self.encoder_path}: {kind}; give the checkpoint of a run, such as best.pth")
+        if self.freeze_encoder and self.encoder_path is None:
+            found.append("--freeze-encoder: would freeze random weights; give a trained encoder by --encoder-path")
+        if self.refit and self.val_subjects is not None:
+            found.append("--refit and --val-subjects: exclude each other; the first holds nobody out")
         return found
 
 
 class HarObjective(Objective):
     """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix."""
 
-    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
+    model: Standardised
+
+    def __init__(self, model: Standardised, label_smoothing: float) -> None:
         super().__init__(model)
         self.label_smoothing = label_smoothing
+        self._features_are_verified = False
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(B, 6), from the signals, or from features of the frozen encoder where the batch brings them."""
+        if "features" not in batch:
+            return self.model(batch["signals"])
+        if not self._features_are_verified:
+            refuse_other_features(self.model, batch)
+            self._features_are_verified = True
+        logits: Tensor = harnet_of(self.model).head(batch["features"])
+        return logits
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        logits, label = self.model(batch["signals"]), batch["label"]
-        smoothing = self.label_smoothing if self.training else 0.0
-        loss = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
-        predicted = logits.argmax(dim=1)
-        if self.training:
-            return {"loss": loss, "correct": (predicted == label).sum()}
-        num_classes = logits.shape[1]
-        pairs = F.one_hot(label * num_classes + predicted, num_classes**2).sum(dim=0)
-        return {"loss": loss, "confusion": pairs.view(num_classes, num_classes)}
+        logits, label = self.logits(batch), batch["label"]
+        if not self.training:
+            return evaluation_sums(logits, label)
+        loss = F.cross_entropy(logits, label, reduction="sum", label_smoothing=self.label_smoothing)
+        return {"loss": loss, "correct": (logits.argmax(dim=1) == label).sum()}
+
+
+class HarEnsembleObjective(Objective):
+    """The mean of trained models' predictions; for evaluation alone."""
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        return evaluation_sums(self.model(batch["signals"]), batch["label"])
+
+
+def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
+    """Plain cross-entropy, and how often which class (rows) was taken for which (columns)."""
+    num_classes = logits.shape[1]
+    pairs = F.one_hot(label * num_classes + logits.argmax(dim=1), num_classes**2).sum(dim=0)
+    loss = F.cross_entropy(logits, label, reduction="sum")
+    return {"loss": loss, "confusion": pairs.view(num_classes, num_classes)}
 
 
 def open_download_bar(address: str, num_received: int, num_bytes: int | None) -> "tqdm[Any]":
@@ -96,43 +158,82 @@ def open_download_bar(address: str, num_received: int, num_bytes: int | None) ->
     )
 
 
+def _seconds(row: int | None, num_rows_later: int = 0) -> str:
+    """When a row of a recording was measured; empty when it is not known."""
+    return "" if row is None else f"{(row + num_rows_later) / SAMPLE_RATE_HZ:.2f}"
+
+
+def _four_digits(probabilities: Tensor) -> list[str]:
+    return [f"{p:.4f}" for p in probabilities.tolist()]
+
+
 class HarTask(Task):
     """Six activities, split by subject; selected on validation accuracy."""
 
     Config = HarFlags
     monitor = ("val/accuracy", "max")
+    hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
     headline = ("loss", "accuracy", "macro_f1")
 
-    def splits(self) -> Mapping[str, HarDataset]:
+    def splits(self) -> Mapping[str, KeyedDataset]:
         return self._splits
 
     @cached_property
-    def _splits(self) -> Mapping[str, HarDataset]:
+    def _splits(self) -> Mapping[str, KeyedDataset]:
         config: HarFlags = self.config
-        path = config.data_dir
-        if config.download:
+        if config.augmentation or not config.freeze_encoder:
+            return self._windows
+        objective = self.build_objective()
+        self.initialise(objective)
+        model = objective.eval().model
+        return {name: FeaturedDataset(dataset, encode(model, dataset)) for name, dataset in self._windows.items()}
+
+    @cached_property
+    def _windows(self) -> Mapping[str, HarDataset]:
+        config: HarFlags = self.config
+        if config.refit:
+            val_subjects = []
+        elif config.val_subjects is not None:
+            val_subjects = named_subjects(self._recordings, config.val_subjects)
+        else:
+            val_subjects = rotated_subjects(self._recordings, self.seed, config.num_val_subjects)
+        augmentation = Augmentation() if config.augmentation else None
+        return split_by_subject(self._recordings, self.seed, val_subjects, augmentation)
+
+    @cached_property
+    def _recordings(self) -> HarRecordings:
+        path = self.config.data_dir
+        if self.config.download:
             path = path or self.cache_dir / "uci_har"
             download_uci_har(path, self.cache_dir, open_download_bar)
-        recordings = load_synthetic_har(self.cache_dir) if path is None else load_uci_har(path, self.cache_dir)
-        return split_by_subject(
-            recordings,
-            self.cache_dir,
-            self.seed,
-            config.num_val_subjects,
-            config.val_subjects,
-            Augmentation() if config.augmentation else None,
-        )
+        return load_synthetic_har(self.cache_dir) if path is None else load_uci_har(path, self.cache_dir)
 
-    def build_objective(self) -> Objective:
+    def build_objective(self) -> HarObjective:
         config: HarFlags = self.config
-        model: nn.Module
+        network: nn.Module
         if config.model == "tinyhar":
-            model = TinyHar(dropout=config.dropout)
+            network = TinyHar(dropout=config.dropout)
         elif config.model == "deepconvlstm":
-            model = DeepConvLstm(dropout=config.dropout)
+            network = DeepConvLstm(dropout=config.dropout)
         else:
-            model = HarNet(config.mode, hidden_dims=config.hidden_dims, dropout=config.dropout)
-        return HarObjective(model, config.label_smoothing)
+            network = HarNet(config.mode, hidden_dims=config.hidden_dims, dropout=config.dropout)
+            if config.freeze_encoder:
+                network.freeze_encoder()
+        return HarObjective(Standardised(network, len(SIGNALS)), config.label_smoothing)
+
+    def initialise(self, objective: Objective) -> None:
+        """The statistics of the windows that are trained on, and the encoder of `--encoder-path`."""
+        assert isinstance(objective, HarObjective)
+        objective.model.set_statistics(*self._windows["train"].statistics())
+        if self.config.encoder_path is not None:
+            load_encoder(objective.model, self.config.encoder_path)
+
+    def fold_flags(self, num_folds: int) -> list[list[str]]:
+        """`--val-subjects` with the people of each fold."""
+        return [["--val-subjects", *map(str, fold)] for fold in subject_folds(self._recordings, num_folds)]
+
+    def ensemble(self, objectives: Sequence[Objective]) -> HarEnsembleObjective:
+        return HarEnsembleObjective(Ensemble([objective.model for objective in objectives]))
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Loss and accuracy; in evaluation also macro-F1, the unweighted mean of the classes' F1, and each recall.
@@ -164,11 +265,39 @@ class HarTask(Task):
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
         return {"confusion_matrix": ConfusionMatrix(sums["confusion"], CLASSES)}
 
+    def new_data(self, path: Path) -> KeyedDataset:
+        """See `data.recording.read_new_windows`. Numbers in other units get a warning."""
+        windows = read_new_windows(path)
+        for doubt in doubts_about_units(windows):
+            print(f"warning: --predict {path}: {doubt}", file=sys.stderr)
+        return windows
+
+    def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """Each window's place in its recording, activity and probabilities, rounded as a table wants it.
+
+        Start and end are in seconds, and empty where the windows came without their recording.
+        """
+        assert isinstance(objective, HarObjective)
+        probabilities = objective.logits(batch).double().softmax(dim=1).cpu()
+        confidence, predicted = probabilities.max(dim=1)
+        num_windows = len(predicted)
+        first_row = batch["first_row"].tolist() if "first_row" in batch else [None] * num_windows
+        return {
+            "window": batch["index"].tolist(),
+            "start_s": [_seconds(row) for row in first_row],
+            "end_s": [_seconds(row, WINDOW_LENGTH) for row in first_row],
+            "activity": [CLASSES[i] for i in predicted],
+            "confidence": _four_digits(confidence),
+            **{name: _four_digits(column) for name, column in zip(CLASSES, probabilities.T, strict=True)},
+        }
+
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
         """Windows in standard deviations of each channel, with the prediction."""
+        assert isinstance(objective, HarObjective)
         confidence, predicted = objective.model(batch["signals"]).float().softmax(dim=1).max(dim=1)
+        standardised = objective.model.standardise(batch["signals"])
         windows = ClassifiedCurves(
-            curves=batch["signals"].unflatten(1, (3, 3)),
+            curves=standardised.unflatten(1, (3, 3)),
             panels=("acceleration", "rotation", "with gravity"),
             lines=("x", "y", "z"),
             predicted=[CLASSES[i] for i in predicted],

@@ -1,0 +1,34 @@
+"""Inputs in physical units for networks that want zero mean and unit deviation."""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class Standardised(nn.Module):
+    """`network((x - mean) / std)`, x (B, num_channels, T) in physical units.
+
+    Mean and deviation are part of the weights, so that a trained model takes new recordings as they are. They are 0
+    and 1 until `set_statistics` or a state dict says otherwise.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, num_channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_channels, 1))
+        self.register_buffer("std", torch.ones(num_channels, 1))
+        self.network = network
+
+    def set_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
+        """mean, std: (num_channels,), std above 0."""
+        self.mean.copy_(torch.from_numpy(mean)[:, None])
+        self.std.copy_(torch.from_numpy(std)[:, None])
+
+    def standardise(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.network(self.standardise(x))
+        return logits

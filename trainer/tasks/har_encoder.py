@@ -1,0 +1,76 @@
+"""A trained encoder in a new network: `--encoder-path`, and the features of a frozen one."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import BadInput
+from data.loading import Batch
+from data.order import SampleKeys
+from data.windows import HarDataset
+from models.har import HarNet
+from models.standardised import Standardised
+from trainer.checkpoint import read_checkpoint
+
+ENCODING_BATCH_SIZE = 256
+
+
+def harnet_of(model: Standardised) -> HarNet:
+    """The network that the flags of the encoder belong to."""
+    assert isinstance(model.network, HarNet)
+    return model.network
+
+
+def load_encoder(model: Standardised, path: Path) -> None:
+    """Takes over a trained encoder, and with it the statistics that it standardises by, where the file has them.
+
+    path: a checkpoint of a run, or {"model": the state dict of a HarNet or of its encoder}.
+
+    Raises BadInput when the file holds no encoder of this shape.
+    """
+    label = f"--encoder-path {path}"
+    weights = read_checkpoint(path, label, only_weights=True)["model"]
+    encoder = harnet_of(model).encoder
+    expected = encoder.state_dict()
+    prefixes = [p for p in ("network.encoder.", "encoder.", "") if all(p + name in weights for name in expected)]
+    if not prefixes:
+        raise BadInput(f"{label}: holds no encoder of harnet; give the checkpoint of a run with --model harnet")
+    found = {name: weights[prefixes[0] + name] for name in expected}
+    for name, value in found.items():
+        if value.shape != expected[name].shape:
+            raise BadInput(
+                f"{label}: its {name} has shape {tuple(value.shape)}, not {tuple(expected[name].shape)}; give the "
+                "--mode that it was trained with"
+            )
+    encoder.load_state_dict(found)
+    if "mean" in weights and "std" in weights:
+        model.load_state_dict({"mean": weights["mean"], "std": weights["std"]}, strict=False)
+
+
+@torch.no_grad()
+def features_of(model: Standardised, signals: Tensor) -> Tensor:
+    """What the head sees of windows in physical units: (B, F)."""
+    return harnet_of(model).features(model.standardise(signals))
+
+
+def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
+    """The features of all windows, (N, F) float32. model: in eval mode, on the CPU."""
+    parts = []
+    for start in range(0, len(dataset), ENCODING_BATCH_SIZE):
+        index = np.arange(start, min(start + ENCODING_BATCH_SIZE, len(dataset)))
+        signals = dataset.__getitems__(SampleKeys(index, epoch=0))["signals"]
+        parts.append(features_of(model, torch.from_numpy(signals)))
+    return torch.cat(parts).numpy()
+
+
+def refuse_other_features(model: Standardised, batch: Batch) -> None:
+    """Raises BadInput where a checkpoint has brought another encoder than the one that the features are of."""
+    with torch.autocast(batch["signals"].device.type, enabled=False):
+        expected = features_of(model, batch["signals"])
+    if not torch.allclose(batch["features"], expected, rtol=1e-3, atol=1e-3):
+        raise BadInput(
+            "--encoder-path: is not the encoder that this run began with; give it that file again, or start over with "
+            "--fresh"
+        )

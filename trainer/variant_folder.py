@@ -1,0 +1,87 @@
+"""What the folder of one of several runs tells about it, without starting it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from data.errors import BadInput
+from trainer.config import refuse
+from trainer.console import say
+from trainer.directory import CONFIG, MANIFEST, RESULTS, RunDirectory
+from trainer.flags import parse
+from trainer.resume import START_FLAGS
+from trainer.variants import Variant
+
+# They say how to start, or where; not what the run is.
+IGNORED_FLAGS = {*START_FLAGS, "--save-dir"}
+
+
+@dataclass(frozen=True)
+class VariantFolder:
+    """A variant and its folder. config: every flag of its command line, as config.json holds them."""
+
+    variant: Variant
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, variant: Variant, several_devices: bool) -> "VariantFolder":
+        """Raises BadInput for a command line that the run would refuse."""
+        flags, problems = parse(variant.argv, several_devices)
+        refuse(problems)
+        return cls(variant, json.loads(json.dumps(flags.values())))
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.variant.directory
+        return RunDirectory(path, 0, say).read_json(name) if path.is_dir() else {}
+
+    @property
+    def epochs_done(self) -> int:
+        checkpoints = self._read(MANIFEST).get("checkpoints", [])
+        return checkpoints[-1]["epoch"] if checkpoints else 0
+
+    @property
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """Flags that differ from those that the run was last started with, if it was: (then, now)."""
+        then = self._read(CONFIG).get("config", {})
+        return {
+            name: (then[name], value)
+            for name, value in self.config.items()
+            if name in then and name not in IGNORED_FLAGS and then[name] != value
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it needs no process. One with other flags does: it may have to go on, which is for the run to say."""
+        return bool(self._read(RESULTS)) and not self.changed
+
+    def refuse_another_run(self) -> None:
+        """Raises BadInput when the folder holds a run with another seed, or one that holds out something else."""
+        for name in ("--seed", *(token for token in self.variant.fold_flags if token.startswith("--"))):
+            if name in self.changed:
+                then, now = map(_shown, self.changed[name])
+                raise BadInput(
+                    f"--save-dir {self.variant.directory}: holds a run with {name} {then}, not {now}; choose another "
+                    "--save-dir, or start over with --fresh"
+                )
+
+    def changes_text(self) -> str:
+        """For a message; empty without changes."""
+        return ", ".join(
+            f"{name} {_shown(then)} instead of {_shown(now)}" for name, (then, now) in self.changed.items()
+        )
+
+    def entry(self) -> dict[str, Any]:
+        """What summary.json says of a finished run; "directory" is below that of all runs."""
+        results = self._read(RESULTS)
+        return {
+            "directory": self.variant.name,
+            "seed": self.variant.seed,
+            "fold": self.variant.fold,
+            "metrics": results["metrics"],
+            "train_seconds": results["train_seconds"],
+        }
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
