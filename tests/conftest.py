@@ -79,6 +79,20 @@ def signals_restored():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def run_here(cache_dir, signals_restored, capsys):
+    """Runs a command line of main.py in this process, which spares its start; returns what it printed, (out, err)."""
+
+    def run(*argv, status=0):
+        from trainer.cli import main
+
+        arguments = [*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")]
+        assert main(arguments, several_devices=False) == status
+        return capsys.readouterr()
+
+    return run
+
+
 def launcher(num_processes: int) -> list[str]:
     """The command that starts a run on so many CPU processes."""
     if num_processes == 1:

@@ -7,7 +7,6 @@ import torch
 from data.errors import BadInput
 from data.order import SampleKeys
 from tests.conftest import load, read_metrics
-from trainer.cli import main
 from trainer.flags import parse
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.har_encoder import encode, features_of
@@ -28,18 +27,8 @@ def encoder_of(path):
     return {name: value for name, value in weights.items() if "encoder" in name or name in ("mean", "std")}
 
 
-@pytest.fixture
-def run(cache_dir, signals_restored):
-    """Runs a command line in this process; returns its exit status."""
-
-    def main_of(*argv, status=0):
-        assert main([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False) == status
-
-    return main_of
-
-
-def test_the_encoder_is_taken_over_with_its_statistics_and_trained_on(run, trained, tmp_path):
-    run(*SMALL, "--encoder-path", trained, "--hidden-dims", 16, "--lr", 1e-9, "--save-dir", tmp_path)
+def test_the_encoder_is_taken_over_with_its_statistics_and_trained_on(run_here, trained, tmp_path):
+    run_here(*SMALL, "--encoder-path", trained, "--hidden-dims", 16, "--lr", 1e-9, "--save-dir", tmp_path)
     before, after = encoder_of(trained), encoder_of(tmp_path / "last.pth")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
@@ -48,8 +37,8 @@ def test_the_encoder_is_taken_over_with_its_statistics_and_trained_on(run, train
 
 
 @pytest.mark.parametrize("augmentation", [(), ("--no-augmentation",)])
-def test_a_frozen_encoder_stays_as_it_is_while_the_head_learns(run, trained, tmp_path, augmentation):
-    run(
+def test_a_frozen_encoder_stays_as_it_is_while_the_head_learns(run_here, trained, tmp_path, augmentation):
+    run_here(
         *SMALL, "--encoder-path", trained, "--freeze-encoder", *augmentation, "--hidden-dims", 8, "--ema-decay", 0.9,
         "--log-interval", 10, "--save-dir", tmp_path,
     )  # fmt: skip
@@ -105,20 +94,20 @@ def test_features_do_not_depend_on_how_they_are_batched(trained, cache_dir, monk
     np.testing.assert_allclose(features_of(objective.model, signals), whole[:5], rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run, trained, tmp_path, capsys):
+def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run_here, trained, tmp_path):
     encoder = tmp_path / "encoder.pth"
     encoder.write_bytes(trained.read_bytes())
     argv = [
         *SMALL, "--encoder-path", encoder, "--freeze-encoder", "--no-augmentation", "--hidden-dims", 8,
         "--save-dir", tmp_path / "run",
     ]  # fmt: skip
-    run(*argv)
+    run_here(*argv)
     state = load(trained)
     state["model"]["network.encoder.layers.0.weight"] *= 2
     state["model"]["mean"] += 1
     torch.save(state, encoder)
-    run(*argv, "--epochs", 2, status=2)
-    assert "--encoder-path: is not the encoder that this run began with" in capsys.readouterr().err
+    said = run_here(*argv, "--epochs", 2, status=2).err
+    assert "--encoder-path: is not the encoder that this run began with" in said
 
 
 def test_other_files_are_refused(trained, tmp_path, cache_dir):

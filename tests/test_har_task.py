@@ -116,10 +116,10 @@ def results_of(directory):
     return json.loads((directory / "results.json").read_text())
 
 
-def test_refit_trains_on_everyone_and_scores_the_last_weights(command, cache_dir, tmp_path):
-    done = command("main.py", *SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path)
-    assert "Data: 3528 train, 1512 test samples" in done.stdout
-    assert "Finished, with the last weights: test/loss" in done.stdout and "val/" not in done.stdout
+def test_refit_trains_on_everyone_and_scores_the_last_weights(run_here, cache_dir, tmp_path):
+    done = run_here(*SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path)
+    assert "Data: 3528 train, 1512 test samples" in done.out
+    assert "Finished, with the last weights: test/loss" in done.out and "val/" not in done.out
     results = results_of(tmp_path)
     assert results["best"] is None and results["scored"] == "test"
     state = load(tmp_path / "final.pth")
@@ -131,28 +131,26 @@ def test_refit_trains_on_everyone_and_scores_the_last_weights(command, cache_dir
     with torch.no_grad():
         predicted = model(torch.from_numpy(samples["signals"])).argmax(1).numpy()
     assert results["metrics"]["test/accuracy"] == pytest.approx((predicted == samples["label"]).mean())
-    scored = command("main.py", *SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path, "--eval-only").stdout
+    scored = run_here(*SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path, "--eval-only").out
     assert f"test/accuracy {results['metrics']['test/accuracy']:.4f}" in scored
 
 
-def test_no_test_scores_the_validation_set_with_the_last_weights(command, tmp_path):
-    argv = ["main.py", *SMALL, "--save-dir", tmp_path]
-    done = command(*argv, "--no-test")
-    assert "test/" not in done.stdout and "test/" not in (tmp_path / "metrics.jsonl").read_text()
+def test_no_test_scores_the_validation_set_with_the_last_weights(run_here, tmp_path):
+    argv = [*SMALL, "--save-dir", tmp_path]
+    assert "test/" not in run_here(*argv, "--no-test").out
+    assert "test/" not in (tmp_path / "metrics.jsonl").read_text()
     results, records = results_of(tmp_path), read_metrics(tmp_path, "epoch")
     assert results["scored"] == "val"
     assert results["metrics"] == {k: v for k, v in records[-1].items() if k.startswith("val/")}
-    assert "This run is finished" in command(*argv, "--no-test").stdout
-    assert "test/" not in command(*argv, "--no-test", "--eval-only").stdout
-    assert "Finished, with the best weights: test/loss" in command(*argv).stdout  # scored later, trained once
+    assert "This run is finished" in run_here(*argv, "--no-test").out
+    assert "test/" not in run_here(*argv, "--no-test", "--eval-only").out
+    assert "Finished, with the best weights: test/loss" in run_here(*argv).out  # scored later, trained once
     assert results_of(tmp_path)["step"] == results["step"] and results_of(tmp_path)["scored"] == "test"
 
 
-def test_patience_needs_a_validation_set(command, tmp_path):
-    argv = ["main.py", "--refit", "--early-stopping-patience", 3, "--save-dir", tmp_path / "run"]
-    assert command(*argv, status=2).stderr == (
-        "error: --early-stopping-patience 3: there is no validation set to be patient with\n"
-    )
+def test_patience_needs_a_validation_set(run_here, tmp_path):
+    said = run_here("--refit", "--early-stopping-patience", 3, "--save-dir", tmp_path / "run", status=2).err
+    assert said == "error: --early-stopping-patience 3: there is no validation set to be patient with\n"
 
 
 @pytest.mark.parametrize("mode", ["flatten", "average", "first"])
