@@ -51,7 +51,7 @@ PEAK_LR, WARMUP_EPOCHS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 2, 1.0, 0.01
 
 def small_model() -> Standardised:
     """A model whose step takes about 2 ms on one CPU thread, so that overhead shows."""
-    return Standardised(HarNet(hidden_dims=HIDDEN_DIMS, dropout=DROPOUT, widths=WIDTHS), len(SIGNALS))
+    return Standardised(HarNet(hidden_dims=HIDDEN_DIMS, dropout=DROPOUT, widths=WIDTHS, num_members=1), len(SIGNALS))
 
 
 def everything(dataset: KeyedDataset) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import BadInput
-from data.files import flush_folder
+from data.files import flush_path
 
 Arrays = dict[str, np.ndarray]
 
@@ -60,9 +60,9 @@ def _store(arrays: Arrays, entry: Path) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        flush_folder(partial)
+        flush_path(partial)
         partial.rename(entry)
-        flush_folder(entry.parent)
+        flush_path(entry.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _unusable(entry.parent, error) from None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from data.errors import BadInput
-from data.files import flush_folder
+from data.files import flush_path
 
 _TIMEOUT_S = 30.0
 """For connecting, and for each wait for more bytes."""
@@ -294,4 +294,4 @@ class _Partial:
             os.fsync(file.fileno())
         self.path.rename(target)
         self._note.unlink(missing_ok=True)
-        flush_folder(target.parent)
+        flush_path(target.parent)

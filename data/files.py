@@ -1,5 +1,6 @@
 """Files: what tells two versions apart, what a damaged one raises, and what makes a written one survive."""
 
+import errno
 import os
 import zipfile
 import zlib
@@ -8,14 +9,31 @@ from pathlib import Path
 ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a file system that has no room, or none for this user or this file."""
 
-def flush_folder(path: Path) -> None:
-    """Makes what was renamed in a folder survive a loss of power."""
+
+def flush_path(path: Path) -> None:
+    """Makes what was written to a file, or renamed in a folder, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole, durably: whatever happens, the old or the new content is there. Raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush_path(path.parent)
 
 
 def stamp(path: Path) -> tuple[str, int, int]:

@@ -15,7 +15,7 @@ CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STAN
 WINDOW_LENGTH = 128
 SAMPLE_RATE_HZ = 50
 
-_TURN_STREAM, _MAP_STREAM, _JITTER_STREAM = range(3)
+_TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,15 @@ class Augmentation:
     max_rotation_deg: the phone sits differently: one rotation of the three triplets of a window together, about a
         random axis, by an angle uniform in [-max, max] degrees.
     scale_std: each channel is multiplied by a factor from N(1, scale_std), in physical units.
+    tempo_spread: the person moves faster or slower, by a factor uniform in [1 - spread, 1 + spread]: the window is
+        stretched or squeezed about its middle, and where it then falls short, its first or last sample is held.
     jitter_std: white noise, in standard deviations of the channel.
     """
 
-    max_rotation_deg: float = 15.0
-    scale_std: float = 0.1
-    jitter_std: float = 0.05
+    max_rotation_deg: float
+    scale_std: float
+    tempo_spread: float
+    jitter_std: float
 
 
 class HarDataset:
@@ -81,7 +84,7 @@ class FeaturedDataset:
     """A HarDataset whose samples carry features that were computed beforehand."""
 
     def __init__(self, dataset: HarDataset, features: np.ndarray) -> None:
-        """features: (len(dataset), F) float32."""
+        """features: (len(dataset), ...) float32."""
         self._dataset = dataset
         self._features = features
 
@@ -89,7 +92,7 @@ class FeaturedDataset:
         return len(self._dataset)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """What the data set gives, and {"features": (n, F) float32}."""
+        """What the data set gives, and {"features": (n, ...) float32}."""
         return {**self._dataset.__getitems__(keys), "features": self._features[keys.index]}
 
 
@@ -106,6 +109,9 @@ class WindowAugmenter:
         """signals: (n, 9, 128) float32, left as they are. index: (n,) their sample ids."""
         triplets = self.linear_map(epoch, index) @ signals.reshape(-1, 3, 3, signals.shape[-1])
         augmented = triplets.reshape(signals.shape)
+        if self._strength.tempo_spread > 0:
+            draw = uniform(self._seed, epoch, index, (), _TEMPO_STREAM)
+            augmented = at_tempo(augmented, 1 + np.float32(self._strength.tempo_spread) * (2 * draw - 1))
         if self._strength.jitter_std > 0:
             augmented += self._noise * normal(self._seed, epoch, index, signals.shape[1:], _JITTER_STREAM)
         return augmented
@@ -126,6 +132,19 @@ def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:
     cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=1).reshape(-1, 3, 3)
     sin, cos = np.sin(angle)[:, None, None], np.cos(angle)[:, None, None]
     return np.eye(3, dtype=axis.dtype) + sin * cross + (1 - cos) * (cross @ cross)
+
+
+def at_tempo(signals: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Windows (n, C, T) played `factor` (n,) times as fast about their middles, by linear interpolation."""
+    last = signals.shape[-1] - 1
+    middle = np.float32(last / 2)
+    time = np.clip((np.arange(last + 1, dtype=np.float32) - middle) * factor[:, None] + middle, 0, last)
+    before = np.minimum(time.astype(np.int64), last - 1)
+    share = (time - before)[:, None]
+    before = before[:, None]
+    left, right = (np.take_along_axis(signals, position, axis=2) for position in (before, before + 1))
+    left += share * (right - left)
+    return left
 
 
 def split_by_subject(

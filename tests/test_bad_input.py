@@ -345,7 +345,7 @@ def test_truncated_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_ha
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     for directory in (broken, unbroken):
         train(directory, "--epochs", 4)
-    for name in ("checkpoint_4.pth", "last.pth", "final.pth", "results.json"):
+    for name in ("checkpoint_4.pth", "best.pth", "last.pth", "final.pth", "results.json"):
         (broken / name).unlink()
     newest = newest_checkpoint(broken)
     newest.write_bytes(newest.read_bytes()[:-1000])
@@ -541,7 +541,7 @@ def test_resume_from_goes_on_and_then_from_its_own_newest(train, tmp_path):
     expected = load(tmp_path / "source" / "final.pth")["model"]
     assert_same_bits(expected, load(new / "final.pth")["model"])
     assert "This run is finished" in train(new, *args)
-    for name in ("checkpoint_3.pth", "results.json"):
+    for name in ("checkpoint_3.pth", "best.pth", "last.pth", "final.pth", "results.json"):
         (new / name).unlink()
     assert f"Resuming after optimizer step {2 * STEPS_PER_EPOCH}:" in train(new, *args)
     assert_same_bits(expected, load(new / "final.pth")["model"])

@@ -93,7 +93,7 @@ def test_divergence_names_the_epoch_in_which_it_happened(tmp_path, capsys, signa
     argv = ["--task", WEIGHTED, "--epochs", "3", "--lr", "1e30", "--num-threads", "1", "--batch-size", "101"]
     assert main([*argv, "--save-dir", str(tmp_path)], several_devices=False) == 2
     message = capsys.readouterr().err
-    step = int(message.split("after optimizer step ")[1].split()[0])
+    step = int(message.split("optimizer step ")[1].split()[0])
     assert f"(epoch {step})" in message
 
 
@@ -204,6 +204,7 @@ def test_manifest_entry_without_a_file_is_ignored(opened):
     directory, _ = opened()
     save(directory, 1)
     save(directory, 2).unlink()
+    (directory.path / "last.pth").unlink()
     again, _ = opened()
     assert again.load_newest()["step"] == 10
     assert (again.path / "last.pth").samefile(again.path / "checkpoint_1.pth")
@@ -270,6 +271,114 @@ def test_no_intact_checkpoint_left_is_said_each_time(opened):
         assert again.has_checkpoint
         with pytest.raises(BadInput, match="no checkpoint in it is intact"):
             again.load_newest()
+
+
+@pytest.mark.parametrize("names_gone", [["checkpoint_2.pth"], ["checkpoint_2.pth", "manifest.json"]])
+def test_a_checkpoint_that_is_gone_is_restored_from_its_link(names_gone, opened):
+    directory, _ = opened()
+    save(directory, 1)
+    content = save(directory, 2).read_bytes()
+    for name in names_gone:
+        (directory.path / name).unlink()
+    before = {path.name for path in directory.path.iterdir()}
+    looking = RunDirectory(directory.path, 3, lambda line: None)
+    looking.look()
+    assert looking.newest_step == 20
+    assert {path.name for path in directory.path.iterdir()} == before
+    again, said = opened()
+    assert any("restored from last.pth" in line for line in said)
+    assert again.load_newest()["step"] == 20
+    assert (again.path / "checkpoint_2.pth").read_bytes() == content
+
+
+@pytest.mark.parametrize("left", [{"manifest.json"}, {"results.json"}, {"checkpoint_1.pth"}])
+def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
+    directory, _ = opened()
+    save(directory, 1).write_bytes(b"damaged")
+    directory.write_json("results.json", {"step": 10})
+    for path in directory.path.iterdir():
+        if path.name not in left:
+            path.unlink()
+    again, _ = opened()
+    assert again.has_checkpoint
+    with pytest.raises(BadInput, match=r"no checkpoint in it is intact \(.*(missing|had some|damaged)\); start over"):
+        again.load_newest()
+    again.start_over()
+    assert not again.has_checkpoint
+
+
+def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(opened):
+    directory, _ = opened()
+    (directory.path / "checkpoint_1.tmp").write_bytes(b"half")
+    directory.write_json("config.json", {})
+    assert not opened()[0].has_checkpoint
+
+
+@pytest.mark.parametrize("manifest", ["its own", "none"])
+def test_changed_bits_do_not_become_weights(manifest, opened):
+    """In the middle of the tensor, where torch.load sees nothing wrong."""
+    directory, _ = opened()
+    save(directory, 1)
+    path = save(directory, 2)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((50,), 2.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    assert load(path)["model"]["weight"][0] != 2
+    if manifest == "none":
+        (directory.path / "manifest.json").unlink()
+    again, said = opened()
+    assert again.load_newest()["step"] == 10
+    assert any(f"{path}" in line and "damaged" in line for line in said)
+    with pytest.raises(BadInput, match="is damaged: the checksum of its part"):
+        read_checkpoint(path.with_suffix(".damaged") if manifest == "its own" else path, "x.pth")
+
+
+@pytest.mark.parametrize("file", ["../outside.pth", "/etc/hostname", "config.json", "checkpoint_1.pth/x", 3])
+def test_a_manifest_names_checkpoints_of_its_directory_only(file, opened):
+    directory, _ = opened()
+    path = save(directory, 1)
+    outside = directory.path.parent / "outside.pth"
+    outside.write_bytes(b"precious")
+    manifest = json.loads((directory.path / "manifest.json").read_text())
+    manifest["checkpoints"].append({**manifest["checkpoints"][0], "file": file, "step": 99})
+    (directory.path / "manifest.json").write_text(json.dumps(manifest))
+    again, said = opened()
+    assert any("manifest.json is damaged" in line for line in said)
+    assert again.load_newest()["step"] == 10
+    assert outside.read_bytes() == b"precious"
+    assert path.exists()
+
+
+def test_retention_counts_intact_checkpoints_only(opened):
+    """Damaged behind the run's back, while it goes on."""
+    directory, _ = opened(keep=2)
+    for epoch in (1, 2, 3):
+        save(directory, epoch, best_epoch=1)
+    (directory.path / "checkpoint_3.pth").write_bytes(b"damaged")
+    save(directory, 4)
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 2, 3, 4)}
+    save(directory, 5)
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 4, 5)}
+
+
+def test_retention_keeps_the_last_best_one_that_is_intact(opened):
+    """Beyond the newest two: 2 was the best when it was damaged, 1 the best before it."""
+    directory, _ = opened(keep=2)
+    save(directory, 1, best_epoch=1)
+    save(directory, 2, best_epoch=2).write_bytes(b"damaged")
+    for epoch in (3, 4, 5):
+        save(directory, epoch, best_epoch=2)
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 2, 4, 5)}
+
+
+def test_for_use_the_next_best_intact_one_is_taken(opened):
+    directory, _ = opened()
+    for epoch in (1, 2, 3):
+        save(directory, epoch, best_epoch=min(epoch, 2))
+    (directory.path / "checkpoint_2.pth").write_bytes(b"damaged")
+    looking = RunDirectory(directory.path, 3, lambda line: None)
+    looking.look()
+    assert looking.load_for_use()["step"] == 10
 
 
 def test_code_in_a_checkpoint_is_refused(tmp_path):
@@ -349,7 +458,7 @@ def test_a_checkpoint_is_on_disk_before_its_name(opened, disk_operations):
         ("rename", "checkpoint_1.tmp", "checkpoint_1.pth"),
         ("fsync", "run"),
     ]
-    assert order[6:] == [("rename", "last.tmp", "last.pth"), ("rename", "best.tmp", "best.pth")]
+    assert order[6:] == [("rename", "last.link.tmp", "last.pth"), ("rename", "best.link.tmp", "best.pth")]
 
 
 def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp_path, opened, disk_operations):
@@ -374,7 +483,7 @@ def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp
         again, said = opened(keep=1)
         assert said == [], n
         step = again.load_newest()["step"]
-        assert step == (10 if n < 5 else 20), n  # the fifth operation gives the new file its name
+        assert step == (10 if n < 3 else 20), n  # the third puts the new file's checksum into the manifest
         assert again.load_best()["step"] == step
         assert not names(again.path, "*.tmp")
         assert load(again.path / "last.pth")["step"] == step
@@ -391,7 +500,7 @@ def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
     for n in range(5):
         operations.clear()
         failures[n] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with pytest.raises(BadInput, match=r"--save-dir .* No space left on device .* earlier checkpoints are intact"):
+        with pytest.raises(BadInput, match=r"--save-dir .* No space left on device: .* earlier checkpoints are intact"):
             save(directory, 2, best_epoch=2)
         failures.clear()
         assert not names(directory.path, "*.tmp"), n

@@ -56,7 +56,7 @@ def test_a_task_brings_defaults_and_the_command_line_overrides_them(stating):
     assert flags.learning.weight_decay == 0.01  # not stated
     assert flags.values()["--lr"] == 0.02
     other, _ = parse([], several_devices=False)
-    assert (other.learning.lr, other.batch.batch_size, other.run.epochs) == (1e-3, 32, 20)
+    assert (other.learning.lr, other.batch.batch_size, other.run.epochs) == (1e-3, 32, 12)
 
 
 def test_help_shows_the_defaults_of_the_task(stating, capsys):

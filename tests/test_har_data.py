@@ -24,6 +24,7 @@ from data.windows import (
     HarDataset,
     HarRecordings,
     WindowAugmenter,
+    at_tempo,
     named_subjects,
     rotated_subjects,
     rotation_matrices,
@@ -271,7 +272,7 @@ def test_splits_hold_the_windows_of_their_subjects_and_statistics_those_trained_
 
 def test_statistics_are_those_of_the_windows_as_recorded(recordings) -> None:
     plain = split_by_subject(recordings, 0, [3])["train"].statistics()
-    augmented = split_by_subject(recordings, 0, [3], Augmentation(jitter_std=5.0))["train"].statistics()
+    augmented = split_by_subject(recordings, 0, [3], Augmentation(0.0, 0.0, 0.0, 5.0))["train"].statistics()
     assert all(np.array_equal(a, b) for a, b in zip(plain, augmented, strict=True))
 
 
@@ -323,7 +324,7 @@ def synthetic_recordings(cache_dir: Path) -> HarRecordings:
 
 def test_augmentation_equals_a_slow_obvious_reference(cache_dir) -> None:
     recordings = synthetic_recordings(cache_dir)
-    strength = Augmentation(max_rotation_deg=20.0, scale_std=0.2, jitter_std=0.1)
+    strength = Augmentation(max_rotation_deg=20.0, scale_std=0.2, tempo_spread=0.0, jitter_std=0.1)
     seed, epoch, index = 1, 3, np.array([4, 0, 17])
     splits = split_by_subject(recordings, seed, [2], strength)
     augmented = splits["train"].__getitems__(SampleKeys(index, epoch))["signals"]
@@ -348,7 +349,7 @@ def test_augmentation_equals_a_slow_obvious_reference(cache_dir) -> None:
 
 def test_rotation_preserves_norms_of_the_physical_vectors(cache_dir) -> None:
     recordings = synthetic_recordings(cache_dir)
-    augment = WindowAugmenter(Augmentation(45.0, scale_std=0.0, jitter_std=0.0), np.ones(9), seed=0)
+    augment = WindowAugmenter(Augmentation(45.0, 0.0, 0.0, 0.0), np.ones(9), seed=0)
     raw = augment(recordings.signals, 0, np.arange(40))
     before = np.linalg.norm(recordings.signals.reshape(40, 3, 3, 128), axis=2)
     after = np.linalg.norm(raw.reshape(40, 3, 3, 128), axis=2)
@@ -356,8 +357,30 @@ def test_rotation_preserves_norms_of_the_physical_vectors(cache_dir) -> None:
     assert np.abs(raw - recordings.signals).max() > 0.1
 
 
+def test_tempo_equals_interpolation_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    signals = rng.normal(size=(4, 2, 128)).astype(np.float32)
+    factors = np.array([1.0, 1.15, 0.85, 2.0], np.float32)
+    played = at_tempo(signals, factors)
+    for window, factor, result in zip(signals, factors, played, strict=True):
+        times = (np.arange(128) - 63.5) * float(factor) + 63.5
+        for channel, values in zip(window, result, strict=True):
+            np.testing.assert_allclose(values, np.interp(times, np.arange(128), channel), atol=1e-4)
+    np.testing.assert_allclose(played[0], signals[0], atol=1e-6)
+
+
+def test_tempos_fill_their_range() -> None:
+    """A ramp tells its slope."""
+    ramp = np.tile(np.arange(128, dtype=np.float32), (2000, 9, 1))
+    augment = WindowAugmenter(Augmentation(0.0, 0.0, 0.15, 0.0), np.ones(9), seed=0)
+    slopes = np.diff(augment(ramp, 0, np.arange(2000))[:, :, 60:68], axis=2)
+    np.testing.assert_allclose(slopes, slopes[:, :1, :1] * np.ones_like(slopes), rtol=1e-3)
+    assert 0.849 < slopes.min() < 0.853 and 1.147 < slopes.max() < 1.151
+    assert slopes.mean() == pytest.approx(1.0, abs=0.01)
+
+
 def test_angles_stay_within_the_limit_and_axes_go_everywhere() -> None:
-    augment = WindowAugmenter(Augmentation(15.0, 0.0, 0.0), np.ones(9), seed=0)
+    augment = WindowAugmenter(Augmentation(15.0, 0.0, 0.0, 0.0), np.ones(9), seed=0)
     turns = augment.linear_map(0, np.arange(2000))[:, 0].astype(np.float64)
     angles = np.rad2deg(np.arccos(np.clip((np.trace(turns, axis1=1, axis2=2) - 1) / 2, -1, 1)))
     assert 14.5 < angles.max() < 15.01
@@ -376,7 +399,7 @@ def test_rotation_matrices_are_rotations() -> None:
 
 
 def test_augmentation_depends_on_epoch_and_sample_not_on_the_batch(recordings, cache_dir) -> None:
-    splits = split_by_subject(recordings, 0, [1], Augmentation())
+    splits = split_by_subject(recordings, 0, [1], Augmentation(15.0, 0.1, 0.1, 0.05))
     train = splits["train"]
     together = train.__getitems__(keys(2, 0, 3, epoch=1))["signals"]
     for row, i in enumerate([2, 0, 3]):
@@ -390,7 +413,7 @@ def test_augmentation_depends_on_epoch_and_sample_not_on_the_batch(recordings, c
 
 def test_no_augmentation_and_zero_augmentation_change_nothing(recordings, cache_dir) -> None:
     plain = split_by_subject(recordings, 0, [1])["train"]
-    zero = split_by_subject(recordings, 0, [1], Augmentation(0.0, 0.0, 0.0))
+    zero = split_by_subject(recordings, 0, [1], Augmentation(0.0, 0.0, 0.0, 0.0))
     batch = plain.__getitems__(keys(0, 1))["signals"]
     assert np.array_equal(batch, recordings.signals[recordings.subjects != 1][:2]) and batch.flags.writeable
     np.testing.assert_allclose(zero["train"].__getitems__(keys(0, 1))["signals"], batch, atol=1e-5)
@@ -477,7 +500,7 @@ def accuracy(model: torch.nn.Module, dataset: HarDataset) -> float:
 def test_a_linear_model_is_clearly_below_the_network(cache_dir) -> None:
     torch.manual_seed(0)
     recordings = load_synthetic_har(cache_dir)
-    splits = split_by_subject(recordings, 0, rotated_subjects(recordings, 0, 4), Augmentation())
+    splits = split_by_subject(recordings, 0, rotated_subjects(recordings, 0, 4), Augmentation(15.0, 0.1, 0.1, 0.05))
     net = standardised(HarNet(), splits["train"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for epoch in range(5):

@@ -33,7 +33,7 @@ def test_the_encoder_is_taken_over_with_its_statistics_and_trained_on(run_here, 
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
     assert any(not torch.equal(after[name], value) for name, value in before.items())
-    assert load(tmp_path / "last.pth")["model"]["network.head.0.weight"].shape[0] == 16
+    assert load(tmp_path / "last.pth")["model"]["network.heads.3.0.weight"].shape[0] == 16
 
 
 @pytest.mark.parametrize("augmentation", [(), ("--no-augmentation",)])
@@ -61,7 +61,7 @@ def test_a_frozen_encoder_is_in_eval_mode_in_training(trained, cache_dir):
         objective.train(mode)
         network = objective.model.network
         assert not any(module.training for module in network.encoder.modules())
-        assert network.head.training is mode
+        assert all(head.training is mode for head in network.heads)
     assert not any(p.requires_grad for p in network.encoder.parameters())
 
 
@@ -77,7 +77,7 @@ def test_features_computed_once_give_what_the_whole_network_gives(trained, cache
         assert "features" in batches[0] and "features" not in batches[1]
         with torch.no_grad():
             losses = [objective(batch)["loss"] for batch in batches]
-            logits = [objective.logits(batch) for batch in batches]
+            logits = [objective.member_logits(batch) for batch in batches]
         torch.testing.assert_close(logits[0], logits[1])
         torch.testing.assert_close(losses[0], losses[1])
 

@@ -1,5 +1,6 @@
 """An exponential moving average of the weights."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,16 +21,30 @@ class WeightAverage:
         self.enabled = decay > 0
         self._model = model
         self._decay = decay
-        self._updates = 0
+        self._updates: int | Tensor = 0
         self._average = [p.detach().clone() for p in model.parameters()] if self.enabled else []
 
     @torch.no_grad()
-    def update(self) -> None:
-        """After an optimizer step."""
-        if self.enabled:
+    def update(self, grad_norm: Tensor) -> None:
+        """After an optimizer step; one whose gradient norm is not finite was not applied, and is none."""
+        if not self.enabled:
+            return
+        if grad_norm.device.type != "cpu":
+            self._update_without_waiting(grad_norm)
+        elif math.isfinite(grad_norm.item()):
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
             get_ema_multi_avg_fn(decay)(self._average, list(self._model.parameters()), self._updates)
             self._updates += 1
+
+    def _update_without_waiting(self, grad_norm: Tensor) -> None:
+        """The same where the host does not know the norm: the number of updates is kept on the device."""
+        applied = torch.isfinite(grad_norm).double()
+        updates = torch.as_tensor(self._updates, dtype=torch.float64, device=grad_norm.device)
+        weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
+        changes = torch._foreach_sub(list(self._model.parameters()), self._average)
+        torch._foreach_mul_(changes, weight.to(changes[0].dtype))
+        torch._foreach_add_(self._average, changes)
+        self._updates = updates + applied
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -53,7 +68,7 @@ class WeightAverage:
             state["training_model"] = state["model"]
             with self.applied():
                 state["model"] = {name: value.clone() for name, value in self._model.state_dict().items()}
-            state["average_updates"] = self._updates
+            state["average_updates"] = int(self._updates)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Call with the average in the model; the training weights are loaded afterwards."""

@@ -12,6 +12,7 @@ from data.errors import BadInput
 from data.loading import BatchLoader
 from data.order import SampleKeys
 from trainer.average import WeightAverage
+from trainer.background import BackgroundSaver
 from trainer.directory import CONFIG, RESULTS, RunDirectory
 from trainer.flags import Flags
 from trainer.parallel import Parallel
@@ -21,9 +22,11 @@ from trainer.ranks import set_num_threads
 from trainer.resume import choose_start, initialise, resume, take_over
 from trainer.run import Run
 from trainer.runlog import RunLog, SilentLog
+from trainer.running_statistics import RunningStatistics
 from trainer.schedule import LearningFlags, LearningRate, device_scaling_factor
 from trainer.stop import StopRequest
 from trainer.task import Objective, Task, check_batch
+from trainer.watch import Watch
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -102,6 +105,9 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
         stop=StopRequest(),
         seed=flags.run.seed,
         max_grad_norm=flags.learning.max_grad_norm,
+        on_nonfinite=flags.learning.on_nonfinite,
+        watch=Watch(at_once=parallel.device.type == "cpu"),
+        running_statistics=RunningStatistics(objective),
         patience=flags.learning.early_stopping_patience,
         save_every_steps=flags.checkpoint.save_every_steps,
         log_interval=flags.run.log_interval,
@@ -122,7 +128,7 @@ def _claim_directory(run: Run, flags: Flags, argv: Sequence[str], directory: Run
     directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
     if flags.checkpoint.fresh:
         directory.start_over()
-    run.directory = directory
+    run.directory, run.saver = directory, BackgroundSaver(directory)
     directory.discard(RESULTS)
     directory.write_json(CONFIG, {"command_line": list(argv), **run.facts})
     try:

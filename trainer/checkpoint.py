@@ -4,6 +4,7 @@ import hashlib
 import os
 import pickle
 import warnings
+import zipfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,16 +16,19 @@ RESUMABLE = ("optimizers", "position", "step", "best", "totals", "config", "envi
 """Entries without which a run cannot go on."""
 
 
-def read_checkpoint(path: Path, label: str, only_weights: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
-    label: what a message calls the file. only_weights: its `model` entry is enough. Raises BadInput when it is
-    damaged, holds anything else, or lacks what is needed.
+    label: what a message calls the file. only_weights: its `model` entry is enough. verified: its sha256 is known and
+    right, so that the checksums inside it need no look. Raises BadInput when it is damaged, holds anything else, or
+    lacks what is needed.
     """
     try:
         path.open("rb").close()
     except OSError as error:
         raise BadInput(f"{label}: {error.strerror}") from None
+    if not verified:
+        _refuse_damaged_archive(path, label)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
@@ -35,7 +39,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False) -> dict[
                 f"{label}: refused, it holds more than tensors and plain values; nothing in it was run"
             ) from None
         raise BadInput(f"{label}: is damaged: {str(error).splitlines()[0]}") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
         raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
@@ -46,18 +50,39 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False) -> dict[
     return state
 
 
+def _refuse_damaged_archive(path: Path, label: str) -> None:
+    """torch.load does not look at the checksums of the parts of its archive: changed bits would become weights."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return  # nothing that torch writes today; torch.load says what it makes of it
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # as in `read_checkpoint`
+        raise BadInput(f"{label}: is damaged: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+    if damaged is not None:
+        raise BadInput(f"{label}: is damaged: the checksum of its part {damaged} does not match")
+
+
 class _ChecksummedFile:
-    """What torch.save needs of a file; sums up what passes through."""
+    """What torch.save needs of a file; sums up what passes through.
+
+    refusal: why the file system took no more, which torch forgets on its way out.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._sum = hashlib.sha256()
         self.size = 0
+        self.refusal: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self._sum.update(data)
         self.size += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.refusal = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -68,10 +93,15 @@ class _ChecksummedFile:
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> tuple[int, str]:
-    """Writes a file and flushes it to disk; returns its size in bytes and its sha256."""
+    """Writes a file and flushes it to disk; returns its size in bytes and its sha256. Raises OSError, RuntimeError."""
     with path.open("wb") as file:
         summed = _ChecksummedFile(file)
-        torch.save(state, summed)  # type: ignore[arg-type]
+        try:
+            torch.save(state, summed)  # type: ignore[arg-type]
+        except RuntimeError:
+            if summed.refusal is not None:
+                raise summed.refusal from None
+            raise
         file.flush()
         os.fsync(file.fileno())
     return summed.size, summed.sha256

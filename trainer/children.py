@@ -42,7 +42,8 @@ class Failure:
 
     def message(self) -> str:
         """What the run had to say, under its name."""
-        said = self.child.stderr_path.read_text(errors="replace").splitlines()
+        path = self.child.stderr_path
+        said = path.read_text(errors="replace").splitlines() if path.exists() else []
         name, mark = self.child.directory, "error: "
         errors = [f"{mark}{name}: {line.removeprefix(mark)}" for line in said if line.startswith(mark)]
         if errors:

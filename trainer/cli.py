@@ -1,6 +1,5 @@
 """From a command line to an exit status: checks everything, builds everything, then calls train()."""
 
-import errno
 import functools
 import os
 import signal
@@ -8,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from data.errors import BadInput
+from data.files import DISK_FULL
 from trainer.build import build_run, build_task, open_run, set_up_torch
 from trainer.config import refuse
 from trainer.directory import RunDirectory
@@ -24,7 +24,6 @@ from trainer.task import Task
 
 EXIT_FINISHED = 0
 EXIT_BAD_INPUT = 2
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
@@ -96,7 +95,7 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         evaluate_only(flags, task, parallel, directory)
         return EXIT_FINISHED
     try:
-        parallel.on_main(directory.acquire)
+        parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock))
         return train_in(directory, flags, argv, task, parallel)
     except OSError as error:
         if error.errno not in DISK_FULL:

@@ -1,79 +1,40 @@
-"""The run directory: its lock, its checkpoints and their manifest; never fewer than one good checkpoint.
+"""The run directory: its checkpoints, found, read and written; never fewer than one good checkpoint.
 
 A checkpoint is written to a temporary file and flushed; its checksum and position enter `manifest.json`, which is
 flushed and renamed; only then is the file renamed into place. Killed at any point, the directory holds either the
 old state or the new one.
 """
 
-import fcntl
 import json
 import os
 import shutil
-import socket
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from errno import ENOSPC
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from data.errors import BadInput
-from data.files import flush_folder
+from data.files import DISK_FULL, flush_path, replace_text, stamp
 from trainer.checkpoint import read_checkpoint, size_and_sum, write_checkpoint
-from trainer.config import FlagGroup, flag
+from trainer.directory_lock import LOCK, DirectoryLock
+from trainer.manifest import MANIFEST, DamagedManifest, Entry, read_manifest, write_manifest
 from trainer.plan import Position
+from trainer.snapshot import state_bytes
 
-MANIFEST = "manifest.json"
 RESULTS = "results.json"
 CONFIG = "config.json"
-LOCK = "lock"
+METRICS = "metrics.jsonl"
+LINKS = ("last", "best", "final")
 
 
-@dataclass
-class CheckpointFlags(FlagGroup):
-    """The run directory: saving, resuming, evaluating"""
+class NoRoom(BadInput):
+    """A checkpoint did not fit; what was there before stays. problem: what happened, without advice."""
 
-    save_dir: Path = flag(Path("checkpoints/run"), "everything of this run; an unfinished run in it is resumed")
-    save_every_steps: int = flag(0, "also save every so many steps; 0 saves at epoch ends only", at_least=0)
-    keep_checkpoints: int = flag(3, "checkpoints to keep beside best and final; 0 keeps all", metavar="N", at_least=0)
-    resume_from: Path | None = flag(None, "go on from this checkpoint file instead of the newest in --save-dir")
-    init_from: Path | None = flag(None, "start with the weights of this checkpoint file, and nothing else of it")
-    fresh: bool = flag(False, "start over; what --save-dir holds is moved to a folder previous-N inside it")
-    eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir (or --resume-from FILE) on val and test"
-    )
-
-    def problems(self) -> list[str]:
-        found = []
-        for name, path in (("--resume-from", self.resume_from), ("--init-from", self.init_from)):
-            if path is not None and not path.is_file():
-                found.append(f"{name} {path}: {'is not a file' if path.exists() else 'does not exist'}")
-        if self.resume_from is not None and self.init_from is not None:
-            found.append("--resume-from and --init-from: exclude each other; the first goes on, the second starts anew")
-        if self.fresh and self.resume_from is not None:
-            found.append("--fresh and --resume-from: exclude each other; to start from weights use --init-from")
-        if self.eval_only and self.fresh:
-            found.append("--eval-only and --fresh: exclude each other; a fresh directory has nothing to score")
-        return found
-
-
-@dataclass
-class Entry:
-    """One line of the manifest.
-
-    value: the monitored metric, None where there was no validation.
-    best: whether it was the best one so far when it was saved.
-    source: the `--resume-from` of the run that saved it.
-    """
-
-    file: str
-    epoch: int
-    phase: int
-    samples: int
-    step: int
-    value: float | None
-    best: bool
-    bytes: int
-    sha256: str
-    source: str | None
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; free some space and run the same command again, or choose another folder")
+        self.problem = problem
 
 
 class RunDirectory:
@@ -83,17 +44,26 @@ class RunDirectory:
         self.path = path
         self._keep = keep
         self._say = say
+        self._lock = DirectoryLock(path)
         self._entries: list[Entry] = []
-        self._lock: IO[str] | None = None
+        self._lost: list[str] = []
+        """Without any usable checkpoint: what shows that there was one."""
+        self._verified: dict[str, tuple[str, int, int]] = {}
+        """File -> its stamp when it last matched its checksum."""
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(self) -> None:
-        """Creates, locks and repairs the directory. Raises BadInput when it cannot be used."""
+    def acquire(self, take_over_lock: bool = False) -> None:
+        """Creates, locks and repairs the directory. Raises BadInput when it cannot be used.
+
+        take_over_lock: also when a job on another host left its lock.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            self._read_manifest()
+            self._lock.take(take_over_lock)
+            self._find_checkpoints()
+            for entry in self._entries:
+                self._put_in_place(entry)
             for leftover in self.path.glob("*.tmp"):
                 leftover.unlink()
             self._repair_links()
@@ -103,7 +73,7 @@ class RunDirectory:
     def look(self) -> None:
         """Reads what is there without taking the lock or changing anything. Raises BadInput when it cannot."""
         try:
-            self._read_manifest()
+            self._find_checkpoints()
         except OSError as error:
             raise self._unusable(error, "choose the folder of a run") from None
 
@@ -111,9 +81,7 @@ class RunDirectory:
         return BadInput(f"--save-dir {self.path}: {error.strerror or error}; {advice}")
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def require_space(self, num_bytes: int) -> None:
         """Raises BadInput when the file system has no room for one checkpoint."""
@@ -124,29 +92,13 @@ class RunDirectory:
                 "free some space or choose another folder"
             )
 
-    def _take_lock(self) -> None:
-        lock = (self.path / LOCK).open("a+")
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
-            lock.close()
-            raise BadInput(
-                f"--save-dir {self.path}: in use by {holder}; wait for it or choose another folder"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        self._lock = lock
-
     def start_over(self) -> None:
         """Moves everything of the previous run to a folder `previous-N`. Raises BadInput when it cannot."""
         try:
             self._set_aside_previous_run()
         except OSError as error:
             raise self._unusable(error, "choose another folder") from None
-        self._entries = []
+        self._entries, self._lost = [], []
 
     def _set_aside_previous_run(self) -> None:
         old = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("previous-")]
@@ -161,43 +113,96 @@ class RunDirectory:
             path.rename(target / path.name)
         self._say(f"Starting over; the previous run was moved to {target}.")
 
-    def _read_manifest(self) -> None:
-        manifest = self.path / MANIFEST
-        try:
-            content = json.loads(manifest.read_text())
-            entries = [Entry(**entry) for entry in content["checkpoints"]]
-        except FileNotFoundError:
-            entries = []
-        except (ValueError, KeyError, TypeError):
-            self._say(f"{manifest} is damaged.")
-            entries = []
-        present = [entry for entry in entries if (self.path / entry.file).exists()]
-        if not present:
-            present = self._entries_from_files()
-        self._entries = present
+    # --- finding out what is there ---------------------------------------------------------------------------
 
-    def _entries_from_files(self) -> list[Entry]:
-        """Rebuilds what a lost manifest knew, from the checkpoints themselves."""
-        entries = []
-        for path in self.path.glob("checkpoint_*.pth"):
-            state = self._read(path)
-            if state is not None:
-                position, best = Position(**state["position"]), state["best"]
-                is_best = position.at_epoch_start and best is not None and best["epoch"] == position.epoch
-                entries.append(
-                    Entry(
-                        path.name,
-                        **asdict(position),
-                        step=state["step"],
-                        value=best["value"] if is_best else None,
-                        best=is_best,
-                        **size_and_sum(path),
-                        source=state["config"].get("--resume-from"),
-                    )
-                )
+    def _find_checkpoints(self) -> None:
+        """Sets the entries, oldest first. The file of an entry may not have its proper name yet."""
+        listed: list[Entry] = []
+        try:
+            listed = read_manifest(self.path / MANIFEST)
+        except FileNotFoundError:
+            pass
+        except DamagedManifest:
+            self._say(f"{self.path / MANIFEST} is damaged.")
+        # The others that are not there were evicted; these two never are.
+        wanted = [listed[-1], *(entry for entry in reversed(listed) if entry.best)][:2] if listed else []
+        entries = [entry for entry in listed if (self.path / entry.file).is_file() or entry in wanted]
+        missing = self._find_elsewhere(entries)
+        self._entries = [entry for entry in entries if entry not in missing]
+        if not self._entries:
+            self._entries, damaged = self._entries_from_files()
+            self._lost = [f"{file} is damaged" for file in damaged]
+            self._lost += [f"{entry.file} is missing" for entry in missing]
+            self._lost += [f"{RESULTS} is of a run that had some"] if self.read_json(RESULTS) else []
+
+    def _find_elsewhere(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Looks for files that are not under their name, and corrects their entries; returns those not found.
+
+        A link may have outlived its checkpoint, and a kill may have come just before a complete file got its name.
+        """
+        missing = [entry for entry in entries if not (self.path / entry.file).is_file()]
+        if not missing:
+            return []
+        present = [entry.file for entry in entries if entry not in missing]
+        candidates = [*self._links_beside(present), *sorted(path.name for path in self.path.glob("checkpoint_*.tmp"))]
+        found = {}
+        for file in candidates:
+            with suppress(OSError):  # a job that saves at this moment renames them
+                found[size_and_sum(self.path / file)["sha256"]] = file
+        for entry in missing:
+            entry.file = found.get(entry.sha256, entry.file)
+        return [entry for entry in missing if entry.sha256 not in found]
+
+    def _links_beside(self, present: Sequence[str]) -> list[str]:
+        """The links that are more than another name of one of these files."""
+        paths = [self.path / f"{name}.pth" for name in LINKS]
+        return [
+            path.name
+            for path in paths
+            if path.is_file() and not any(path.samefile(self.path / file) for file in present)
+        ]
+
+    def _entries_from_files(self) -> tuple[list[Entry], list[str]]:
+        """Rebuilds what a lost manifest knew from the checkpoints themselves: (entries, names of damaged files)."""
+        checkpoints = sorted(path.name for path in self.path.glob("checkpoint_*.pth") if path.is_file())
+        entries: list[Entry] = []
+        damaged: list[str] = []
+        for file in [*checkpoints, *self._links_beside(checkpoints)]:
+            state = self._read(file)
+            if state is None:
+                damaged.append(file)
+            else:
+                entry = self._entry(state, file)
+                if entry.sha256 not in {other.sha256 for other in entries}:
+                    entries.append(entry)
         if entries:
             self._say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")
-        return sorted(entries, key=lambda entry: entry.step)
+        return sorted(entries, key=lambda entry: entry.step), damaged
+
+    def _entry(self, state: dict[str, Any], file: str) -> Entry:
+        """What the manifest says of a checkpoint, from nothing but its content."""
+        position, best = Position(**state["position"]), state["best"]
+        is_best = position.at_epoch_start and best is not None and best["epoch"] == position.epoch
+        return Entry(
+            file,
+            **asdict(position),
+            step=state["step"],
+            value=best["value"] if is_best else None,
+            best=is_best,
+            **size_and_sum(self.path / file),
+            source=state["config"].get("--resume-from"),
+        )
+
+    def _put_in_place(self, entry: Entry) -> None:
+        """Gives a checkpoint that was found under another name its own."""
+        if entry.file.startswith("checkpoint_") and entry.file.endswith(".pth"):
+            return
+        source, target = self.path / entry.file, self._unused_path(entry.position)
+        self._point(target, source)
+        flush_path(self.path)
+        entry.file = target.name
+        if source.suffix == ".pth":
+            self._say(f"{target} was missing: restored from {source.name}.")
 
     def _repair_links(self) -> None:
         if self._entries:
@@ -211,7 +216,8 @@ class RunDirectory:
 
     @property
     def has_checkpoint(self) -> bool:
-        return bool(self._entries)
+        """Or at least the traces of one: `load_newest` then says what has become of it."""
+        return bool(self._entries or self._lost)
 
     @property
     def newest_source(self) -> str | None:
@@ -240,28 +246,39 @@ class RunDirectory:
             state = self._load_intact(entry)
             if state is not None:
                 for bad in damaged:
-                    (self.path / bad.file).rename((self.path / bad.file).with_suffix(".damaged"))
-                    self._entries.remove(bad)
+                    self._set_aside(bad)
                 self._repair_links()
                 return state
             damaged.append(entry)
+        reasons = self._lost or [f"{entry.file} is damaged" for entry in damaged]
         raise BadInput(
-            f"--save-dir {self.path}: no checkpoint in it is intact (damaged: "
-            f"{', '.join(entry.file for entry in damaged)}); start over with --fresh, or name an intact file with "
-            "--resume-from"
+            f"--save-dir {self.path}: no checkpoint in it is intact ({', '.join(reasons)}); start over with --fresh, "
+            "or name an intact file with --resume-from"
         )
+
+    def _set_aside(self, damaged: Entry) -> None:
+        path = self.path / damaged.file
+        for name in self._links_to(path):
+            (self.path / f"{name}.pth").unlink()
+        path.rename(path.with_suffix(".damaged"))
+        self._entries.remove(damaged)
+
+    def _links_to(self, path: Path) -> list[str]:
+        links = {name: self.path / f"{name}.pth" for name in LINKS}
+        return [name for name, link in links.items() if link.exists() and link.samefile(path)]
 
     def load_best(self) -> dict[str, Any] | None:
         """The best checkpoint, or None when it is damaged or there is none yet."""
         return self._load_intact(self._best) if self._best is not None else None
 
     def load_for_use(self) -> dict[str, Any]:
-        """The best checkpoint; the newest where there was no validation. Changes nothing. Raises BadInput."""
-        entry = self._best or (self._entries[-1] if self._entries else None)
-        state = self._load_intact(entry) if entry is not None else None
-        if state is None:
-            raise BadInput(f"--save-dir {self.path}: holds no intact checkpoint to use; train first")
-        return state
+        """The best intact checkpoint; the newest where there was no validation. Changes nothing. Raises BadInput."""
+        newest_first = self._entries[::-1]
+        for entry in sorted(newest_first, key=lambda entry: not entry.best):
+            state = self._load_intact(entry)
+            if state is not None:
+                return state
+        raise BadInput(f"--save-dir {self.path}: holds no intact checkpoint to use; train first")
 
     def has_results(self, step: int, of_test: bool) -> bool:
         """Whether results.json is of the run after that many steps, with test scores if these are wanted."""
@@ -271,14 +288,29 @@ class RunDirectory:
     def _load_intact(self, entry: Entry) -> dict[str, Any] | None:
         """The checkpoint of an entry; None, and a line for the user, when it is damaged."""
         path = self.path / entry.file
-        if size_and_sum(path)["sha256"] != entry.sha256:
-            self._say(f"{path} is damaged: its sha256 is not the one in {MANIFEST}.")
+        flaw = self._flaw(entry)
+        if flaw is not None:
+            self._say(f"{path} is damaged: {flaw}.")
             return None
-        return self._read(path)
+        return self._read(entry.file, verified=True)
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _flaw(self, entry: Entry) -> str | None:
+        """Why a file is not what it was; its checksum is not worked out again while it does not change."""
+        path = self.path / entry.file
         try:
-            return read_checkpoint(path, str(path))
+            current = stamp(path)
+            if self._verified.get(entry.file) != current:
+                if size_and_sum(path)["sha256"] != entry.sha256:
+                    return f"its sha256 is not the one in {MANIFEST}"
+                self._verified[entry.file] = current
+        except OSError as error:
+            return error.strerror
+        return None
+
+    def _read(self, file: str, verified: bool = False) -> dict[str, Any] | None:
+        path = self.path / file
+        try:
+            return read_checkpoint(path, str(path), verified=verified)
         except BadInput as error:
             self._say(str(error))
             return None
@@ -288,17 +320,19 @@ class RunDirectory:
     def save(self, state: dict[str, Any], value: float | None, is_best: bool) -> Path:
         """Writes one checkpoint and points `last`, and if so `best`, to it.
 
-        value: the monitored metric, None where there was no validation. Raises BadInput when the disk refuses; what
-        was there before stays.
+        value: the monitored metric, None where there was no validation. Raises BadInput when the disk refuses, NoRoom
+        when it is full; what was there before stays.
         """
-        position = Position(**state["position"])
-        path = self._unused_path(position)
+        path = self._unused_path(Position(**state["position"]))
         temporary = path.with_suffix(".tmp")
+        needed = state_bytes(state)
         try:
+            self._refuse_without_room(needed)
+            self._flush_metrics()
             size, checksum = write_checkpoint(state, temporary)
             entry = Entry(
                 path.name,
-                **asdict(position),
+                **state["position"],
                 step=state["step"],
                 value=value,
                 best=is_best,
@@ -306,21 +340,55 @@ class RunDirectory:
                 sha256=checksum,
                 source=state["config"].get("--resume-from"),
             )
-            self._write_manifest([*self._entries, entry])
+            write_manifest(self.path / MANIFEST, [*self._entries, entry])
             temporary.rename(path)
-            flush_folder(self.path)
-            self._entries.append(entry)
+            flush_path(self.path)
+        except (OSError, RuntimeError) as error:
+            self._forget_attempt(temporary)
+            raise self._refusal(error, path.name, needed) from None
+        self._entries.append(entry)
+        self._verified[entry.file] = stamp(path)
+        self._tidy()
+        return path
+
+    def _refuse_without_room(self, needed: int) -> None:
+        """Before anything is written: what is left of a disk that is nearly full is for the logs."""
+        if shutil.disk_usage(self.path).free < needed:
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    def _flush_metrics(self) -> None:
+        """So that no loss of power leaves a checkpoint without the metrics that led to it."""
+        metrics = self.path / METRICS
+        if metrics.exists():
+            flush_path(metrics)
+
+    def _forget_attempt(self, temporary: Path) -> None:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            if not self._entries:
+                # It may name the checkpoint that did not come to be, which would be missed at the next start.
+                (self.path / MANIFEST).unlink(missing_ok=True)
+
+    def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> BadInput:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        free = shutil.disk_usage(self.path).free
+        problem = (
+            f"--save-dir {self.path}: cannot write {file}: {reason}: it needs about {_size(needed)} and "
+            f"{_size(free)} are free; earlier checkpoints are intact"
+        )
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            return NoRoom(problem)
+        return BadInput(f"{problem}; see to the file system, or choose another folder, and run the same command again")
+
+    def _tidy(self) -> None:
+        """After a save. Raises BadInput."""
+        try:
             self._repair_links()
             self._evict()
-        except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise BadInput(
-                f"--save-dir {self.path}: cannot write {path.name}: {reason} "
-                f"({_size(shutil.disk_usage(self.path).free)} free); earlier checkpoints are intact; free some space "
-                "and run the same command again, or choose another folder"
-            ) from None
-        return path
+        except OSError as error:
+            # Without room for a copy the links stay as they are until the next save or start.
+            if error.errno not in DISK_FULL:
+                raise BadInput(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
 
     def mark_final(self) -> None:
         self._link("final", self._entries[-1].file)
@@ -333,20 +401,24 @@ class RunDirectory:
     def write_json(self, name: str, content: Any) -> None:
         """A small file, replaced as a whole. Raises BadInput when the disk refuses."""
         try:
-            _replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
+            replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             raise BadInput(f"--save-dir {self.path}: cannot write {name}: {error.strerror}") from None
 
     def discard(self, name: str) -> None:
-        """Deletes a file of `write_json`."""
-        (self.path / name).unlink(missing_ok=True)
+        """Deletes a file of `write_json`. Raises BadInput when it cannot."""
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise BadInput(f"--save-dir {self.path}: cannot delete {name}: {error.strerror}") from None
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A file of `write_json`; empty when there is none or it is damaged."""
         try:
-            return json.loads((self.path / name).read_text())
-        except (FileNotFoundError, ValueError):
+            content = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
             return {}
+        return content if isinstance(content, dict) else {}
 
     def _unused_path(self, position: Position) -> Path:
         """A file named by position is never overwritten; a run that went back gets another name."""
@@ -363,55 +435,49 @@ class RunDirectory:
     def _evict(self) -> None:
         """Deletes the oldest files beyond `--keep-checkpoints`, never the best or the newest.
 
-        The manifest forgets them at the next save: an entry without a file is ignored.
+        Only intact files count as kept, so that damage to newer ones never costs the last good one. The manifest
+        forgets what was deleted at the next save: an entry without a file is ignored.
         """
         if self._keep == 0:
             return
-        for entry in self._entries[: -self._keep]:
-            if entry is not self._best:
+        num_intact, has_best = 0, False
+        for entry in self._entries[::-1]:
+            if num_intact < self._keep or (entry.best and not has_best):
+                is_intact = self._flaw(entry) is None
+                num_intact += is_intact
+                has_best = has_best or (entry.best and is_intact)
+            else:
                 (self.path / entry.file).unlink(missing_ok=True)
                 self._entries.remove(entry)
 
-    def _write_manifest(self, entries: list[Entry]) -> None:
-        content = {"checkpoints": [asdict(entry) for entry in entries]}
-        _replace_text(self.path / MANIFEST, json.dumps(content, indent=2) + "\n")
-
     def _link(self, name: str, file: str) -> None:
-        """Points NAME.pth to a checkpoint: a hard link, or a copy where the file system has none."""
+        """Points NAME.pth to a checkpoint."""
         target = self.path / f"{name}.pth"
-        if target.exists() and target.samefile(self.path / file):
-            return
-        temporary = self.path / f"{name}.tmp"
+        if not (target.exists() and target.samefile(self.path / file)):
+            self._point(target, self.path / file)
+
+    def _point(self, target: Path, source: Path) -> None:
+        """Gives a file a second name: a hard link, or a copy where the file system has none. Raises OSError."""
+        temporary = target.with_suffix(".link.tmp")
         temporary.unlink(missing_ok=True)
         try:
-            os.link(self.path / file, temporary)
-        except OSError:
-            shutil.copyfile(self.path / file, temporary)
-        temporary.rename(target)
+            try:
+                os.link(source, temporary)
+            except OSError:
+                shutil.copyfile(source, temporary)
+            temporary.rename(target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def refuse_altered(path: Path, label: str) -> None:
     """Raises BadInput when the manifest beside a checkpoint knows it by another checksum."""
     try:
-        entries = json.loads((path.parent / MANIFEST).read_text())["checkpoints"]
-        known = {entry["file"]: entry["sha256"] for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError):
+        known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
+    except (OSError, DamagedManifest):
         return
     if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
         raise BadInput(f"{label}: is damaged: its sha256 is not the one in {path.parent / MANIFEST}")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    flush_folder(path.parent)
 
 
 def _size(num_bytes: int) -> str:

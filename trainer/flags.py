@@ -8,7 +8,7 @@ from typing import Any
 
 from data.errors import BadInput
 from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, parse_flags
-from trainer.directory import CheckpointFlags
+from trainer.directory_flags import CheckpointFlags
 from trainer.plan import BatchFlags
 from trainer.precision import PrecisionFlags
 from trainer.predict import PredictFlags

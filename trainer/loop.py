@@ -3,14 +3,17 @@
 It does not know which task it trains, on how many devices, or in which precision.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from data.loading import Batch
 from data.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.nonfinite import prepare, went_back
 from trainer.parallel import Parallel
 from trainer.pictures import log_pictures
 from trainer.plan import Position
@@ -18,27 +21,46 @@ from trainer.precision import Precision
 from trainer.run import Run
 from trainer.task import Sums
 from trainer.totals import Totals
+from trainer.watch import Attempt
 
 WeightedBatch = tuple[Batch, float]
 
 
+class Outcome(Enum):
+    """How training went on: to the end of the epoch or phase, until a request to stop, or back to a checkpoint."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    WENT_BACK = "went back"
+
+
 def train(run: Run) -> bool:
     """Trains from the run's position to its end. Returns False if it was asked to stop, with all progress saved."""
+    prepare(run)
     while not run.is_complete:
-        if not train_epoch(run):
-            run.save()
-            return False
+        outcome = train_epoch(run)
+        if outcome is Outcome.WENT_BACK:
+            continue
+        if outcome is Outcome.STOPPED:
+            return stopped(run)
         num_epochs = run.progress.position.epoch + 1
         validation = evaluate(run, "val") if run.plan.validates_after(num_epochs) else {}
         if validation is None:
-            run.save()
-            return False
+            return stopped(run)
         finish_epoch(run, validation)
+    run.finish_saving()
     return True
 
 
-def train_epoch(run: Run) -> bool:
-    """Trains what is left of the current epoch. Returns False if it was asked to stop."""
+def stopped(run: Run) -> bool:
+    """Saves everything before a stop is reported. Returns False."""
+    run.save()
+    run.finish_saving()
+    return False
+
+
+def train_epoch(run: Run) -> Outcome:
+    """Trains what is left of the current epoch."""
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
         progress.start_totals()
@@ -49,15 +71,15 @@ def train_epoch(run: Run) -> bool:
     for phase in range(progress.position.phase, len(plan.phase_sizes)):
         if progress.position.phase < phase:
             progress.position = Position(progress.position.epoch, phase, 0)
-        if not train_phase(run):
-            run.log.end_training()
-            return False
+        outcome = train_phase(run)
+        if outcome is not Outcome.DONE:
+            break
     run.log.end_training()
-    return True
+    return outcome
 
 
-def train_phase(run: Run) -> bool:
-    """Trains what is left of the current phase of the current epoch. Returns False if it was asked to stop."""
+def train_phase(run: Run) -> Outcome:
+    """Trains what is left of the current phase of the current epoch. Raises BadInput if it diverges."""
     progress, plan = run.progress, run.plan
     epoch, phase = progress.position.epoch, progress.position.phase
     phase_name = run.task.phases[phase]
@@ -65,28 +87,36 @@ def train_phase(run: Run) -> bool:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for end, window, total_weight, stop in agree_ahead(run, training_windows(run)):
         if stop:
-            return False
+            return Outcome.WENT_BACK if went_back(run, wait=True) else Outcome.STOPPED
         start = progress.position.samples
         middle = Position(epoch, phase, start + (end - start) // 2)
         learning_rate = run.learning_rate.at(plan.epochs_done(middle))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         if total_weight > 0:
-            sums, grad_norm = train_step(
+            run.running_statistics.keep()
+            sums, grad_norm, alarm = train_step(
                 run.net, window, total_weight, phase=phase_name, optimizer=optimizer, params=params,
                 parallel=run.parallel, precision=run.precision, max_grad_norm=run.max_grad_norm,
                 dropout_key=(run.seed, epoch, phase, start),
             )  # fmt: skip
-            run.average.update()
-            progress.totals.add(sums, total_weight if run.parallel.is_main else 0.0)
+            run.running_statistics.undo_unless_finite(grad_norm)
+            run.average.update(grad_norm)
+            progress.totals.add(sums, total_weight if run.parallel.is_main else 0.0, grad_norm)
+            run.watch.add(Attempt(progress.step + 1, progress.position, end, sums["loss"], alarm))
         progress.position = Position(epoch, phase, end)
         progress.step += 1
+        progress.skipped_steps += not window
         run.log.advance(end - start)
-        if progress.step % run.log_interval == 0 and total_weight > 0:
+        logs = progress.step % run.log_interval == 0 and total_weight > 0
+        saves = run.save_every_steps > 0 and progress.step % run.save_every_steps == 0
+        if went_back(run, wait=logs or saves):
+            return Outcome.WENT_BACK
+        if logs:
             log_step(run, learning_rate, grad_norm)
-        if run.save_every_steps and progress.step % run.save_every_steps == 0:
+        if saves:
             run.save()
-    return True
+    return Outcome.WENT_BACK if went_back(run, wait=True) else Outcome.DONE
 
 
 def train_step(
@@ -101,14 +131,15 @@ def train_step(
     precision: Precision,
     max_grad_norm: float,
     dropout_key: tuple[int, ...],
-) -> tuple[Sums, Tensor]:
+) -> tuple[Sums, Tensor, Tensor]:
     """One optimizer step over a window of micro-batches; exact for any split of the samples.
 
     window: each micro-batch with its weight, the number of its loss terms; one of weight 0 adds nothing.
     total_weight: the loss terms of the window over all processes, above 0. Every micro-batch contributes its sum of
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
 
-    Returns this process's sums and the norm of the whole gradient before clipping, both on the device.
+    Returns this process's sums, the norm of the whole gradient before clipping, and the alarm (see `Precision.step`),
+    all on the device. If the norm is not finite, the step was not applied.
     """
     sums: Sums = {}
     for i, (batch, weight) in enumerate(window):
@@ -119,7 +150,7 @@ def train_step(
         for name, value in part.items():
             value = value.detach()
             sums[name] = sums[name] + value if name in sums else value
-    return sums, precision.step(optimizer, params, max_grad_norm)
+    return sums, *precision.step(optimizer, params, max_grad_norm)
 
 
 def counted(sums: Sums, weight: float) -> Sums:
@@ -133,20 +164,25 @@ def counted(sums: Sums, weight: float) -> Sums:
 
 
 def training_windows(run: Run) -> Iterator[tuple[int, list[WeightedBatch]]]:
-    """For each global batch left in the phase: the position after it, and this process's micro-batches of it."""
+    """For each global batch left in the phase: the position after it, and this process's micro-batches of it.
+
+    There are none of a global batch that a rollback left out: its weight is 0, so no process takes a step.
+    """
     position, world_size = run.progress.position, run.parallel.shard[1]
     micro_batch_size = run.batches.micro_batch_size
     bounds = list(run.plan.rest_of_phase(position))
+    left_out = [run.progress.leaves_out(position.epoch, position.phase, *bound) for bound in bounds]
     order = epoch_permutation(run.seed, position.epoch, position.phase, run.plan.phase_sizes[position.phase])
     batches = run.loaders["train"](
         keys
-        for start, end in bounds
+        for (start, end), leave_out in zip(bounds, left_out, strict=True)
+        if not leave_out
         for keys in split_global_batch(
             order[start:end], run.parallel.shard, micro_batch_size, position.epoch, position.phase
         )
     )
-    for start, end in bounds:
-        num_batches = num_micro_batches(end - start, world_size, micro_batch_size)
+    for (start, end), leave_out in zip(bounds, left_out, strict=True):
+        num_batches = 0 if leave_out else num_micro_batches(end - start, world_size, micro_batch_size)
         started = time.perf_counter()
         window = [weighted(next(batches)) for _ in range(num_batches)]
         run.log.data_wait_seconds += time.perf_counter() - started
@@ -207,10 +243,12 @@ def evaluate(run: Run, split: str) -> Sums | None:
 
 def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:
     """Logs the mean loss since the last report; the one place in the step that waits for the device."""
+    run.report_saving()
     progress = run.progress
     totals = progress.totals.reduced(run.parallel)
     loss, weight = float(totals["loss"]), float(totals["weight"])
-    mean_loss = (loss - progress.reported_loss) / (weight - progress.reported_weight)
+    new_weight = weight - progress.reported_weight
+    mean_loss = (loss - progress.reported_loss) / new_weight if new_weight else math.nan  # all steps were skipped
     progress.reported_loss, progress.reported_weight = loss, weight
     run.log.step(
         progress.step,
@@ -226,6 +264,8 @@ def finish_epoch(run: Run, validation: Sums) -> None:
     """
     progress = run.progress
     metrics = run.metrics("train", progress.totals.reduced(run.parallel)) | run.metrics("val", validation)
+    if progress.skipped_steps:
+        metrics["train/skipped_steps"] = progress.skipped_steps
     progress.position = Position(progress.position.epoch + 1)
     value = metrics[run.task.monitor[0]] if validation else None
     is_best = value is not None and run.judge(value)

@@ -1,5 +1,6 @@
 """Number formats: the type of the parameters, autocast, and the gradient scaler."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,8 @@ from trainer.config import FlagGroup, flag
 from trainer.task import Objective, Sums
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE_FLOOR = 1.0
+"""The gradient scaler goes no lower; at the floor an overflow is no longer the scale's fault."""
 
 
 @dataclass
@@ -64,21 +67,48 @@ class Precision:
 
     def backward(self, loss: Tensor, factor: float) -> None:
         """Adds the gradient of loss * factor. loss: a scalar."""
-        # The factor enters as the gradient to begin with, which saves the graph a multiplication.
+        # The factor enters as the gradient to begin with, which saves the graph a multiplication. To it is added zero
+        # times the loss: nothing, or NaN where the loss is not finite. The gradient of such a loss may well be finite;
+        # so it never is, and through the exchange of gradients no process's is.
         scaled = self.scaler.scale(loss)
-        scaled.backward(torch.full_like(scaled, factor))
+        scaled.backward(torch.full_like(scaled, factor).add_(loss.detach(), alpha=0))
 
-    def step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float) -> Tensor:
-        """Unscale, clip, step, clear. Returns the gradient norm before clipping, on the device.
+    def step(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float
+    ) -> tuple[Tensor, Tensor]:
+        """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
-        max_grad_norm: 0 does not clip.
+        optimizer: with fused kernels, at least on a GPU. max_grad_norm: 0 does not clip.
+
+        Returns the gradient norm before clipping and the alarm, both on the device. The alarm is not finite if the
+        norm is not, unless a lower scale of the gradients may help.
         """
         self.scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(params, max_grad_norm or float("inf"))
-        self.scaler.step(optimizer)
-        self.scaler.update()
+        _step_if_finite(optimizer, grad_norm)
+        alarm = self._update_scale(grad_norm) if self.scaler.is_enabled() else grad_norm
         optimizer.zero_grad(set_to_none=True)
-        return grad_norm
+        return grad_norm, alarm
+
+    def _update_scale(self, grad_norm: Tensor) -> Tensor:
+        """Returns the alarm: the norm, or 0 where the scale was above its floor."""
+        one = torch.ones_like(grad_norm)
+        scale = self.scaler.scale(one)
+        self.scaler.update()
+        self.scaler.update(self.scaler.scale(one).clamp(min=SCALE_FLOOR))
+        return torch.where(scale > SCALE_FLOOR, 0.0, grad_norm)
+
+
+def _step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+    """The norm is that of the whole, exchanged gradient, so every process decides alike."""
+    if grad_norm.device.type == "cpu":
+        if math.isfinite(grad_norm.item()):
+            optimizer.step()
+        return
+    # Fused kernels read this where it is, as they do for a gradient scaler: the host need not wait for it.
+    optimizer.found_inf = torch.nan_to_num((grad_norm * 0).float(), nan=1.0)  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.step()
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:

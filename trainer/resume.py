@@ -13,7 +13,7 @@ from trainer.flags import Flags
 from trainer.plan import Position
 from trainer.run import Run, check_weights_fit
 
-START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--eval-only")
+START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
 
 
 def take_over(run: Run, flags: Flags, directory: RunDirectory) -> None:
@@ -29,6 +29,7 @@ def take_over(run: Run, flags: Flags, directory: RunDirectory) -> None:
             )
             progress.best = None
     run.save(best.value if best is not None and is_best else None, is_best)
+    run.finish_saving()
 
 
 def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDirectory) -> bool:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,19 @@ from torch import Tensor, nn
 from data.errors import BadInput
 from data.loading import BatchLoader
 from trainer.average import WeightAverage
+from trainer.background import BackgroundSaver, Snapshot
 from trainer.directory import RunDirectory
 from trainer.parallel import Parallel
 from trainer.plan import BatchSplit, Plan, Position
 from trainer.precision import Precision
 from trainer.runlog import SilentLog
+from trainer.running_statistics import RunningStatistics
 from trainer.schedule import LearningRate
+from trainer.snapshot import snapshot
 from trainer.stop import StopRequest
 from trainer.task import Objective, Sums, Task
 from trainer.totals import Totals, share_of
+from trainer.watch import Watch
 
 
 @dataclass
@@ -39,6 +43,9 @@ class Progress:
     train_seconds: wall time from the first step on, evaluation and saving included, over all sessions.
     totals: sums over this process's share of the current epoch.
     reported_loss, reported_weight: what of the totals over all processes the log has reported.
+    skipped_steps: optimizer steps left out because they were not finite, and global batches left out since then.
+    skipped_in_a_row: the last step skipped, and how many in a row that were.
+    left_out: (epoch, phase, start, stop) of global batches that must not be trained on again.
     """
 
     position: Position = field(default_factory=Position)
@@ -49,6 +56,16 @@ class Progress:
     totals: Totals = field(default_factory=Totals)
     reported_loss: float = 0.0
     reported_weight: float = 0.0
+    skipped_steps: int = 0
+    skipped_in_a_row: tuple[int, int] = (0, 0)
+    left_out: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def leaves_out(self, epoch: int, phase: int, start: int, stop: int) -> bool:
+        """Whether a global batch is to be left out: any of its samples was in one of `left_out`."""
+        return any(
+            (epoch, phase) == (bad_epoch, bad_phase) and start < bad_stop and bad_start < stop
+            for bad_epoch, bad_phase, bad_start, bad_stop in self.left_out
+        )
 
     def start_totals(self) -> None:
         self.totals = Totals()
@@ -57,7 +74,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """One process's view of a training run. `directory` is None on every process but the main one.
+    """One process's view of a training run. `directory` and `saver` are None on every process but the main one.
 
     eval_micro_batch_size: samples per forward of this process in evaluation.
     """
@@ -79,11 +96,15 @@ class Run:
     stop: StopRequest
     seed: int
     max_grad_norm: float
+    on_nonfinite: Literal["stop", "skip", "rollback"]
+    watch: Watch
+    running_statistics: RunningStatistics
     patience: int
     save_every_steps: int
     log_interval: int
     facts: dict[str, Any]
     """What a checkpoint records for the next start: flags, versions, batch arithmetic."""
+    saver: BackgroundSaver | None = None
     progress: Progress = field(default_factory=Progress)
     clock: float = field(default_factory=time.monotonic)
 
@@ -94,9 +115,13 @@ class Run:
         return out_of_patience or self.progress.position.epoch >= self.plan.epochs
 
     def close(self) -> None:
-        """Ends workers and log."""
+        """Ends workers, a write under way, and the log."""
         for loader in self.loaders.values():
             loader.close()
+        if self.saver is not None:
+            unsaved = self.saver.end()
+            if unsaved is not None:
+                self.log.say(unsaved)
         self.log.close()
 
     @property
@@ -127,18 +152,35 @@ class Run:
         return better
 
     def save(self, value: float | None = None, is_best: bool = False) -> None:
-        """Writes a checkpoint of this moment. All processes call it. Raises BadInput if it cannot be written."""
+        """Copies this moment, and writes it as a checkpoint while training goes on. All processes call it.
+
+        Raises BadInput if the one before could not be written, unless for lack of room: then it says so, and tries
+        again. What is to be on the disk now needs `finish_saving`.
+        """
         self.read_clock()
         self.parallel.sync_buffers(self.objective)
         totals = self.progress.totals.reduced(self.parallel)
         # As after a resume, so that an unbroken run adds up in the same order.
         self.progress.totals = share_of(totals, self.parallel)
-        self.parallel.on_main(lambda: self._write_checkpoint(totals, value, is_best))
+        self.parallel.on_main(lambda: self._save_in_background(totals, value, is_best))
 
-    def _write_checkpoint(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:
-        assert self.directory is not None
+    def _save_in_background(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:
+        assert self.saver is not None
+        self.saver.wait()
+        self.report_saving()
+        # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
         self.log.flush()
-        self.directory.save(self._state(totals), value, is_best)
+        self.saver.start(Snapshot(snapshot(self._state(totals), self.saver.take_spare()), value, is_best))
+
+    def report_saving(self) -> None:
+        """Tells the user of a save for which there was no room."""
+        refusal = self.saver.take_refusal() if self.saver is not None else None
+        if refusal is not None:
+            self.log.say(refusal)
+
+    def finish_saving(self) -> None:
+        """Returns when everything saved is on the disk. All processes call it. Raises BadInput if it cannot be."""
+        self.parallel.on_main(lambda: self.saver.finish() if self.saver is not None else None)
 
     def _state(self, totals: dict[str, Tensor]) -> dict[str, Any]:
         progress = self.progress
@@ -154,10 +196,16 @@ class Run:
             "train_seconds": progress.train_seconds,
             "totals": totals,
             "reported": [progress.reported_loss, progress.reported_weight],
+            "skipped_steps": progress.skipped_steps,
+            "left_out": progress.left_out,
             **self.facts,
         }
 
     def _refuse_non_finite(self, weights: Mapping[str, Tensor]) -> None:
+        # A sum is read faster than every value is judged, and tells unless it overflows.
+        finite = [torch.isfinite(value.sum()) for value in weights.values()]
+        if finite and bool(torch.stack(finite).all()):
+            return
         bad = [name for name, value in weights.items() if not bool(torch.isfinite(value).all())]
         if bad:
             position = self.progress.position
@@ -185,6 +233,8 @@ class Run:
             totals=share_of(state["totals"], self.parallel),
             reported_loss=state["reported"][0],
             reported_weight=state["reported"][1],
+            skipped_steps=state.get("skipped_steps", 0),
+            left_out=[tuple(left_out) for left_out in state.get("left_out", [])],
         )
 
 

@@ -44,6 +44,9 @@ class SilentLog:
     def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         """After an epoch and its validation, if it has one; `position` is the end of it."""
 
+    def rewind(self, step: int, position: Position) -> None:
+        """Forgets the records of what came after a step: training went back to it."""
+
     def end_training(self) -> None:
         """The epoch's training is over, or broken off; its evaluation may follow."""
 
@@ -122,6 +125,13 @@ class RunLog(SilentLog):
             self._bar.set_postfix(
                 loss=f"{metrics['train/loss']:.4f}", lr=f"{metrics['learning_rate']:.2e}", refresh=False
             )
+
+    def rewind(self, step: int, position: Position) -> None:
+        path = Path(self._metrics.name)
+        self._metrics.close()
+        self._metrics = _truncated(path, step, position.epoch)
+        self._board.close()
+        self._board = SummaryWriter(str(self._board_directory), purge_step=step + 1)
 
     def end_training(self) -> None:
         self.training_seconds = time.monotonic() - self._epoch_started
@@ -239,13 +249,13 @@ def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
     """
     kept = []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
                 if record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs):
                     kept.append(line + "\n")
-            except (ValueError, KeyError):
-                continue
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # damaged
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     temporary.rename(path)

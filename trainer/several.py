@@ -77,7 +77,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     folders = [VariantFolder.of(variant, flags.multi is not None) for variant in planned]
     directory = RunDirectory(save_dir, flags.checkpoint.keep_checkpoints, say)
     try:
-        directory.acquire()
+        directory.acquire(flags.checkpoint.take_over_lock)
         if directory.has_checkpoint:
             raise BadInput(f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs")
         for folder in folders:

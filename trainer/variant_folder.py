@@ -8,8 +8,9 @@ from typing import Any
 from data.errors import BadInput
 from trainer.config import refuse
 from trainer.console import say
-from trainer.directory import CONFIG, MANIFEST, RESULTS, RunDirectory
+from trainer.directory import CONFIG, RESULTS, RunDirectory
 from trainer.flags import parse
+from trainer.manifest import MANIFEST, DamagedManifest, read_manifest
 from trainer.resume import START_FLAGS
 from trainer.variants import Variant
 
@@ -37,8 +38,11 @@ class VariantFolder:
 
     @property
     def epochs_done(self) -> int:
-        checkpoints = self._read(MANIFEST).get("checkpoints", [])
-        return checkpoints[-1]["epoch"] if checkpoints else 0
+        try:
+            entries = read_manifest(self.variant.directory / MANIFEST)
+        except (OSError, DamagedManifest):
+            return 0
+        return entries[-1].epoch if entries else 0
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:

@@ -32,12 +32,12 @@ from data.windows import (
 )
 from models.deepconvlstm import DeepConvLstm
 from models.ensemble import Ensemble
-from models.har import HarNet, Mode
+from models.har import HarNet, Mode, mean_prediction
 from models.standardised import Standardised
 from models.tinyhar import TinyHar
 from trainer.config import FlagGroup, flag
 from trainer.task import ClassifiedCurves, ConfusionMatrix, Objective, Picture, Sums, Task
-from trainer.tasks.har_encoder import encode, harnet_of, load_encoder, refuse_other_features
+from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_features
 
 
 @dataclass
@@ -58,7 +58,18 @@ class HarFlags(FlagGroup):
         False, "hold nobody out: train on all training subjects and score the weights after the last epoch; for "
         "settings, --epochs among them, that were chosen before",
     )  # fmt: skip
-    augmentation: bool = flag(True, "train on the windows as recorded, without random rotation, scale and noise")
+    augmentation: bool = flag(
+        True, "train on the windows as recorded, not randomly rotated, scaled, played faster or slower"
+    )
+    rotation_deg: float = flag(
+        45.0, "augmentation: rotate the sensors of a window together, about a random axis by up to this angle",
+        metavar="DEGREES", at_least=0, at_most=180,
+    )  # fmt: skip
+    scale_std: float = flag(0.1, "augmentation: multiply each channel by a factor from N(1, this)", at_least=0)
+    tempo_spread: float = flag(
+        0.15, "augmentation: play a window faster or slower by up to this share", at_least=0, below=1
+    )
+    jitter_std: float = flag(0.0, "augmentation: white noise, in standard deviations of the channel", at_least=0)
     model: Literal["harnet", "tinyhar", "deepconvlstm"] = flag(
         "harnet", "harnet: this project's small network; or a published one to compare with: tinyhar (Zhou et al., "
         "2022; has batch norm, see --sync-bn), deepconvlstm (Ordonez and Roggen, 2016; slow on a CPU)",
@@ -68,6 +79,10 @@ class HarFlags(FlagGroup):
         "channels, whose features are concatenated (flatten), averaged, or taken of the first channel only",
     )  # fmt: skip
     hidden_dims: tuple[int, ...] = flag((128,), "of harnet: units of each hidden layer after the encoder", at_least=1)
+    num_members: int = flag(
+        4, "of harnet: small networks side by side, each trained on its own loss, that answer together", metavar="N",
+        at_least=1,
+    )  # fmt: skip
     dropout: float = flag(
         0.2, "dropout before each later layer; the baselines were published with 0.5", at_least=0, below=1
     )
@@ -85,8 +100,9 @@ class HarFlags(FlagGroup):
         if self.data_dir is not None and not self.data_dir.exists() and not self.download:
             advice = "give the UCI HAR folder or zip, or add --download to fetch it to there"
             found.append(f"--data-dir {self.data_dir}: no such file or folder; {advice}")
-        if self.model != "harnet" and (self.mode != "early" or self.hidden_dims != (128,)):
-            found.append(f"--mode and --hidden-dims: belong to --model harnet, not {self.model}; leave them out")
+        if self.model != "harnet" and (self.mode, self.hidden_dims, self.num_members) != ("early", (128,), 4):
+            own = "--mode, --hidden-dims, --num-members"
+            found.append(f"{own}: belong to --model harnet, not {self.model}; leave them out")
         if self.model != "harnet" and self.encoder_path is not None:
             found.append(f"--encoder-path: belongs to --model harnet, not {self.model}; leave it out")
         if self.encoder_path is not None and not self.encoder_path.is_file():
@@ -100,7 +116,10 @@ class HarFlags(FlagGroup):
 
 
 class HarObjective(Objective):
-    """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix."""
+    """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix.
+
+    In training the mean of the losses of a HarNet's members, each on its own; in evaluation that of their answer.
+    """
 
     model: Standardised
 
@@ -109,22 +128,31 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
         self._features_are_verified = False
 
-    def logits(self, batch: Batch) -> Tensor:
-        """(B, 6), from the signals, or from features of the frozen encoder where the batch brings them."""
+    def member_logits(self, batch: Batch) -> Tensor:
+        """(B, num_members, 6), from the signals, or from features of the frozen encoder where the batch brings them."""
+        network = self.model.network
+        if not isinstance(network, HarNet):
+            return self.model(batch["signals"]).unsqueeze(1)
         if "features" not in batch:
-            return self.model(batch["signals"])
+            return network.member_logits(features_of(self.model, batch["signals"]))
         if not self._features_are_verified:
             refuse_other_features(self.model, batch)
             self._features_are_verified = True
-        logits: Tensor = harnet_of(self.model).head(batch["features"])
-        return logits
+        return network.member_logits(batch["features"])
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        logits, label = self.logits(batch), batch["label"]
+        member_logits, label = self.member_logits(batch), batch["label"]
+        logits = mean_prediction(member_logits.detach())
         if not self.training:
             return evaluation_sums(logits, label)
-        loss = F.cross_entropy(logits, label, reduction="sum", label_smoothing=self.label_smoothing)
-        return {"loss": loss, "correct": (logits.argmax(dim=1) == label).sum()}
+        num_members = member_logits.shape[1]
+        losses = F.cross_entropy(
+            member_logits.flatten(0, 1),
+            label.repeat_interleave(num_members),
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        return {"loss": losses / num_members, "correct": (logits.argmax(dim=1) == label).sum()}
 
 
 class HarEnsembleObjective(Objective):
@@ -172,6 +200,7 @@ class HarTask(Task):
 
     Config = HarFlags
     monitor = ("val/accuracy", "max")
+    defaults = {"epochs": 12}
     hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
     headline = ("loss", "accuracy", "macro_f1")
 
@@ -197,7 +226,8 @@ class HarTask(Task):
             val_subjects = named_subjects(self._recordings, config.val_subjects)
         else:
             val_subjects = rotated_subjects(self._recordings, self.seed, config.num_val_subjects)
-        augmentation = Augmentation() if config.augmentation else None
+        strengths = Augmentation(config.rotation_deg, config.scale_std, config.tempo_spread, config.jitter_std)
+        augmentation = strengths if config.augmentation else None
         return split_by_subject(self._recordings, self.seed, val_subjects, augmentation)
 
     @cached_property
@@ -216,7 +246,9 @@ class HarTask(Task):
         elif config.model == "deepconvlstm":
             network = DeepConvLstm(dropout=config.dropout)
         else:
-            network = HarNet(config.mode, hidden_dims=config.hidden_dims, dropout=config.dropout)
+            network = HarNet(
+                config.mode, hidden_dims=config.hidden_dims, dropout=config.dropout, num_members=config.num_members
+            )
             if config.freeze_encoder:
                 network.freeze_encoder()
         return HarObjective(Standardised(network, len(SIGNALS)), config.label_smoothing)
@@ -278,7 +310,7 @@ class HarTask(Task):
         Start and end are in seconds, and empty where the windows came without their recording.
         """
         assert isinstance(objective, HarObjective)
-        probabilities = objective.logits(batch).double().softmax(dim=1).cpu()
+        probabilities = objective.model(batch["signals"]).double().softmax(dim=1).cpu()
         confidence, predicted = probabilities.max(dim=1)
         num_windows = len(predicted)
         first_row = batch["first_row"].tolist() if "first_row" in batch else [None] * num_windows

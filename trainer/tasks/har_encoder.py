@@ -49,14 +49,14 @@ def load_encoder(model: Standardised, path: Path) -> None:
         model.load_state_dict({"mean": weights["mean"], "std": weights["std"]}, strict=False)
 
 
-@torch.no_grad()
 def features_of(model: Standardised, signals: Tensor) -> Tensor:
-    """What the head sees of windows in physical units: (B, F)."""
+    """What the heads of a HarNet see of windows in physical units: (B, num_members, F)."""
     return harnet_of(model).features(model.standardise(signals))
 
 
+@torch.no_grad()
 def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
-    """The features of all windows, (N, F) float32. model: in eval mode, on the CPU."""
+    """The features of all windows, (N, num_members, F) float32. model: in eval mode, on the CPU."""
     parts = []
     for start in range(0, len(dataset), ENCODING_BATCH_SIZE):
         index = np.arange(start, min(start + ENCODING_BATCH_SIZE, len(dataset)))
@@ -65,6 +65,7 @@ def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
     return torch.cat(parts).numpy()
 
 
+@torch.no_grad()
 def refuse_other_features(model: Standardised, batch: Batch) -> None:
     """Raises BadInput where a checkpoint has brought another encoder than the one that the features are of."""
     with torch.autocast(batch["signals"].device.type, enabled=False):

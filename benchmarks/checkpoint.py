@@ -1,0 +1,198 @@
+"""What a checkpoint costs the training that goes on meanwhile.
+
+    python benchmarks/checkpoint.py
+
+A model of 50 million parameters on the CPU, whose state with two moments is 600 MB, trains through the command line's
+own loop. Blocks of steps without and with one save take turns; beside them a plain copy of the same tensors and a save
+that is waited for are timed. A block with a save ends when its checkpoint is on the disk. Figures are medians of the
+ratios of neighbours: machines change speed from minute to minute.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trainer.build import build_run, build_task, open_run, set_up_torch
+from trainer.config import FlagGroup, flag, refuse
+from trainer.directory import RunDirectory
+from trainer.flags import parse
+from trainer.loop import train_epoch
+from trainer.parallel import SingleDevice
+from trainer.run import Run
+from trainer.snapshot import state_bytes
+from trainer.task import Objective, Task
+
+WIDTH, NUM_LAYERS = 4096, 3
+BATCH_SIZE = 8
+
+
+class Inputs:
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitems__(self, keys):
+        draw = np.random.default_rng(keys.index)
+        return {"x": draw.normal(size=(len(keys.index), WIDTH)).astype(np.float32)}
+
+
+class Autoencoder(Objective):
+    def forward(self, batch, phase="train"):
+        return {"loss": F.mse_loss(self.model(batch["x"]), batch["x"], reduction="none").mean(1).sum()}
+
+
+@dataclass
+class LargeFlags(FlagGroup):
+    """Task: a large model"""
+
+    num_train: int = flag(BATCH_SIZE, "training samples", at_least=1)
+
+
+class Large(Task):
+    Config = LargeFlags
+    monitor = ("val/loss", "min")
+
+    def splits(self):
+        return {"train": Inputs(self.config.num_train), "val": Inputs(1), "test": Inputs(1)}
+
+    def build_objective(self):
+        return Autoencoder(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)]))
+
+    def summarise(self, sums):
+        return {"loss": float(sums["loss"] / sums["weight"])}
+
+
+def build_lockstep(folder: Path, num_steps: int) -> Run:
+    argv = [
+        "--task", f"{__file__}:Large", "--save-dir", str(folder), "--epochs", "1", "--batch-size", str(BATCH_SIZE),
+        "--num-train", str(BATCH_SIZE * num_steps), "--log-interval", "1000000", "--keep-checkpoints", "1",
+        "--device", "cpu", "--num-threads", "1",
+    ]  # fmt: skip
+    flags, problems = parse(argv, several_devices=False)
+    refuse(problems)
+    parallel = SingleDevice(torch.device("cpu"))
+    set_up_torch(flags, parallel)
+    directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
+    directory.acquire()
+    run, notes = build_run(flags, build_task(flags), parallel, directory)
+    open_run(run, notes, flags, argv, directory)
+    return run
+
+
+class Timer:
+    """Saves after the first step of every other block of steps, and times everything from within the loop."""
+
+    def __init__(self, run: Run, num_steps: int) -> None:
+        self.run, self.num_steps = run, num_steps
+        self.steps_done = -1  # the first step allocates the moments
+        self.stalls: list[float] = []
+        self.clones: list[float] = []
+        self.blocking: list[float] = []
+        self.without: list[float] = []
+        self.with_save: list[float] = []
+        self.started = 0.0
+        self.advance, run.log.advance = run.log.advance, self.after_step
+
+    def after_step(self, num_samples: int) -> None:
+        self.advance(num_samples)
+        self.steps_done += 1
+        num_blocks, step_of_block = divmod(self.steps_done, self.num_steps)
+        saves = num_blocks % 2 == 1
+        if step_of_block == 0 and num_blocks > 0:
+            self._end_block(saved=not saves)
+        if step_of_block == 0:
+            self.started = time.perf_counter()
+            if saves:
+                self.run.save()
+                self.stalls.append(time.perf_counter() - self.started)
+
+    def _end_block(self, saved: bool) -> None:
+        self.run.finish_saving()
+        (self.with_save if saved else self.without).append(time.perf_counter() - self.started)
+        if saved:
+            self._time_references()
+
+    def _time_references(self) -> None:
+        state = self.run.parallel.full_state(self.run.objective, self.run.optimizers)
+        tensors = []
+        started = time.perf_counter()
+        for value in state["model"].values():
+            tensors.append(value.clone())
+        for moments in state["optimizers"]["train"]["state"].values():
+            tensors += [value.clone() for value in moments.values()]
+        self.clones.append(time.perf_counter() - started)
+        del tensors
+        started = time.perf_counter()
+        self.run.save()
+        self.run.finish_saving()
+        self.blocking.append(time.perf_counter() - started)
+
+
+def measure(num_cycles: int, num_steps: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        run = build_lockstep(Path(folder), 1 + 2 * num_cycles * num_steps)
+        timer = Timer(run, num_steps)
+        train_epoch(run)
+        num_bytes = state_bytes(run.parallel.full_state(run.objective, run.optimizers))
+        num_parameters = run.num_parameters
+        run.close()
+        run.directory.release()
+    extra = [more - less for more, less in zip(timer.with_save, timer.without, strict=True)]
+    return {
+        "stall_over_clone": median_ratio(timer.stalls, timer.clones),
+        "extra_over_blocking_save": median_ratio(extra, timer.blocking),
+        "stall_s": round(statistics.median(timer.stalls), 3),
+        "clone_s": round(statistics.median(timer.clones), 3),
+        "blocking_save_s": round(statistics.median(timer.blocking), 3),
+        "steps_without_s": round(statistics.median(timer.without), 3),
+        "steps_with_save_s": round(statistics.median(timer.with_save), 3),
+        "stalls_over_clones": [round(a / b, 3) for a, b in zip(timer.stalls, timer.clones, strict=True)],
+        "extras_over_blocking_saves": [round(a / b, 3) for a, b in zip(extra, timer.blocking, strict=True)],
+        "num_steps": num_steps,
+        "num_cycles": num_cycles,
+        "num_parameters": num_parameters,
+        "state_mb": round(num_bytes / 1e6),
+        "torch": torch.__version__,
+    }
+
+
+def median_ratio(times: list[float], references: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(times, references, strict=True)), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=9, help="pairs of blocks, one of them with a save")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a block")
+    arguments = parser.parse_args()
+    result = measure(arguments.cycles, arguments.steps)
+    print(f"{result['num_parameters'] / 1e6:.0f} M parameters, a state of {result['state_mb']} MB; medians")
+    for name, key in (
+        ("a plain copy of it", "clone_s"),
+        ("stall of the loop for a save", "stall_s"),
+        ("a save that is waited for", "blocking_save_s"),
+        (f"{result['num_steps']} steps without a save", "steps_without_s"),
+        (f"{result['num_steps']} steps with one", "steps_with_save_s"),
+    ):
+        print(f"  {name:<32}{result[key]:>9.3f} s")
+    print(f"  {'stall / plain copy':<32}{result['stall_over_clone']:>9.3f}")
+    print(f"  {'extra time / waited-for save':<32}{result['extra_over_blocking_save']:>9.3f}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

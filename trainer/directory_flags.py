@@ -1,0 +1,37 @@
+"""The flags of the run directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import FlagGroup, flag
+
+
+@dataclass
+class CheckpointFlags(FlagGroup):
+    """The run directory: saving, resuming, evaluating"""
+
+    save_dir: Path = flag(Path("checkpoints/run"), "everything of this run; an unfinished run in it is resumed")
+    save_every_steps: int = flag(0, "also save every so many steps; 0 saves at epoch ends only", at_least=0)
+    keep_checkpoints: int = flag(3, "checkpoints to keep beside best and final; 0 keeps all", metavar="N", at_least=0)
+    resume_from: Path | None = flag(None, "go on from this checkpoint file instead of the newest in --save-dir")
+    init_from: Path | None = flag(None, "start with the weights of this checkpoint file, and nothing else of it")
+    fresh: bool = flag(False, "start over; what --save-dir holds is moved to a folder previous-N inside it")
+    take_over_lock: bool = flag(
+        False, "use --save-dir although a job on another host left its lock there: that job must have ended"
+    )
+    eval_only: bool = flag(
+        False, "do not train: score the best weights of --save-dir (or --resume-from FILE) on val and test"
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        for name, path in (("--resume-from", self.resume_from), ("--init-from", self.init_from)):
+            if path is not None and not path.is_file():
+                found.append(f"{name} {path}: {'is not a file' if path.exists() else 'does not exist'}")
+        if self.resume_from is not None and self.init_from is not None:
+            found.append("--resume-from and --init-from: exclude each other; the first goes on, the second starts anew")
+        if self.fresh and self.resume_from is not None:
+            found.append("--fresh and --resume-from: exclude each other; to start from weights use --init-from")
+        if self.eval_only and self.fresh:
+            found.append("--eval-only and --fresh: exclude each other; a fresh directory has nothing to score")
+        return found

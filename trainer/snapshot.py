@@ -1,0 +1,75 @@
+"""A copy of a run's state in host memory, which can be written while training goes on."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def snapshot(state: dict[str, Any], spare: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state with every tensor copied into host memory; what was one tensor under two names stays one.
+
+    spare: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
+    memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once.
+    """
+    buffers = defaultdict(list)
+    for buffer in tensors_of(spare):
+        buffers[_kind(buffer)].append(buffer)
+    copies: dict[Any, Tensor] = {}
+    gpus: set[torch.device] = set()
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.detach().to("cpu", copy=True)
+        key = (tensor.device, tensor.data_ptr(), _kind(tensor))
+        if key not in copies:
+            on_gpu = tensor.device.type == "cuda"
+            fitting = buffers[_kind(tensor)]
+            buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
+            copies[key] = buffer.copy_(tensor.detach(), non_blocking=on_gpu)
+            if on_gpu:
+                gpus.add(tensor.device)
+        return copies[key]
+
+    copied = _with_tensors_replaced(state, copy_tensor)
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
+    return copied
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a state; one under two names counts once."""
+    found: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        found[id(tensor)] = tensor
+        return tensor
+
+    _with_tensors_replaced(state, note)
+    return list(found.values())
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of the tensors of a state."""
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors must have in common to be copied into each other's memory."""
+    return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None
+
+
+def _with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        replaced = copy.copy(value)  # a state dict carries attributes too
+        for name, item in value.items():
+            replaced[name] = _with_tensors_replaced(item, replace)
+        return replaced
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors_replaced(item, replace) for item in value)
+    return value
