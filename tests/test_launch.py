@@ -103,6 +103,7 @@ def test_torch_distributed_launch(tmp_path, run_together, one_device):
     assert_same_run(tmp_path, 2, one_device)
 
 
+@pytest.mark.slow
 def test_variables_set_by_hand_in_two_terminals(tmp_path, run_together, one_device):
     """Without LOCAL_RANK, which a user would forget."""
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -138,6 +139,7 @@ def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
     assert any(line.startswith("Batch: 10 samples per optimizer step, from 4 per device per forward") for line in lines)
 
 
+@pytest.mark.slow
 def test_own_task(tmp_path, command):
     task = "examples/own_task.py:Spirals"
     args = ["--task", task, "--epochs", 2, "--num-threads", 1, "--lr", 0.01, "--seed", 3, "--save-dir", tmp_path]

@@ -263,7 +263,7 @@ POLICIES_AND_POISONS = list(itertools.product(("skip", "rollback"), POISONS))
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("skip", "flat_loss"), ("rollback", "gradient")]),
+        (2, [("rollback", "gradient")]),
         pytest.param(2, POLICIES_AND_POISONS, marks=pytest.mark.slow),
         pytest.param(3, POLICIES_AND_POISONS, marks=pytest.mark.slow),
     ],

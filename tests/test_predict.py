@@ -408,6 +408,7 @@ def test_a_disk_that_refuses(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
     """`| head -1`; the table is longer than a pipe holds."""
     path = save_windows(tmp_path / "walks.npy", np.tile(windows, (100, 1, 1)))

@@ -396,6 +396,7 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
 EXACT = ["--dropout", "0", "--dtype", "float64", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(argv, command, tmp_path, signals_restored):
     same = [*argv, *EXACT, "--l2-emb", "0.01"]
     one = run_main(same, tmp_path / "one")

@@ -234,12 +234,13 @@ def assert_same_as_by_hand(directory, argv, seed, cli):
 SLOWLY = [*WEIGHTED_RUN, "--epochs", 6, "--delay-s", 0.2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize(
     "launcher",
     [
         ["main.py"],
-        pytest.param(["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"], marks=pytest.mark.slow),
+        ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"],
     ],
 )
 def test_killed_parent_leaves_no_process_and_nothing_unsaved(launcher, start, tmp_path):
@@ -332,6 +333,7 @@ def in_use(directory):
         holder.stdin.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
     argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
     with in_use(tmp_path / "seed-1") as pid:
