@@ -4,7 +4,8 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from data.errors import BadInput
 from data.files import DISK_FULL
@@ -20,6 +21,7 @@ from trainer.predict import find_run, predict, rebuild_task
 from trainer.ranks import RankEnvironment, one_process_problems, pick_device, read_rank_environment
 from trainer.score import evaluate_only, score
 from trainer.several import train_several
+from trainer.state import RunState, recorded
 from trainer.task import Task
 
 EXIT_FINISHED = 0
@@ -96,14 +98,22 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         return EXIT_FINISHED
     try:
         parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock))
-        return train_in(directory, flags, argv, task, parallel)
+        with recorded(directory, parallel) as state, refusing_full_disk(directory):
+            return train_in(directory, flags, argv, task, parallel, state)
+    finally:
+        directory.release()
+
+
+@contextmanager
+def refusing_full_disk(directory: RunDirectory) -> Iterator[None]:
+    """Makes a BadInput of what the file system says when it has no room."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
         advice = "earlier checkpoints are intact; free some space and run the same command again"
         raise BadInput(f"--save-dir {directory.path}: {error.strerror}; {advice}") from None
-    finally:
-        directory.release()
 
 
 def label_new_data(flags: Flags, parallel: Parallel) -> None:
@@ -118,7 +128,9 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     predict(flags.prediction, trained, task, parallel, precision, batch_size)
 
 
-def train_in(directory: RunDirectory, flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
+def train_in(
+    directory: RunDirectory, flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel, state: RunState
+) -> int:
     """Trains in a directory that is held; returns the exit status."""
     run, notes = build_run(flags, task, parallel, directory)
     if run.is_complete and parallel.on_main(lambda: directory.has_results(run.progress.step, flags.run.test)):
@@ -127,12 +139,16 @@ def train_in(directory: RunDirectory, flags: Flags, argv: Sequence[str], task: T
                 f"This run is finished: {directory.path} holds its results after {run.progress.position.epoch} epochs. "
                 "To train on raise --epochs, to start over add --fresh."
             )
+        state.finished(run)
         return EXIT_FINISHED
     try:
         open_run(run, notes, flags, argv, directory)
         run.stop.install()
+        state.running(run)
         if train(run) and score(run, flags.run.test):
+            state.finished(run)
             return EXIT_FINISHED
+        state.preempted()
         run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
         number = run.stop.signal_number
         return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number

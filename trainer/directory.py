@@ -220,6 +220,11 @@ class RunDirectory:
         return bool(self._entries or self._lost)
 
     @property
+    def holds_run(self) -> bool:
+        """Whether a run was ever opened in it."""
+        return self.has_checkpoint or (self.path / CONFIG).exists()
+
+    @property
     def newest_source(self) -> str | None:
         """The `--resume-from` that the newest checkpoint descends from."""
         return self._entries[-1].source if self._entries else None

@@ -1,0 +1,88 @@
+"""What has become of a run, for scripts: `state.json` in its directory.
+
+Launchers such as torchrun exit alike after a stop with everything saved, a mistake of the user and a crash; this file
+tells them apart.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Literal
+
+from data.errors import BadInput
+from trainer.directory import RunDirectory
+from trainer.parallel import Parallel
+from trainer.run import Run
+
+STATE = "state.json"
+
+State = Literal["running", "finished", "preempted", "refused", "failed"]
+
+
+class RunState:
+    """Writes the state of the run in a directory that is held. All processes call `running`, `finished`, `preempted`.
+
+    These raise BadInput when the disk refuses.
+    """
+
+    def __init__(self, directory: RunDirectory, parallel: Parallel) -> None:
+        self._directory = directory
+        self._parallel = parallel
+        self._run: Run | None = None
+
+    def running(self, run: Run) -> None:
+        """From the moment on at which a request to stop saves everything."""
+        self._run = run
+        self._parallel.on_main(lambda: self._write("running"))
+
+    def finished(self, run: Run) -> None:
+        """When results.json is there. Does not touch a file that says so already."""
+        self._run = run
+        self._parallel.on_main(lambda: None if self._says("finished") else self._write("finished"))
+
+    def preempted(self) -> None:
+        """When the run was asked to stop and everything is saved."""
+        self._parallel.on_main(lambda: self._write("preempted"))
+
+    def ended_badly(self, state: Literal["refused", "failed"], message: str | None = None) -> None:
+        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""
+        if self._parallel.is_main and (self._run is not None or self._directory.holds_run):
+            with suppress(BadInput):
+                self._write(state, message)
+
+    def _says(self, state: State) -> bool:
+        return self._directory.read_json(STATE).get("state") == state
+
+    def _write(self, state: State, message: str | None = None) -> None:
+        run = self._run
+        self._directory.write_json(
+            STATE,
+            {
+                "state": state,
+                "epoch": run.progress.position.epoch if run is not None else None,
+                "step": run.progress.step if run is not None else None,
+                "signal": run.stop.signal_number if run is not None else None,
+                "message": message,
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        )
+
+
+@contextmanager
+def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
+    """Around all that happens while a directory is held: notes whatever ends it by an exception."""
+    state = RunState(directory, parallel)
+    try:
+        yield state
+    except BadInput as error:
+        state.ended_badly("refused", str(error))
+        raise
+    except KeyboardInterrupt:
+        raise  # before training began: nothing has changed
+    except BaseException:  # SystemExit too: the second Ctrl-C, which does not wait for a save
+        state.ended_badly("failed")
+        raise
