@@ -264,6 +264,7 @@ def test_folder_that_cannot_be_written_to(place, more, refused, tmp_path):
     assert contents(tmp_path) == {"file": b"precious"}
 
 
+@pytest.mark.slow
 def test_error_in_a_group_of_processes_is_printed_once(command, tmp_path):
     (tmp_path / "file").write_text("precious")
     done = command(*launcher(2), *TINY, "--device", "cpu", "--save-dir", tmp_path / "file", status=2)

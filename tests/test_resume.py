@@ -146,7 +146,7 @@ def assert_same_samples(parts, expected):
     assert covered == len(expected) == NUM_STEPS
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_killed_and_resumed_in_the_same_world_is_equal_to_the_bit(world_size, unbroken, tmp_path, environment):
     """Dropout, a worker, augmentation, accumulation and an average of the weights, all on."""
     directory, expected = unbroken(world_size, "--dropout", 0.2)
@@ -176,6 +176,7 @@ def test_resumed_on_other_numbers_of_devices(unbroken, tmp_path, environment):
     assert largest_difference(load(directory / "final.pth"), load(broken / "final.pth")) < 1e-9
 
 
+@pytest.mark.slow
 def test_all_worlds_learn_the_same(unbroken):
     """The step rule and the order of samples, through the real command lines."""
     directory, expected = unbroken(1, "--dtype", "float64")
