@@ -24,12 +24,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trainer.build import build_run, build_task, open_run, set_up_torch
-from trainer.config import FlagGroup, flag, refuse
-from trainer.directory import RunDirectory
-from trainer.flags import parse
+from benchmarks.opened_run import opened_run
+from trainer.config import FlagGroup, flag
 from trainer.loop import train_epoch
-from trainer.parallel import SingleDevice
 from trainer.run import Run
 from trainer.snapshot import state_bytes
 from trainer.task import Objective, Task
@@ -78,19 +75,10 @@ class Large(Task):
 
 def build_lockstep(folder: Path, num_steps: int) -> Run:
     argv = [
-        "--task", f"{__file__}:Large", "--save-dir", str(folder), "--epochs", "1", "--batch-size", str(BATCH_SIZE),
+        "--task", f"{__file__}:Large", "--epochs", "1", "--batch-size", str(BATCH_SIZE),
         "--num-train", str(BATCH_SIZE * num_steps), "--log-interval", "1000000", "--keep-checkpoints", "1",
-        "--device", "cpu", "--num-threads", "1",
     ]  # fmt: skip
-    flags, problems = parse(argv, several_devices=False)
-    refuse(problems)
-    parallel = SingleDevice(torch.device("cpu"))
-    set_up_torch(flags, parallel)
-    directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
-    directory.acquire()
-    run, notes = build_run(flags, build_task(flags), parallel, directory)
-    open_run(run, notes, flags, argv, directory)
-    return run
+    return opened_run(folder, argv)
 
 
 class Timer:

@@ -27,17 +27,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.opened_run import opened_run
 from data.loading import KeyedDataset
 from data.order import SampleKeys, epoch_permutation
 from data.windows import SIGNALS, HarDataset, HarRecordings
 from models.har import HarNet
 from models.standardised import Standardised
-from trainer.build import build_run, build_task, open_run, set_up_torch
-from trainer.config import refuse
-from trainer.directory import RunDirectory
-from trainer.flags import parse
 from trainer.loop import train
-from trainer.parallel import SingleDevice
 from trainer.tasks.har import HarObjective, HarTask
 
 BATCH_SIZE = 16
@@ -147,20 +143,11 @@ class BareLoop:
 
 def build_lockstep(folder: Path, num_epochs: int):
     argv = [
-        "--task", f"{__file__}:SmallHar", "--save-dir", str(folder), "--epochs", str(num_epochs),
+        "--task", f"{__file__}:SmallHar", "--epochs", str(num_epochs),
         "--batch-size", str(BATCH_SIZE), "--lr", str(PEAK_LR), "--warmup-epochs", str(WARMUP_EPOCHS),
         "--max-grad-norm", str(MAX_GRAD_NORM), "--weight-decay", str(WEIGHT_DECAY), "--no-augmentation",
-        "--device", "cpu", "--num-threads", "1",
     ]  # fmt: skip
-    flags, problems = parse(argv, several_devices=False)
-    refuse(problems)
-    parallel = SingleDevice(torch.device("cpu"))
-    set_up_torch(flags, parallel)
-    directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
-    directory.acquire()
-    run, notes = build_run(flags, build_task(flags), parallel, directory)
-    open_run(run, notes, flags, argv, directory)
-    return run
+    return opened_run(folder, argv)
 
 
 class Turns:

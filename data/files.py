@@ -4,7 +4,10 @@ import errno
 import os
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
@@ -24,16 +27,26 @@ def flush_path(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replaces a file as a whole, durably: whatever happens, the old or the new content is there. Raises OSError."""
-    temporary = path.with_suffix(".tmp")
+    with written_as_a_whole(path, path.with_suffix(".tmp")) as file:
+        file.write(text)
+    flush_path(path.parent)
+
+
+@contextmanager
+def written_as_a_whole(path: Path, temporary: Path) -> Iterator[IO[str]]:
+    """A text file that takes its place when all of it is on the disk; if anything fails, nothing changes.
+
+    temporary: its name until then, in the same folder. Raises OSError.
+    """
     try:
-        with temporary.open("w") as file:
-            file.write(text)
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     finally:
-        temporary.unlink(missing_ok=True)
-    flush_path(path.parent)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def stamp(path: Path) -> tuple[str, int, int]:

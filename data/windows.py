@@ -1,7 +1,9 @@
 """Windows of inertial signals: who is trained on, who is held out, and how training windows are varied."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -55,11 +57,11 @@ class Augmentation:
 class HarDataset:
     """Windows of some people in physical units, in memory that processes share."""
 
-    def __init__(self, recordings: HarRecordings, rows: np.ndarray, augment: "WindowAugmenter | None" = None) -> None:
+    def __init__(self, recordings: HarRecordings, rows: np.ndarray) -> None:
         """rows: (n,) int64, which windows of the recordings."""
         self._signals = recordings.signals
         self._rows = rows
-        self._augment = augment
+        self._augment: WindowAugmenter | None = None
         self.labels = recordings.labels[rows]
 
     def __len__(self) -> int:
@@ -72,6 +74,13 @@ class HarDataset:
             signals = self._augment(signals, keys.epoch, keys.index)
         return {"signals": signals, "label": self.labels[keys.index]}
 
+    def augmented(self, strength: Augmentation, seed: int) -> "HarDataset":
+        """The same windows, changed at random."""
+        varied = copy.copy(self)
+        varied._augment = WindowAugmenter(strength, self.statistics[1], seed)
+        return varied
+
+    @cached_property
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of each channel over the windows as recorded, (9,) float64 each."""
         signals = self._signals[self._rows]
@@ -164,8 +173,7 @@ def split_by_subject(
     rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
     splits = {name: HarDataset(recordings, np.flatnonzero(chosen)) for name, chosen in rows.items() if chosen.any()}
     if augmentation is not None:
-        augment = WindowAugmenter(augmentation, splits["train"].statistics()[1], seed)
-        splits["train"] = HarDataset(recordings, np.flatnonzero(rows["train"]), augment)
+        splits["train"] = splits["train"].augmented(augmentation, seed)
     return splits
 
 

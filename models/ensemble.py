@@ -7,6 +7,15 @@ import torch
 from torch import Tensor, nn
 
 
+def log_mean_probabilities(logits: Tensor) -> Tensor:
+    """The logarithm of the mean of several classifiers' probabilities: (B, members, C) -> (B, C), float32 or wider.
+
+    Half precision would round the probabilities away that a mean consists of.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.log_softmax(dim=2).logsumexp(dim=1) - math.log(logits.shape[1])
+
+
 class Ensemble(nn.Module):
     """The logarithm of the mean of the members' probabilities.
 
@@ -19,10 +28,4 @@ class Ensemble(nn.Module):
         self.members = nn.ModuleList(members)
 
     def forward(self, x: Tensor) -> Tensor:
-        total = torch.stack([_log_probabilities(member(x)) for member in self.members]).logsumexp(dim=0)
-        return total - math.log(len(self.members))
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    """Half precision would round the probabilities away that a mean consists of."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=1)
+        return log_mean_probabilities(torch.stack([member(x) for member in self.members], dim=1))

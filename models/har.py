@@ -6,6 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from models.ensemble import log_mean_probabilities
+
 Mode = Literal["early", "flatten", "average", "first"]
 
 NUM_MOVEMENT_CHANNELS = 6
@@ -54,7 +56,7 @@ class HarNet(nn.Module):
         self.heads = nn.ModuleList(_head(num_features, num_classes, hidden_dims, dropout) for _ in range(num_members))
 
     def forward(self, x: Tensor) -> Tensor:
-        return mean_prediction(self.member_logits(self.features(x)))
+        return log_mean_probabilities(self.member_logits(self.features(x)))
 
     def features(self, x: Tensor) -> Tensor:
         """What the members' heads see of the windows: (B, num_members, num_features)."""
@@ -83,11 +85,6 @@ class HarNet(nn.Module):
         if self._encoder_is_frozen:
             self.encoder.eval()
         return self
-
-
-def mean_prediction(member_logits: Tensor) -> Tensor:
-    """Logits of the members' mean probabilities: (B, num_members, C) -> (B, C)."""
-    return member_logits.log_softmax(dim=2).logsumexp(dim=1)
 
 
 class Encoder(nn.Module):

@@ -265,14 +265,14 @@ def test_splits_hold_the_windows_of_their_subjects_and_statistics_those_trained_
         np.testing.assert_allclose(samples["signals"], raw[expected], rtol=1e-6)
         assert samples["label"].tolist() == recordings.labels[expected].tolist()
         assert samples["signals"].dtype == np.float32 and samples["label"].dtype == np.int64
-    mean, std = splits["train"].statistics()
+    mean, std = splits["train"].statistics
     np.testing.assert_allclose(mean, raw[rows["train"]].mean(axis=(0, 2)), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(std, raw[rows["train"]].std(axis=(0, 2)), rtol=1e-5)
 
 
 def test_statistics_are_those_of_the_windows_as_recorded(recordings) -> None:
-    plain = split_by_subject(recordings, 0, [3])["train"].statistics()
-    augmented = split_by_subject(recordings, 0, [3], Augmentation(0.0, 0.0, 0.0, 5.0))["train"].statistics()
+    plain = split_by_subject(recordings, 0, [3])["train"].statistics
+    augmented = split_by_subject(recordings, 0, [3], Augmentation(0.0, 0.0, 0.0, 5.0))["train"].statistics
     assert all(np.array_equal(a, b) for a, b in zip(plain, augmented, strict=True))
 
 
@@ -280,7 +280,7 @@ def test_a_dead_channel_has_deviation_1(recordings) -> None:
     signals = recordings.signals.copy()
     signals[:, 4] = 0.25
     dead = HarRecordings(signals, recordings.labels, recordings.subjects, recordings.is_test)
-    mean, std = split_by_subject(dead, 0, [1])["train"].statistics()
+    mean, std = split_by_subject(dead, 0, [1])["train"].statistics
     assert (mean[4], std[4]) == (0.25, 1.0) and (std > 0).all()
 
 
@@ -468,7 +468,7 @@ def test_synthetic_recordings_are_a_function_of_the_seed() -> None:
 
 def standardised(network: torch.nn.Module, dataset: HarDataset) -> Standardised:
     model = Standardised(network, len(SIGNALS))
-    model.set_statistics(*dataset.statistics())
+    model.set_statistics(*dataset.statistics)
     return model
 
 

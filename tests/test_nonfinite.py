@@ -48,6 +48,11 @@ def shown(samples):
     return ",".join(map(str, samples))
 
 
+ALL_BAD = (
+    "--poisoned", shown(range(NUM_TRAIN)), "--poisoned-epoch", 0, "--batch-size", 1, "--global-batch-size", 1
+)  # fmt: skip
+
+
 def arguments(directory, *more):
     return [str(argument) for argument in (*HARD, "--save-dir", directory, *more)]
 
@@ -176,20 +181,14 @@ def test_rolled_back_to_the_initial_weights_and_twice_more(trained, without_the_
 
 def test_rollback_gives_up_when_every_batch_is_bad(trained):
     """A checkpoint at a later position but without any further step is none that would count."""
-    directory, output, error = trained(
-        "run", "--poisoned", shown(range(NUM_TRAIN)), "--poisoned-epoch", 0, "--batch-size", 1,
-        "--global-batch-size", 1, "--on-nonfinite", "rollback", status=2,
-    )  # fmt: skip
+    directory, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "rollback", status=2)
     assert output.count("Went back to optimizer step ") == 10
     assert "the run went back 10 times already" in error
     assert load(directory / "last.pth")["step"] == 10
 
 
 def test_skipping_gives_up_when_nothing_but_bad_batches_comes(trained):
-    _, output, error = trained(
-        "run", "--poisoned", shown(range(NUM_TRAIN)), "--poisoned-epoch", 0, "--batch-size", 1,
-        "--global-batch-size", 1, "--on-nonfinite", "skip", status=2,
-    )  # fmt: skip
+    _, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
     assert output.count("Skipped: ") == 100
     assert "so were the 100 before it" in error
 

@@ -27,7 +27,7 @@ from tests.test_har_data import write_layout
 from trainer.cli import main
 from trainer.config import flag_values, group_from_values
 from trainer.flags import parse
-from trainer.predict import written_as_a_whole
+from trainer.predict import output_file
 from trainer.stop import STOP_SIGNALS
 
 SMALL = (
@@ -389,7 +389,7 @@ def test_a_kill_leaves_nothing_half_written(own_run, command, cli, tmp_path, mon
 def test_a_failure_leaves_what_was_there(tmp_path):
     output = tmp_path / "labels.csv"
     output.write_text("precious")
-    with pytest.raises(ZeroDivisionError), written_as_a_whole(output) as file:
+    with pytest.raises(ZeroDivisionError), output_file(output) as file:
         file.write("half")
         raise ZeroDivisionError
     assert output.read_text() == "precious" and list(tmp_path.iterdir()) == [output]
@@ -397,12 +397,12 @@ def test_a_failure_leaves_what_was_there(tmp_path):
 
 def test_a_disk_that_refuses(tmp_path):
     for name in ("x" * 255, "no/such/folder/x"):
-        with pytest.raises(BadInput, match=r"--output .*: cannot be written: "), written_as_a_whole(tmp_path / name):
+        with pytest.raises(BadInput, match=r"--output .*: cannot be written: "), output_file(tmp_path / name):
             raise AssertionError("nothing was opened")
     (tmp_path / f"full.csv.{os.getpid()}.tmp").symlink_to("/dev/full")
     with (
         pytest.raises(BadInput, match=r"--output .*full.csv: cannot be written: No space left"),
-        written_as_a_whole(tmp_path / "full.csv") as file,
+        output_file(tmp_path / "full.csv") as file,
     ):
         file.write("a table")
     assert not list(tmp_path.iterdir())

@@ -50,6 +50,11 @@ def flag(default: Any, help: str, **limits: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": _Flag(help, **limits)})
 
 
+def shown(value: Any) -> str:
+    """A flag's value as one would type it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
 class FlagGroup:
     """Base of a dataclass whose fields are flags. The first line of its docstring heads its part of `--help`."""
 

@@ -8,9 +8,9 @@ old state or the new one.
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -473,6 +473,28 @@ class RunDirectory:
             temporary.rename(target)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """The checkpoint of a run. label: what messages call its weights, in the plural."""
+
+    label: str
+    state: dict[str, Any]
+
+
+def find_weights(directory: RunDirectory, files: Mapping[str, Path | None]) -> TrainedRun:
+    """The first checkpoint file that is given, by flag; without any the best weights of the directory.
+
+    Changes nothing. Raises BadInput.
+    """
+    for name, path in files.items():
+        if path is not None:
+            refuse_altered(path, f"{name} {path}")
+            return TrainedRun(f"the weights in {path}", read_checkpoint(path, f"{name} {path}", only_weights=True))
+    directory.look()
+    state = directory.load_for_use()
+    return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {directory.path}", state)
 
 
 def refuse_altered(path: Path, label: str) -> None:

@@ -16,6 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from torch import Tensor
 
 from data.order import SampleKeys
+from trainer.precision import of_dtype
 from trainer.run import Run
 from trainer.task import ClassifiedCurves, ConfusionMatrix, Picture, Sums
 
@@ -52,13 +53,10 @@ def _example_pictures(run: Run, split: str) -> Mapping[str, Picture]:
     """Those of a few samples, spread evenly over the data set."""
     last = len(run.task.splits()[split]) - 1
     keys = SampleKeys(np.unique(np.linspace(0, last, NUM_EXAMPLES).astype(np.int64)), epoch=0)
-    device, dtype, autocast_dtype = run.parallel.device, run.precision.dtype, run.precision.autocast_dtype
-    batch = {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in next(iter(run.loaders[split]([keys]))).items()
-    }
-    autocast = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    with run.average.applied(), _training_undisturbed(run), autocast:
+    device = run.parallel.device
+    examples = next(iter(run.loaders[split]([keys])))
+    batch = of_dtype({name: tensor.to(device) for name, tensor in examples.items()}, run.precision.dtype)
+    with run.average.applied(), _training_undisturbed(run), run.precision.autocast(device.type):
         return run.task.example_pictures(run.objective, batch)
 
 

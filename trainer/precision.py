@@ -65,6 +65,10 @@ class Precision:
         parameters = str(self.dtype).removeprefix("torch.")
         return parameters if self.autocast_dtype is None else f"{parameters} with {self.amp} autocast"
 
+    def autocast(self, device_type: str) -> torch.autocast:
+        """The context in which forwards run."""
+        return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
     def backward(self, loss: Tensor, factor: float) -> None:
         """Adds the gradient of loss * factor. loss: a scalar."""
         # The factor enters as the gradient to begin with, which saves the graph a multiplication. To it is added zero
@@ -118,6 +122,11 @@ def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
     return Precision(amp, dtype, device)
 
 
+def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its floating-point tensors in another type."""
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+
+
 class PrecisionForward(nn.Module):
     """What the parallel wrappers wrap: the objective in the run's precision.
 
@@ -132,9 +141,7 @@ class PrecisionForward(nn.Module):
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         if self.dtype != torch.float32:
-            batch = {
-                name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()
-            }
+            batch = of_dtype(batch, self.dtype)
         if self.autocast_dtype is None:
             return self.objective(batch, phase)
         with torch.autocast(batch["weight"].device.type, dtype=self.autocast_dtype):

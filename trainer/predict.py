@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from data.errors import BadInput
-from data.loading import Batch, BatchLoader, KeyedDataset
+from data.files import written_as_a_whole
+from data.loading import BatchLoader, KeyedDataset
 from data.order import evaluation_keys
-from trainer.checkpoint import read_checkpoint
-from trainer.config import FlagGroup, flag, flag_values, group_from_values, refuse
-from trainer.directory import RunDirectory, refuse_altered
+from trainer.config import FlagGroup, flag, flag_values, group_from_values, refuse, shown
+from trainer.directory import RunDirectory, TrainedRun, find_weights
 from trainer.parallel import Parallel
-from trainer.precision import Precision
+from trainer.precision import Precision, of_dtype
 from trainer.run import check_weights_fit
 from trainer.task import Objective, Task
 from trainer.tasks import find_task
@@ -59,26 +59,13 @@ class PredictFlags(FlagGroup):
         return []
 
 
-@dataclass(frozen=True)
-class TrainedRun:
-    """The checkpoint of a run. label: what messages call its weights, in the plural."""
-
-    label: str
-    state: Mapping[str, Any]
-
-
 def find_run(directory: RunDirectory, resume_from: Path | None) -> TrainedRun:
     """The best weights of a run directory, or those of one checkpoint file. Raises BadInput."""
-    if resume_from is None:
-        directory.look()
-        state = directory.load_for_use()
-        return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {directory.path}", state)
-    label = f"--resume-from {resume_from}"
-    refuse_altered(resume_from, label)
-    state = read_checkpoint(resume_from, label, only_weights=True)
-    if not ("task" in state and "config" in state):
-        raise BadInput(f"{label}: holds weights, but not of which model; give the checkpoint of a run")
-    return TrainedRun(f"the weights in {resume_from}", state)
+    run = find_weights(directory, {"--resume-from": resume_from})
+    if not ("task" in run.state and "config" in run.state):
+        reason = "holds weights, but not of which model; give the checkpoint of a run"
+        raise BadInput(f"--resume-from {resume_from}: {reason}")
+    return run
 
 
 def rebuild_task(run: TrainedRun, task_name: str | None, task_flags: FlagGroup, cache_dir: Path) -> Task:
@@ -121,15 +108,11 @@ def _refuse_changes(given: Mapping[str, Any], recorded: Mapping[str, Any], label
     nothing = "no such flag"
     refuse(
         [
-            f"{name} {_shown(value)}: {label} were trained with {_shown(recorded.get(name, nothing))}; leave it out"
+            f"{name} {shown(value)}: {label} were trained with {shown(recorded.get(name, nothing))}; leave it out"
             for name, value in given.items()
             if value != recorded.get(name, nothing)
         ]
     )
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def predict(
@@ -154,7 +137,7 @@ def predict(
             if files.output is None:
                 _print_table(table, bar)
                 return
-            with written_as_a_whole(files.output) as file:
+            with output_file(files.output) as file:
                 _write_table(table, file, bar)
     print(f"Labelled {len(dataset)} samples of {files.predict} with {run.label}: {files.output}")
 
@@ -165,19 +148,14 @@ def label_samples(
 ) -> Table:
     """The task's predictions for a data set, in its order, batch by batch. objective: on the device of parallel."""
     objective.eval()
-    amp = precision.autocast_dtype
     loader = BatchLoader(dataset, task.collate, pin_memory=parallel.device.type == "cuda")
     for batch in loader(evaluation_keys(len(dataset), parallel.shard, batch_size)):
-        on_device = _of_type(parallel.to_device(batch), precision.dtype)
-        with torch.autocast(parallel.device.type, amp, enabled=amp is not None):
+        on_device = of_dtype(parallel.to_device(batch), precision.dtype)
+        with precision.autocast(parallel.device.type):
             columns = task.predictions(objective, on_device)
         if any(len(values) != len(batch["index"]) for values in columns.values()):
             raise TypeError(f"{type(task).__name__}.predictions must give one value per sample in every column")
         yield columns
-
-
-def _of_type(batch: Batch, dtype: torch.dtype) -> Batch:
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -203,24 +181,14 @@ def _print_table(table: Table, bar: "tqdm[Any]") -> None:
 
 
 @contextmanager
-def written_as_a_whole(path: Path) -> Iterator[IO[str]]:
-    """A text file that takes its place when all of it is on the disk; if anything fails, nothing changes.
-
-    Raises BadInput when the file system refuses.
-    """
+def output_file(path: Path) -> Iterator[IO[str]]:
+    """The file of `--output`, written as a whole or not at all. Raises BadInput when the file system refuses."""
     path = path.resolve()  # what a link points to is replaced, not the link
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        with written_as_a_whole(path, path.with_name(f"{path.name}.{os.getpid()}.tmp")) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise BadInput(f"--output {path}: cannot be written: {error.strerror}; name another file") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from data.errors import BadInput
 from trainer.average import WeightAverage
 from trainer.checkpoint import read_checkpoint
-from trainer.config import flag_values
+from trainer.config import flag_values, shown
 from trainer.directory import RunDirectory, refuse_altered
 from trainer.flags import Flags
 from trainer.plan import Position
@@ -63,7 +63,7 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
 
 def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     """Restores a checkpoint; returns what the user should know. Raises BadInput when it does not fit."""
-    changed = changed_flags(run, state)
+    changed = changed_flags(state["config"], run.facts["config"])
     if state["task"] != run.facts["task"]:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     advice = "choose another --save-dir, or start over with --fresh"
@@ -82,7 +82,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     notes += [
-        f"Changed since the checkpoint: {name} {_shown(old)} -> {_shown(new)}" for name, (old, new) in changed.items()
+        f"Changed since the checkpoint: {name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()
     ]
     then, now = state["environment"], run.facts["environment"]
     if then["num_devices"] != now["num_devices"] and run.batches.global_batch_size == state["global_batch_size"]:
@@ -96,23 +96,19 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def changed_flags(run: Run, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Flags whose value differs from the checkpoint's: (then, now)."""
+def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Flags of two starts of a run whose value differs, but for those that say how to start: (then, now)."""
     return {
-        name: (state["config"][name], value)
-        for name, value in run.facts["config"].items()
-        if name in state["config"] and name not in START_FLAGS and state["config"][name] != value
+        name: (then[name], value)
+        for name, value in now.items()
+        if name in then and name not in START_FLAGS and then[name] != value
     }
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
     """What to undo when a checkpoint is of another model: the task's flags that changed."""
-    changed = changed_flags(run, state)
-    own = [f"{name} (was {_shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
+    changed = changed_flags(state["config"], run.facts["config"])
+    own = [f"{name} (was {shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
     return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
 
 

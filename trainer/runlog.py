@@ -13,11 +13,10 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from trainer.console import say
+from trainer.console import of_headline, say, table_line
 from trainer.plan import Position
 
 PLAIN_LINE_INTERVAL_S = 10.0
-NUMBER_WIDTH = len("-1.2345e-05")
 HYPERPARAMETERS_SUFFIX = ".hparams"
 
 
@@ -146,7 +145,7 @@ class RunLog(SilentLog):
         }
         self._record("epoch", step, position, {**metrics, **speed})
         self._draw({"data_wait_seconds": self.data_wait_seconds}, step)
-        self._table_row(position.epoch, {**self._of_headline(metrics), **speed})
+        self._table_row(position.epoch, {**of_headline(metrics, self._headline), **speed})
         self._last_line = time.monotonic()
 
     def _table_row(self, epoch: int, row: Mapping[str, float]) -> None:
@@ -157,28 +156,19 @@ class RunLog(SilentLog):
         self._table_line(str(epoch), {name: f"{value:.5g}" for name, value in row.items()})
 
     def _table_line(self, first: str, cells: Mapping[str, str]) -> None:
-        texts = [f"{first:>5}", *(f"{cells.get(name, '-'):>{max(len(name), NUMBER_WIDTH)}}" for name in self._columns)]
-        line = "  ".join(texts)
+        line = table_line(f"{first:>5}", self._columns, cells)
         say(line)
         self._val_log.write(line + "\n")
 
     def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
         self._draw(metrics, step)
         self._metrics.write(json.dumps({"event": "result", "step": step, **_json_numbers(metrics)}) + "\n")
-        shown = self._of_headline(metrics)
+        shown = of_headline(metrics, self._headline)
         num_more = len(metrics) - len(shown)
         line = f"Finished, {how}: {scores_text(shown) or 'nothing was left to score'}"
         line += f", and {num_more} more in results.json" if num_more else ""
         self.say(line)
         self._val_log.write(line + "\n")
-
-    def _of_headline(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Of metrics by name, such as "val/loss", those that the console shows."""
-        return {
-            name: value
-            for name, value in metrics.items()
-            if not self._headline or name.partition("/")[2] in self._headline
-        }
 
     def pictures(self, step: int, pictures: Mapping[str, Summary.Image]) -> None:
         self._add(self._board, [Summary.Value(tag=name, image=image) for name, image in pictures.items()], step)

@@ -4,8 +4,7 @@ from typing import Any
 
 from trainer.average import WeightAverage
 from trainer.build import assemble_run, describe_run, example_batch
-from trainer.checkpoint import read_checkpoint
-from trainer.directory import RESULTS, RunDirectory, refuse_altered
+from trainer.directory import RESULTS, RunDirectory, find_weights
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
@@ -82,7 +81,10 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
 
 def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
-    label, state = parallel.on_main(lambda: _state_to_score(flags, directory))
+    given = flags.checkpoint
+    files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
+    trained = parallel.on_main(lambda: find_weights(directory, files))
+    label, state = trained.label, {"config": {}} | trained.state
     run = assemble_run(flags, task, parallel, None)
     check_weights_fit(run.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
     run.objective.model.load_state_dict(state["model"])
@@ -95,14 +97,3 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDi
         lines.append(scores_text(run.metrics(split, sums)))
     if parallel.is_main:
         print("\n".join(lines))
-
-
-def _state_to_score(flags: Flags, directory: RunDirectory) -> tuple[str, dict[str, Any]]:
-    given = flags.checkpoint
-    for name, path in (("--resume-from", given.resume_from), ("--init-from", given.init_from)):
-        if path is not None:
-            refuse_altered(path, f"{name} {path}")
-            return f"the weights in {path}", {"config": {}} | read_checkpoint(path, f"{name} {path}", only_weights=True)
-    directory.look()
-    state = directory.load_for_use()
-    return f"the weights of epoch {state['position']['epoch']} in {directory.path}", state

@@ -7,11 +7,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.console import say
+from trainer.console import of_headline, say, table_line
 from trainer.runlog import PLAIN_LINE_INTERVAL_S
 
 SECONDS = "train_seconds"
-NUMBER_WIDTH = len("-1.2345e-05")
 
 
 class Progress:
@@ -72,12 +71,10 @@ class Table:
 
     def _row(self, name: str, metrics: Mapping[str, float], seconds: float | None = None) -> None:
         if not self._columns:
-            shown = [m for m in metrics if not self._headline or m.partition("/")[2] in self._headline]
-            self._columns = [*shown, SECONDS]
+            self._columns = [*of_headline(metrics, self._headline), SECONDS]
             self._line("run", {column: column for column in self._columns})
         cells = {column: f"{metrics[column]:.5g}" for column in self._columns if column in metrics}
         self._line(name, cells if seconds is None else cells | {SECONDS: f"{seconds:.1f}"})
 
     def _line(self, name: str, cells: Mapping[str, str]) -> None:
-        texts = [f"{cells.get(column, '-'):>{max(len(column), NUMBER_WIDTH)}}" for column in self._columns]
-        say("  ".join([f"{name:<{self._name_width}}", *texts]))
+        say(table_line(f"{name:<{self._name_width}}", self._columns, cells))

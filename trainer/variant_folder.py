@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.errors import BadInput
-from trainer.config import refuse
+from trainer.config import refuse, shown
 from trainer.console import say
 from trainer.directory import CONFIG, RESULTS, RunDirectory
 from trainer.flags import parse
 from trainer.manifest import MANIFEST, DamagedManifest, read_manifest
-from trainer.resume import START_FLAGS
+from trainer.resume import changed_flags
 from trainer.variants import Variant
-
-# They say how to start, or where; not what the run is.
-IGNORED_FLAGS = {*START_FLAGS, "--save-dir"}
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,9 @@ class VariantFolder:
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Flags that differ from those that the run was last started with, if it was: (then, now)."""
-        then = self._read(CONFIG).get("config", {})
-        return {
-            name: (then[name], value)
-            for name, value in self.config.items()
-            if name in then and name not in IGNORED_FLAGS and then[name] != value
-        }
+        changed = changed_flags(self._read(CONFIG).get("config", {}), self.config)
+        changed.pop("--save-dir", None)  # the folder may have been moved
+        return changed
 
     @property
     def is_finished(self) -> bool:
@@ -61,9 +55,10 @@ class VariantFolder:
 
     def refuse_another_run(self) -> None:
         """Raises BadInput when the folder holds a run with another seed, or one that holds out something else."""
+        changed = self.changed
         for name in ("--seed", *(token for token in self.variant.fold_flags if token.startswith("--"))):
-            if name in self.changed:
-                then, now = map(_shown, self.changed[name])
+            if name in changed:
+                then, now = map(shown, changed[name])
                 raise BadInput(
                     f"--save-dir {self.variant.directory}: holds a run with {name} {then}, not {now}; choose another "
                     "--save-dir, or start over with --fresh"
@@ -71,9 +66,7 @@ class VariantFolder:
 
     def changes_text(self) -> str:
         """For a message; empty without changes."""
-        return ", ".join(
-            f"{name} {_shown(then)} instead of {_shown(now)}" for name, (then, now) in self.changed.items()
-        )
+        return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in self.changed.items())
 
     def entry(self) -> dict[str, Any]:
         """What summary.json says of a finished run; "directory" is below that of all runs."""
@@ -85,7 +78,3 @@ class VariantFolder:
             "metrics": results["metrics"],
             "train_seconds": results["train_seconds"],
         }
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

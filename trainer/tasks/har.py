@@ -31,8 +31,8 @@ from data.windows import (
     subject_folds,
 )
 from models.deepconvlstm import DeepConvLstm
-from models.ensemble import Ensemble
-from models.har import HarNet, Mode, mean_prediction
+from models.ensemble import Ensemble, log_mean_probabilities
+from models.har import HarNet, Mode
 from models.standardised import Standardised
 from models.tinyhar import TinyHar
 from trainer.config import FlagGroup, flag
@@ -100,7 +100,8 @@ class HarFlags(FlagGroup):
         if self.data_dir is not None and not self.data_dir.exists() and not self.download:
             advice = "give the UCI HAR folder or zip, or add --download to fetch it to there"
             found.append(f"--data-dir {self.data_dir}: no such file or folder; {advice}")
-        if self.model != "harnet" and (self.mode, self.hidden_dims, self.num_members) != ("early", (128,), 4):
+        harnet_defaults = (HarFlags.mode, HarFlags.hidden_dims, HarFlags.num_members)
+        if self.model != "harnet" and (self.mode, self.hidden_dims, self.num_members) != harnet_defaults:
             own = "--mode, --hidden-dims, --num-members"
             found.append(f"{own}: belong to --model harnet, not {self.model}; leave them out")
         if self.model != "harnet" and self.encoder_path is not None:
@@ -142,7 +143,7 @@ class HarObjective(Objective):
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         member_logits, label = self.member_logits(batch), batch["label"]
-        logits = mean_prediction(member_logits.detach())
+        logits = log_mean_probabilities(member_logits.detach())
         if not self.training:
             return evaluation_sums(logits, label)
         num_members = member_logits.shape[1]
@@ -256,7 +257,7 @@ class HarTask(Task):
     def initialise(self, objective: Objective) -> None:
         """The statistics of the windows that are trained on, and the encoder of `--encoder-path`."""
         assert isinstance(objective, HarObjective)
-        objective.model.set_statistics(*self._windows["train"].statistics())
+        objective.model.set_statistics(*self._windows["train"].statistics)
         if self.config.encoder_path is not None:
             load_encoder(objective.model, self.config.encoder_path)
 
