@@ -1,7 +1,9 @@
 """From sample keys to batches, in order, in this process or in worker processes."""
 
+import ctypes
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -12,6 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from data.order import SampleKeys
 
 Batch = dict[str, Tensor]
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends."""
 
 
 class KeyedDataset(Protocol):
@@ -69,7 +74,7 @@ class BatchLoader:
                 collate_fn=_as_it_is,
                 pin_memory=pin_memory,
                 persistent_workers=True,
-                worker_init_fn=_leave_signals_to_the_trainer,
+                worker_init_fn=_depend_on_the_trainer,
                 # A forked worker starts at once and shares the data; a spawned one imports torch and copies it.
                 multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
                 # A generator of its own: making an iterator draws from it, and must not disturb the global one.
@@ -83,10 +88,12 @@ class BatchLoader:
         return iter(self._workers)
 
     def close(self) -> None:
-        """Ends the workers. Without it the interpreter would wait for them for ever: it asks by SIGTERM."""
+        """Ends the workers, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM."""
         iterator = self._workers._iterator if self._workers is not None else None
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+            for process in iterator._workers:  # type: ignore[attr-defined]
+                process.kill()
 
     def _in_process(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         for key in keys:
@@ -100,7 +107,10 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_the_trainer(worker_id: int) -> None:
+def _depend_on_the_trainer(worker_id: int) -> None:
     # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
+    # However it ends: torch's own watch for that looks only between two batches.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from data.errors import BadInput
 from trainer.directory import RunDirectory
+from trainer.failure import Failure
 from trainer.parallel import Parallel
 from trainer.run import Run
 
@@ -76,13 +77,18 @@ class RunState:
 def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     """Around all that happens while a directory is held: notes whatever ends it by an exception."""
     state = RunState(directory, parallel)
+    parallel.before_forced_end(lambda message: state.ended_badly("failed", message))
     try:
-        yield state
+        with parallel.explaining():
+            yield state
     except BadInput as error:
         state.ended_badly("refused", str(error))
         raise
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed
-    except BaseException:  # SystemExit too: the second Ctrl-C, which does not wait for a save
+    except Failure as failure:
+        state.ended_badly("failed", str(failure) or None)
+        raise
+    except BaseException:  # SystemExit: the second Ctrl-C, which does not wait for a save
         state.ended_badly("failed")
         raise
