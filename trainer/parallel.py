@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from data.errors import BadInput
 from data.loading import Batch
-from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, torchrun_agent
 from trainer.task import Objective, Sums
 
 T = TypeVar("T")
@@ -65,6 +66,15 @@ class Parallel(ABC):
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
     local_world_size: int = 1
+
+    @cached_property
+    def agents(self) -> list[str]:
+        """The torchrun agents that started this run's processes; none without torchrun. All processes ask for them."""
+        return sorted({agent for agent in self._gather(torchrun_agent()) if agent is not None})
+
+    def _gather(self, value: T) -> list[T]:
+        """The value of every process."""
+        return [value]
 
     @property
     def is_main(self) -> bool:
