@@ -2,7 +2,7 @@
 
 Sequences of unequal length, a loss term per step of a sequence, augmentation, dropout on request, a batch coupled to
 nothing. With the environment variable LOCKSTEP_RECORD set to a folder, every process writes there which samples its
-forwards received, and how often it evaluated.
+forwards received and when, and how often it evaluated.
 """
 
 import json
@@ -102,7 +102,7 @@ def record(batch, training) -> None:
             file.write(".")
     elif folder:
         counted = batch["weight"] > 0
-        line = {"epoch": int(batch["epoch"][0]), "index": batch["index"][counted].tolist()}
+        line = {"epoch": int(batch["epoch"][0]), "index": batch["index"][counted].tolist(), "time": time.time()}
         # One write call of one line: a kill leaves whole lines, and perhaps one cut short.
         with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -19,7 +19,7 @@ from trainer.parallel import Parallel
 from trainer.plan import BatchSplit, Plan, split_batch
 from trainer.precision import Precision, PrecisionForward, choose_precision
 from trainer.ranks import set_num_threads
-from trainer.resume import choose_start, initialise, resume, take_over
+from trainer.resume import choose_start, initialise, resume, starts_over, take_over
 from trainer.run import Run
 from trainer.runlog import RunLog, SilentLog
 from trainer.running_statistics import RunningStatistics
@@ -64,13 +64,14 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     All processes call it; a BadInput is raised on all of them.
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
-    run = assemble_run(flags, task, parallel, state)
+    run = assemble_run(flags, task, parallel, state or parallel.on_main(lambda: directory.earlier_attempt))
     return run, resume(run, state) if state is not None else initialise(run, flags)
 
 
 def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
     """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training."""
-    run.parallel.on_main(lambda: _claim_directory(run, flags, argv, directory))
+    facts = {"command_line": list(argv), "torchrun_agents": run.parallel.agents, **run.facts}
+    run.parallel.on_main(lambda: _claim_directory(run, flags, facts, directory))
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
     run.net = run.parallel.wrap(run.net, example_batch(run.task), run.task.phases[0])
@@ -78,10 +79,13 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
         take_over(run, flags, directory)
 
 
-def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[str, Any] | None) -> Run:
-    """The parts, with fresh weights, no run directory and a silent log. state: the checkpoint to go on from."""
+def assemble_run(flags: Flags, task: Task, parallel: Parallel, before: Mapping[str, Any] | None) -> Run:
+    """The parts, with fresh weights, no run directory and a silent log.
+
+    before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
+    """
     values = flags.values()
-    batches, lr_factor = arrange_batches(flags, values, parallel, state)
+    batches, lr_factor = arrange_batches(flags, values, parallel, before)
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
     eval_every = flags.run.eval_every if "val" in task.splits() else None
     plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
@@ -122,15 +126,15 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, state: Mapping[st
     )
 
 
-def _claim_directory(run: Run, flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
+def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], directory: RunDirectory) -> None:
     """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
     weights = sum(value.nbytes for value in run.objective.state_dict().values())
     directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
-    if flags.checkpoint.fresh:
+    if starts_over(directory, flags):
         directory.start_over()
     run.directory, run.saver = directory, BackgroundSaver(directory)
     directory.discard(RESULTS)
-    directory.write_json(CONFIG, {"command_line": list(argv), **run.facts})
+    directory.write_json(CONFIG, facts)
     try:
         run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
     except OSError as error:
@@ -141,7 +145,7 @@ def _claim_directory(run: Run, flags: Flags, argv: Sequence[str], directory: Run
 
 
 def arrange_batches(
-    flags: Flags, values: Mapping[str, Any], parallel: Parallel, state: Mapping[str, Any] | None
+    flags: Flags, values: Mapping[str, Any], parallel: Parallel, before: Mapping[str, Any] | None
 ) -> tuple[BatchSplit, float]:
     """How batches are cut, and the factor of `--scale-lr`.
 
@@ -149,9 +153,9 @@ def arrange_batches(
     """
     batch = flags.batch
     num_devices, world_size = parallel.num_devices, parallel.shard[1]
-    if state is not None and all(state["config"].get(name) == values[name] for name in BATCH_FLAGS):
-        split = split_batch(batch.batch_size, 1, state["global_batch_size"], num_devices, world_size)
-        return split, state["lr_factor"]
+    if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
+        split = split_batch(batch.batch_size, 1, before["global_batch_size"], num_devices, world_size)
+        return split, before["lr_factor"]
     split = split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, world_size)
     one_device = batch.batch_size * batch.grad_accum_steps
     return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)

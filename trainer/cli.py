@@ -100,8 +100,9 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
     if flags.checkpoint.eval_only:
         evaluate_only(flags, task, parallel, directory)
         return EXIT_FINISHED
+    agents = parallel.agents
     try:
-        parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock))
+        parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
         with recorded(directory, parallel) as state, refusing_full_disk(directory):
             return train_in(directory, flags, argv, task, parallel, state)
     finally:

@@ -50,17 +50,21 @@ class RunDirectory:
         """Without any usable checkpoint: what shows that there was one."""
         self._verified: dict[str, tuple[str, int, int]] = {}
         """File -> its stamp when it last matched its checksum."""
+        self.earlier_attempt: dict[str, Any] | None = None
+        """config.json of an earlier attempt of the same job, which torchrun has started again."""
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(self, take_over_lock: bool = False) -> None:
+    def acquire(self, take_over_lock: bool = False, agents: Sequence[str] = ()) -> None:
         """Creates, locks and repairs the directory. Raises BadInput when it cannot be used.
 
-        take_over_lock: also when a job on another host left its lock.
+        take_over_lock: also when a job on another host left its lock. agents: the torchrun agents of this job. If one
+        of them started the attempt before too, the job goes on without the node that left its lock.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock.take(take_over_lock)
+            self.earlier_attempt = self._attempt_of(agents)
+            self._lock.take(take_over_lock or self.earlier_attempt is not None)
             self._find_checkpoints()
             for entry in self._entries:
                 self._put_in_place(entry)
@@ -69,6 +73,11 @@ class RunDirectory:
             self._repair_links()
         except OSError as error:
             raise self._unusable(error, "choose a folder that can be written to") from None
+
+    def _attempt_of(self, agents: Sequence[str]) -> dict[str, Any] | None:
+        config = self.read_json(CONFIG)
+        before = config.get("torchrun_agents")
+        return config if isinstance(before, list) and any(agent in before for agent in agents) else None
 
     def look(self) -> None:
         """Reads what is there without taking the lock or changing anything. Raises BadInput when it cannot."""

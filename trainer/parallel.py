@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from data.loading import Batch
 from trainer.blame import Break, blame, blame_store_host
 from trainer.bulletin import Bulletin, LastWords, Note, StoreLost
 from trainer.failure import EXIT_BAD_INPUT, EXIT_FAILED, Failure, reason, tell
-from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, torchrun_agent
 from trainer.task import Objective, Sums
 from trainer.whereabouts import Whereabouts
 
@@ -82,6 +83,15 @@ class Parallel(ABC):
 
     def __init__(self) -> None:
         self.whereabouts = Whereabouts()
+
+    @cached_property
+    def agents(self) -> list[str]:
+        """The torchrun agents that started this run's processes; none without torchrun. All processes ask for them."""
+        return sorted({agent for agent in self._gather(torchrun_agent()) if agent is not None})
+
+    def _gather(self, value: T) -> list[T]:
+        """The value of every process."""
+        return [value]
 
     @property
     def is_main(self) -> bool:

@@ -1,8 +1,10 @@
 """Which devices a command line names, and which rank the environment gives this process."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -153,6 +155,20 @@ def read_rank_environment(
     return RankEnvironment(
         numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
     ), []
+
+
+def torchrun_agent() -> str | None:
+    """Names the torchrun agent that started this process, like no other one; None without torchrun, or off Linux.
+
+    Its run id would not do: it is "none" unless somebody chose one, and may be used again.
+    """
+    agent = os.getppid()
+    try:
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks since boot
+    except OSError:
+        return None
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return f"process {agent} on {socket.gethostname()} since {started}" if is_under_torchrun else None
 
 
 def one_process_problems(environ: Mapping[str, str]) -> list[str]:

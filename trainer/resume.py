@@ -43,13 +43,18 @@ def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDire
     return True
 
 
+def starts_over(directory: RunDirectory, flags: Flags) -> bool:
+    """`--fresh`, which counts once: not again in the command that torchrun restarts."""
+    return flags.checkpoint.fresh and directory.earlier_attempt is None
+
+
 def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None:
     """The checkpoint to go on from, or None. Raises BadInput.
 
     `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
     """
     source = flags.checkpoint.resume_from
-    if flags.checkpoint.fresh:
+    if starts_over(directory, flags):
         return None
     if source is None:
         return directory.load_newest() if directory.has_checkpoint else None

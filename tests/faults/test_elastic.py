@@ -1,0 +1,258 @@
+"""torchrun brings a run back by itself: after a killed rank, with a node less, and with a node more.
+
+The nodes are torchrun agents on the loopback interface, with one worker each.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, assert_same_bits, largest_difference, load, read_metrics
+from tests.test_launch import free_port
+from tests.test_resume import HARD, assert_same_samples, global_batches, whole_lines
+from tests.test_resume import unbroken as unbroken  # a fixture
+from trainer.state import STATE
+
+# What an agent waits for: more nodes once there are enough, and a sign of life of the others.
+IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+# Linux lets a user give a process, and all that it starts, a host name of its own.
+ON_ANOTHER_HOST = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
+
+
+def can_rename_hosts() -> bool:
+    return shutil.which("unshare") is not None and not subprocess.run([*ON_ANOTHER_HOST, "x", "true"]).returncode
+
+
+class Job:
+    """One command line under torchrun, on one or several nodes of this machine."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], *arguments) -> None:
+        self.directory = folder / "run"
+        self.records = folder / "records"
+        self.records.mkdir()
+        self._mark = f"LOCKSTEP_RECORD={self.records}"
+        self._variables = environment | {"LOCKSTEP_RECORD": str(self.records), "CUDA_VISIBLE_DEVICES": ""}
+        # On the agents, so that they can meet again after a change of the world.
+        self._variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._variables["GLOO_SOCKET_IFNAME"] = "lo"
+        self._arguments = ["main_multi_gpu.py", "--multi-gpu", "ddp", *HARD, "--save-dir", self.directory, *arguments]
+        self._outputs: list[Path] = []
+        self.nodes: list[subprocess.Popen] = []
+
+    def start_node(self, *options, host_name: str | None = None) -> subprocess.Popen:
+        """One agent; returns at once. host_name: what it and its workers take for the name of their machine."""
+        self._outputs.append(self.records.parent / f"node{len(self.nodes)}.txt")
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *self._arguments]
+        if host_name is not None:
+            command = [*ON_ANOTHER_HOST, host_name, *command]
+        with self._outputs[-1].open("w") as output:
+            node = subprocess.Popen(
+                [str(part) for part in command], cwd=ROOT, env=self._variables, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.nodes.append(node)
+        return node
+
+    @property
+    def output(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self._outputs)
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """The environment of every process of this job that lives."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:  # it has just ended, or is another user's
+                continue
+            if self._mark in variables:
+                found[int(folder.name)] = dict(variable.partition("=")[::2] for variable in variables)
+        return found
+
+    def workers(self) -> dict[int, tuple[int, int]]:
+        """Rank -> (process, parent) of each training process."""
+        found = {}
+        for pid, variables in self.processes().items():
+            try:
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if "RANK" in variables and parent in [node.pid for node in self.nodes]:
+                found[int(variables["RANK"])] = pid, parent
+        return found
+
+    def wait_for(self, condition, what: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}\n{self.output}"
+            assert self.nodes[0].poll() is None, f"ended before {what}\n{self.output}"
+            time.sleep(0.02)
+
+    def has_trained(self, world_size: int, num_forwards: int):
+        """Whether the latest attempt is one of so many ranks, each of which has run so many forwards."""
+
+        def condition() -> bool:
+            attempts = self.attempts()
+            files = attempts[-1] if attempts else []
+            return len(files) == world_size and all(len(whole_lines(file)) > num_forwards for file in files)
+
+        return condition
+
+    def kill_node(self, node: subprocess.Popen) -> None:
+        """As a loss of power: the agent and its workers at once."""
+        pids = [node.pid, *(pid for pid, parent in self.workers().values() if parent == node.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        node.wait()
+
+    def finish(self, *lost: subprocess.Popen, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        for node in self.nodes:
+            if node not in lost:
+                try:
+                    node.wait(deadline - time.monotonic())
+                except subprocess.TimeoutExpired:
+                    pytest.fail(f"does not end\n{self.output}")
+                assert node.returncode == 0, self.output
+
+    def attempts(self) -> list[list[Path]]:
+        """The files of each attempt: those of its ranks, which ran at the same time."""
+        lived = []
+        for file in self.records.glob("*.jsonl"):
+            lines = whole_lines(file)
+            if lines:
+                lived.append((json.loads(lines[0])["time"], json.loads(lines[-1])["time"], file))
+        attempts: list[list[Path]] = []
+        ends = 0.0
+        for first, last, file in sorted(lived):
+            if first > ends:
+                attempts.append([])
+            attempts[-1].append(file)
+            ends = max(ends, last)
+        return attempts
+
+    def parts(self, expected) -> list[tuple[int, list]]:
+        """Of each attempt that took a step: the first step, and the global batches."""
+        found = []
+        for number, files in enumerate(self.attempts()):
+            folder = self.records / f"attempt{number}"
+            folder.mkdir()
+            for file in files:
+                (folder / file.name).symlink_to(file)
+            batches = global_batches(folder, len(files))
+            if batches:
+                found.append((expected.index(batches[0]), batches))
+        return found
+
+    def end(self) -> None:
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for node in self.nodes:
+            node.wait()
+
+
+@pytest.fixture
+def job(tmp_path, environment):
+    """Makes one job; whatever of it is left when the test ends is killed."""
+    made: list[Job] = []
+
+    def make(*arguments) -> Job:
+        made.append(Job(tmp_path, environment, *arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def state_of(directory: Path) -> str:
+    return json.loads((directory / STATE).read_text())["state"]
+
+
+# --- one node ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_rank_brings_the_run_back(killed, unbroken, job):
+    """Where it was: `--fresh` in its command line counts once."""
+    directory, expected = unbroken(2, "--dropout", 0.2)
+    run = job("--dropout", 0.2, "--delay-s", 0.02, "--fresh")
+    run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=3")
+    run.wait_for(run.has_trained(2, 20), "progress")
+    os.kill(run.workers()[killed][0], signal.SIGKILL)
+    run.finish()
+    assert_same_samples(run.parts(expected), expected)
+    assert len(run.attempts()) == 2
+    assert_same_bits(load(directory / "final.pth"), load(run.directory / "final.pth"))
+    assert_same_bits(load(directory / "best.pth"), load(run.directory / "best.pth"))
+    for event in ("step", "epoch", "result"):
+        assert read_metrics(directory, event) == read_metrics(run.directory, event)
+    assert state_of(run.directory) == "finished"
+    assert not (run.directory / "previous-1").exists()
+
+
+# --- several nodes -----------------------------------------------------------------------------------------------
+
+
+def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names=(None, None)) -> None:
+    """The first node hosts the rendezvous. The lowest address becomes rank 0."""
+    port = port or free_port()
+    for address, host_name in zip(addresses, host_names, strict=False):
+        run.start_node(
+            f"--nnodes={minimum}:{maximum}", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d",
+            f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=elastic", f"--local_addr={address}", IMPATIENT,
+            host_name=host_name,
+        )  # fmt: skip
+        if address == addresses[0]:
+            time.sleep(6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
+    directory, expected = unbroken(1, "--dtype", "float64")
+    run = job("--dtype", "float64", "--delay-s", 0.02)
+    hosts = ("here", "there") if can_rename_hosts() else (None, None)
+    start_nodes(run, ["127.0.0.2", "127.0.0.1" if lost == 0 else "127.0.0.3"], host_names=hosts)
+    run.wait_for(run.has_trained(2, 20), "progress")
+    assert run.workers()[lost][1] == run.nodes[1].pid
+    run.kill_node(run.nodes[1])
+    run.finish(run.nodes[1])
+    assert_same_samples(run.parts(expected), expected)
+    assert [len(files) for files in run.attempts()] == [2, 1]
+    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    results = json.loads((run.directory / "results.json").read_text())
+    assert (results["world_size"], results["global_batch_size"]) == (1, 12)
+    assert state_of(run.directory) == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
+    directory, expected = unbroken(1, "--dtype", "float64")
+    run = job("--dtype", "float64", "--delay-s", 0.04, "--fresh")
+    port = free_port()
+    start_nodes(run, ["127.0.0.2"], port=port)
+    run.wait_for(run.has_trained(1, 10), "progress")
+    start_nodes(run, ["127.0.0.1" if rank == 0 else "127.0.0.3"], port=port)
+    run.wait_for(run.has_trained(2, 4), "two nodes")
+    assert run.workers()[rank][1] == run.nodes[1].pid
+    run.finish()
+    assert_same_samples(run.parts(expected), expected)
+    assert [len(files) for files in run.attempts()] == [1, 2]
+    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    results = json.loads((run.directory / "results.json").read_text())
+    assert (results["world_size"], results["global_batch_size"]) == (2, 12)
+    assert state_of(run.directory) == "finished"
+    assert not (run.directory / "previous-1").exists()
