@@ -42,7 +42,7 @@ def global_batches(folder: Path, world_size: int, global_batch_size: int, num_sa
         return []  # killed before every rank had begun
     ranks = [
         # wrap() sends one batch that does not count through each rank before the first step.
-        list(map(json.loads, _whole_lines(file)))[1 if world_size > 1 else 0 :]
+        list(map(json.loads, whole_lines(file)))[1 if world_size > 1 else 0 :]
         for file in files
     ]
     batches: list[GlobalBatch] = []
@@ -56,7 +56,7 @@ def global_batches(folder: Path, world_size: int, global_batch_size: int, num_sa
     return batches
 
 
-def _whole_lines(file: Path) -> list[str]:
+def whole_lines(file: Path) -> list[str]:
     return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, assert_same_bits, largest_difference, load, read_metrics
+from tests.conftest import ROOT
+from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
+from tests.faults.samples import Part, global_batches, whole_lines
 from tests.test_launch import free_port
-from tests.test_resume import HARD, assert_same_samples, global_batches, whole_lines
-from tests.test_resume import unbroken as unbroken  # a fixture
 from trainer.state import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
@@ -34,7 +34,8 @@ def can_rename_hosts() -> bool:
 class Job:
     """One command line under torchrun, on one or several nodes of this machine."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], *arguments) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], recipe: Recipe, *arguments) -> None:
+        self.recipe = recipe
         self.directory = folder / "run"
         self.records = folder / "records"
         self.records.mkdir()
@@ -43,7 +44,8 @@ class Job:
         # On the agents, so that they can meet again after a change of the world.
         self._variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._variables["GLOO_SOCKET_IFNAME"] = "lo"
-        self._arguments = ["main_multi_gpu.py", "--multi-gpu", "ddp", *HARD, "--save-dir", self.directory, *arguments]
+        arguments = (*recipe.argv, "--save-dir", self.directory, *arguments)
+        self._arguments = ["main_multi_gpu.py", "--multi-gpu", "ddp", *arguments]
         self._outputs: list[Path] = []
         self.nodes: list[subprocess.Popen] = []
 
@@ -139,17 +141,20 @@ class Job:
             ends = max(ends, last)
         return attempts
 
-    def parts(self, expected) -> list[tuple[int, list]]:
-        """Of each attempt that took a step: the first step, and the global batches."""
+    def assert_as_unbroken(self, unbroken: Life, same_bits: bool) -> None:
+        assert_as_unbroken(Life(self.directory, self.recipe, self._parts(unbroken)), unbroken, same_bits)
+
+    def _parts(self, unbroken: Life) -> list[Part]:
+        """What each attempt did that took a step."""
         found = []
         for number, files in enumerate(self.attempts()):
             folder = self.records / f"attempt{number}"
             folder.mkdir()
             for file in files:
                 (folder / file.name).symlink_to(file)
-            batches = global_batches(folder, len(files))
+            batches = global_batches(folder, len(files), self.recipe.global_batch_size, self.recipe.num_samples)
             if batches:
-                found.append((expected.index(batches[0]), batches))
+                found.append(Part(unbroken.batches.index(batches[0]), batches))
         return found
 
     def end(self) -> None:
@@ -167,8 +172,8 @@ def job(tmp_path, environment):
     """Makes one job; whatever of it is left when the test ends is killed."""
     made: list[Job] = []
 
-    def make(*arguments) -> Job:
-        made.append(Job(tmp_path, environment, *arguments))
+    def make(recipe, *arguments) -> Job:
+        made.append(Job(tmp_path, environment, recipe, *arguments))
         return made[-1]
 
     yield make
@@ -186,18 +191,13 @@ def state_of(directory: Path) -> str:
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_brings_the_run_back(killed, unbroken, job):
     """Where it was: `--fresh` in its command line counts once."""
-    directory, expected = unbroken(2, "--dropout", 0.2)
-    run = job("--dropout", 0.2, "--delay-s", 0.02, "--fresh")
+    run = job(HARD, "--delay-s", 0.02, "--fresh")
     run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=3")
     run.wait_for(run.has_trained(2, 20), "progress")
     os.kill(run.workers()[killed][0], signal.SIGKILL)
     run.finish()
-    assert_same_samples(run.parts(expected), expected)
     assert len(run.attempts()) == 2
-    assert_same_bits(load(directory / "final.pth"), load(run.directory / "final.pth"))
-    assert_same_bits(load(directory / "best.pth"), load(run.directory / "best.pth"))
-    for event in ("step", "epoch", "result"):
-        assert read_metrics(directory, event) == read_metrics(run.directory, event)
+    run.assert_as_unbroken(unbroken(HARD, 2), same_bits=True)
     assert state_of(run.directory) == "finished"
     assert not (run.directory / "previous-1").exists()
 
@@ -221,17 +221,15 @@ def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
-    directory, expected = unbroken(1, "--dtype", "float64")
-    run = job("--dtype", "float64", "--delay-s", 0.02)
+    run = job(DOUBLE, "--delay-s", 0.02)
     hosts = ("here", "there") if can_rename_hosts() else (None, None)
     start_nodes(run, ["127.0.0.2", "127.0.0.1" if lost == 0 else "127.0.0.3"], host_names=hosts)
     run.wait_for(run.has_trained(2, 20), "progress")
     assert run.workers()[lost][1] == run.nodes[1].pid
     run.kill_node(run.nodes[1])
     run.finish(run.nodes[1])
-    assert_same_samples(run.parts(expected), expected)
     assert [len(files) for files in run.attempts()] == [2, 1]
-    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
     results = json.loads((run.directory / "results.json").read_text())
     assert (results["world_size"], results["global_batch_size"]) == (1, 12)
     assert state_of(run.directory) == "finished"
@@ -240,8 +238,7 @@ def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
-    directory, expected = unbroken(1, "--dtype", "float64")
-    run = job("--dtype", "float64", "--delay-s", 0.04, "--fresh")
+    run = job(DOUBLE, "--delay-s", 0.04, "--fresh")
     port = free_port()
     start_nodes(run, ["127.0.0.2"], port=port)
     run.wait_for(run.has_trained(1, 10), "progress")
@@ -249,9 +246,8 @@ def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
     run.wait_for(run.has_trained(2, 4), "two nodes")
     assert run.workers()[rank][1] == run.nodes[1].pid
     run.finish()
-    assert_same_samples(run.parts(expected), expected)
     assert [len(files) for files in run.attempts()] == [1, 2]
-    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
     results = json.loads((run.directory / "results.json").read_text())
     assert (results["world_size"], results["global_batch_size"]) == (2, 12)
     assert state_of(run.directory) == "finished"
