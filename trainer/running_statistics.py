@@ -18,13 +18,11 @@ class RunningStatistics:
         self._current = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._kept = [buffer.clone() for buffer in self._current]
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Before a step."""
         if self._current:
             torch._foreach_copy_(self._kept, self._current)
 
-    @torch.no_grad()
     def undo_unless_finite(self, grad_norm: Tensor) -> None:
         """After a step, with the norm of its whole gradient."""
         if not self._current:
