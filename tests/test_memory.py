@@ -89,6 +89,16 @@ def test_halved_until_it_fits_in_uneven_parts(small, run_here, tmp_path):
     assert_same_learning(tmp_path, small)
 
 
+def test_running_statistics_are_put_back(run_here, tmp_path):
+    """They change in the forward, before the backward finds no room."""
+    args = [*TINY, "--batch-norm", "--epochs", 1]
+    run_here(*args, "--batch-size", 3, "--save-dir", tmp_path / "small")
+    run_here(*args, "--batch-size", 6, "--fit", 3, "--tight-in", "backward", "--save-dir", tmp_path / "tight")
+    small, tight = load(tmp_path / "small" / "last.pth"), load(tmp_path / "tight" / "last.pth")
+    assert any("running_mean" in name for name in small["model"])
+    assert_same_bits({"model": small["model"]}, {"model": tight["model"]})
+
+
 def test_what_was_learnt_is_remembered(run_here, tmp_path):
     """By the next start, unless it asks for another batch size."""
     args = [*TINY, "--batch-size", 12, "--save-dir", tmp_path]
@@ -152,6 +162,7 @@ def test_replicas_redo_a_step(tmp_path, monkeypatch):
 IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forwards", 5, "--save-every-steps", 2]
 
 
+@pytest.mark.slow
 def test_a_group_starts_itself_again(small, command, tmp_path):
     """Rank 1 runs out of memory in its fifth step, after the forward of wrap(). `--fresh` holds for the first start."""
     directory = tmp_path / "run"
@@ -221,7 +232,9 @@ def keys():
 
 
 @pytest.mark.slow
-def test_a_rehearsal_ends_alike_on_every_rank(tmp_path):
+def test_a_rehearsal_ends_alike_on_every_rank(tmp_path, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `launch` would set them, for good
+        monkeypatch.setenv(name, "lo")
     assert launch(functools.partial(rehearse_in_process, folder=tmp_path), 2) == 0
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3", "3"]
 

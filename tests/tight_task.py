@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from tests.poisoned_task import StepNorm
 from tests.weighted_task import Weighted, WeightedFlags, WeightedObjective
 from trainer.config import flag
 
@@ -22,6 +24,7 @@ class TightFlags(WeightedFlags):
     tight_rank: int = flag(0, "the rank with little memory")
     roomy_forwards: int = flag(0, "training forwards before memory gets short")
     tight_in: Literal["forward", "backward"] = flag("forward", "where")
+    batch_norm: bool = flag(False, "a batch norm before the network")
 
 
 class NoRoomBackward(torch.autograd.Function):
@@ -59,4 +62,5 @@ class Tight(Weighted):
 
     def build_objective(self):
         network = super().build_objective().model
-        return TightObjective(network, self.config)
+        model = nn.Sequential(StepNorm(), network) if self.config.batch_norm else network
+        return TightObjective(model, self.config)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.errors import BadInput
 from data.loading import Batch, BatchLoader
@@ -153,8 +153,11 @@ def evaluate_within_memory(
 def rehearse(run: Run) -> None:
     """Tries a forward and a backward of the largest micro-batch of each phase, and halves it until it fits everywhere.
 
-    Nothing is left of it. All processes call it. Raises BadInput when not even one sample fits.
+    Nothing is left of it. All processes call it. Raises BadInput when not even one sample fits. A model whose forward
+    has exchanges with other processes is left out: one that finds no room would leave the others waiting.
     """
+    if any(isinstance(module, nn.SyncBatchNorm) for module in run.net.modules()):
+        return
     while not _fits_everywhere(run):
         before = run.batches
         run.batches, run.memory_limit = _with_half(run)

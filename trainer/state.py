@@ -61,6 +61,12 @@ class RunState:
             with suppress(BadInput):
                 self._directory.write_json(MEMORY, dict(failure.memory_limit))
 
+    def stuck(self, failure: Failure) -> None:
+        """The same, called by another thread than the one that trains; what is being saved is to be complete."""
+        if self._run is not None and self._run.saver is not None:
+            self._run.saver.end()
+        self.failed(failure)
+
     def _says(self, state: State) -> bool:
         return self._directory.read_json(STATE).get("state") == state
 
@@ -85,7 +91,7 @@ class RunState:
 def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     """Around all that happens while a directory is held: notes whatever ends it by an exception."""
     state = RunState(directory, parallel)
-    parallel.before_forced_end(state.failed)
+    parallel.before_forced_end(state.stuck)
     try:
         with parallel.explaining():
             yield state
