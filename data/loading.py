@@ -1,7 +1,9 @@
 """From sample keys to batches, in order, in this process or in worker processes."""
 
+import ctypes
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -12,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from data.order import SampleKeys
 
 Batch = dict[str, Tensor]
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 
 
 class KeyedDataset(Protocol):
@@ -69,7 +73,7 @@ class BatchLoader:
                 collate_fn=_as_it_is,
                 pin_memory=pin_memory,
                 persistent_workers=True,
-                worker_init_fn=_leave_signals_to_the_trainer,
+                worker_init_fn=_depend_on_the_trainer,
                 # A forked worker starts at once and shares the data; a spawned one imports torch and copies it.
                 multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
                 # A generator of its own: making an iterator draws from it, and must not disturb the global one.
@@ -100,7 +104,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_the_trainer(worker_id: int) -> None:
+def _depend_on_the_trainer(worker_id: int) -> None:
+    # A forked worker holds the trainer's connections too: while it lives, no other rank notices that the trainer was
+    # killed. By itself it looks every five seconds.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)

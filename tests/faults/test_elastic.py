@@ -16,12 +16,21 @@ import pytest
 
 from tests.conftest import ROOT, assert_same_bits, largest_difference, load, read_metrics
 from tests.test_launch import free_port
-from tests.test_resume import HARD, assert_same_samples, global_batches, whole_lines
+from tests.test_resume import HARD, STEPS_PER_EPOCH, assert_same_samples, global_batches, newest_step, whole_lines
 from tests.test_resume import unbroken as unbroken  # a fixture
 from trainer.state import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+REFUSES = """
+from data.errors import BadInput
+from tests.weighted_task import Weighted
+
+class Refuses(Weighted):
+    def on_epoch_start(self, objective, epoch):
+        if epoch == 1:
+            raise BadInput("the data ran away")
+"""
 
 # Linux lets a user give a process, and all that it starts, a host name of its own.
 ON_ANOTHER_HOST = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
@@ -183,23 +192,58 @@ def state_of(directory: Path) -> str:
 # --- one node ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_rank_brings_the_run_back(killed, unbroken, job):
-    """Where it was: `--fresh` in its command line counts once."""
-    directory, expected = unbroken(2, "--dropout", 0.2)
-    run = job("--dropout", 0.2, "--delay-s", 0.02, "--fresh")
-    run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-    run.wait_for(run.has_trained(2, 20), "progress")
+def without_flags(state: dict) -> dict:
+    return {name: value for name, value in state.items() if name != "config"}
+
+
+def assert_killed_and_back(run: Job, killed: int, world_size: int, directory: Path, expected) -> None:
+    """After SIGKILL to one rank the job ends like the unbroken run in `directory`, to the bit."""
+    run.start_node("--standalone", f"--nproc_per_node={world_size}", "--max-restarts=3")
+    run.wait_for(run.has_trained(world_size, 20), "progress")
     os.kill(run.workers()[killed][0], signal.SIGKILL)
     run.finish()
     assert_same_samples(run.parts(expected), expected)
     assert len(run.attempts()) == 2
-    assert_same_bits(load(directory / "final.pth"), load(run.directory / "final.pth"))
-    assert_same_bits(load(directory / "best.pth"), load(run.directory / "best.pth"))
+    for file in ("final.pth", "best.pth"):
+        assert_same_bits(without_flags(load(directory / file)), without_flags(load(run.directory / file)))
     for event in ("step", "epoch", "result"):
         assert read_metrics(directory, event) == read_metrics(run.directory, event)
     assert state_of(run.directory) == "finished"
     assert not (run.directory / "previous-1").exists()
+
+
+def test_a_killed_process_is_started_again(job, run_here, monkeypatch, tmp_path):
+    """It goes on where it was, although there is `--fresh` in its command line."""
+    directory, records = tmp_path / "unbroken", tmp_path / "unbroken records"
+    records.mkdir()
+    monkeypatch.setenv("LOCKSTEP_RECORD", str(records))
+    run_here(*HARD, "--dropout", 0.2, "--save-dir", directory)
+    monkeypatch.delenv("LOCKSTEP_RECORD")
+    run = job("--dropout", 0.2, "--delay-s", 0.01, "--fresh")
+    assert_killed_and_back(run, 0, 1, directory, global_batches(records, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_brings_the_run_back(killed, unbroken, job):
+    directory, expected = unbroken(2, "--dropout", 0.2)
+    assert_killed_and_back(job("--dropout", 0.2, "--delay-s", 0.02, "--fresh"), killed, 2, directory, expected)
+
+
+@pytest.mark.slow
+def test_a_refusal_is_tried_again_in_vain_and_without_harm(job, tmp_path):
+    """torchrun cannot tell it from a crash."""
+    task = tmp_path / "refuses.py"
+    task.write_text(REFUSES)
+    run = job("--task", f"{task}:Refuses")
+    node = run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=2")
+    assert node.wait(120) == 1
+    assert run.output.count("error: the data ran away") == 3
+    assert "[rank" not in run.output  # as torch begins the lines of a rank's traceback
+    state = json.loads((run.directory / STATE).read_text())
+    assert (state["state"], state["message"]) == ("refused", "the data ran away")
+    assert (state["epoch"], newest_step(run.directory)) == (1, STEPS_PER_EPOCH)
+    assert load(run.directory / "last.pth")["step"] == STEPS_PER_EPOCH
 
 
 # --- several nodes -----------------------------------------------------------------------------------------------
