@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -249,6 +250,11 @@ def test_a_refusal_is_tried_again_in_vain_and_without_harm(job, tmp_path):
 # --- several nodes -----------------------------------------------------------------------------------------------
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names=(None, None)) -> None:
     """The first node hosts the rendezvous. The lowest address becomes rank 0."""
     port = port or free_port()
@@ -259,7 +265,7 @@ def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names
             host_name=host_name,
         )  # fmt: skip
         if address == addresses[0]:
-            time.sleep(6)
+            run.wait_for(lambda: is_listening(port), "rendezvous")
 
 
 @pytest.mark.slow
@@ -300,3 +306,23 @@ def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
     assert (results["world_size"], results["global_batch_size"]) == (2, 12)
     assert state_of(run.directory) == "finished"
     assert not (run.directory / "previous-1").exists()
+
+
+@pytest.mark.slow
+def test_a_third_node_joins_and_another_is_lost(unbroken, job):
+    """2 -> 3 -> 2 nodes. When the third comes, one of the first two agents is the first to see it; the other's worker
+    leaves with everything saved before its own agent asks it to, which must not pass for the end of the job."""
+    directory, expected = unbroken(1, "--dtype", "float64")
+    run = job("--dtype", "float64", "--delay-s", 0.06)
+    port = free_port()
+    start_nodes(run, ["127.0.0.2", "127.0.0.3"], maximum=3, port=port)
+    run.wait_for(run.has_trained(2, 10), "progress")
+    start_nodes(run, ["127.0.0.1"], maximum=3, port=port)
+    run.wait_for(run.has_trained(3, 4), "three nodes")
+    run.kill_node(run.nodes[2])
+    run.finish(run.nodes[2])
+    assert_same_samples(run.parts(expected), expected)
+    worlds = [len(files) for files in run.attempts()]
+    assert worlds[-3:] == [2, 3, 2]
+    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    assert state_of(run.directory) == "finished"
