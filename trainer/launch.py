@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from trainer.ranks import MultiDeviceFlags, RankEnvironment
-from trainer.stop import STOP_SIGNALS
+from trainer.stop import STOP_SIGNALS, exit_quickly
 
 GRACE_PERIOD_S = 10
 
@@ -82,4 +82,5 @@ def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
 
 
 def _run_rank(rank: int, run: Callable[[RankEnvironment], int], world_size: int, init_method: str) -> None:
+    exit_quickly()
     sys.exit(run(RankEnvironment(rank, world_size, rank, world_size, init_method)))
