@@ -15,7 +15,8 @@ from data.order import SampleKeys
 
 Batch = dict[str, Tensor]
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent ends."""
 
 
 class KeyedDataset(Protocol):
@@ -87,10 +88,12 @@ class BatchLoader:
         return iter(self._workers)
 
     def close(self) -> None:
-        """Ends the workers. Without it the interpreter would wait for them for ever: it asks by SIGTERM."""
+        """Ends the workers, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM."""
         iterator = self._workers._iterator if self._workers is not None else None
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+            for process in iterator._workers:  # type: ignore[attr-defined]
+                process.kill()
 
     def _in_process(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         for key in keys:
@@ -105,10 +108,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _depend_on_the_trainer(worker_id: int) -> None:
-    # A forked worker holds the trainer's connections too: while it lives, no other rank notices that the trainer was
-    # killed. By itself it looks every five seconds.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
+    # However it ends: torch's own watch for that looks only between two batches, every five seconds. A forked worker
+    # holds the trainer's connections too; while it lives, no other rank would notice that the trainer was killed.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

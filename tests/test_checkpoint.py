@@ -117,7 +117,7 @@ def test_best_and_newest_are_kept(keep, kept, opened):
 def test_last_best_and_final_are_links(opened):
     directory, _ = opened()
     first, second = save(directory, 1), save(directory, 2)
-    directory.mark_final()
+    directory.write_results({})
     for name, target in {"last": second, "best": first, "final": second}.items():
         assert (directory.path / f"{name}.pth").samefile(target)
 

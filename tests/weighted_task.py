@@ -2,7 +2,7 @@
 
 Sequences of unequal length, a loss term per step of a sequence, augmentation, dropout on request, a batch coupled to
 nothing. With the environment variable LOCKSTEP_RECORD set to a folder, every process writes there which samples its
-forwards received, and when.
+forwards received and when, and how often it evaluated.
 """
 
 import json
@@ -33,7 +33,7 @@ class WeightedFlags(FlagGroup):
     num_val: int = flag(17, "validation sequences", at_least=1)
     num_test: int = flag(2, "test sequences", at_least=1)
     dropout: float = flag(0.0, "dropout", at_least=0, below=1)
-    delay_s: float = flag(0.0, "seconds that every training forward sleeps", at_least=0)
+    delay_s: float = flag(0.0, "seconds that every forward sleeps", at_least=0)
     width: int = flag(16, "hidden units", at_least=1)
 
 
@@ -83,9 +83,8 @@ class WeightedObjective(Objective):
         self.delay_s = delay_s
 
     def forward(self, batch, phase="train"):
-        if self.training:
-            record(batch)
-            time.sleep(self.delay_s)
+        record(batch, self.training)
+        time.sleep(self.delay_s)
         logits = self.model(batch["features"])
         counts = torch.arange(MAX_LENGTH, device=logits.device) < batch["length"][:, None]
         losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none").view(counts.shape)
@@ -96,9 +95,12 @@ class WeightedObjective(Objective):
         }
 
 
-def record(batch) -> None:
+def record(batch, training) -> None:
     folder = os.environ.get("LOCKSTEP_RECORD")
-    if folder:
+    if folder and not training:
+        with open(os.path.join(folder, f"{os.getpid()}.evaluated"), "a") as file:
+            file.write(".")
+    elif folder:
         counted = batch["weight"] > 0
         line = {"epoch": int(batch["epoch"][0]), "index": batch["index"][counted].tolist(), "time": time.time()}
         # One write call of one line: a kill leaves whole lines, and perhaps one cut short.

@@ -5,13 +5,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from data.errors import BadInput
 from data.files import DISK_FULL
 from trainer.build import build_run, build_task, open_run, set_up_torch
 from trainer.config import refuse
 from trainer.directory import RunDirectory
+from trainer.failure import EXIT_BAD_INPUT, Failure
 from trainer.flags import Flags, RunFlags, parse
 from trainer.launch import launch, num_processes
 from trainer.loop import train
@@ -25,7 +26,6 @@ from trainer.state import RunState, recorded
 from trainer.task import Task
 
 EXIT_FINISHED = 0
-EXIT_BAD_INPUT = 2
 
 
 def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
@@ -33,9 +33,10 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
 
     environment: who this process is, when it was started by `launch`; otherwise read from the environment.
 
-    0: finished. 2: something in the command line, the data or the run directory has to be changed first. 128 + n:
-    one process, or a self-launched group, stopped by signal n with everything saved; a process that somebody else
-    launched then returns 0, because launchers take anything else for a failure.
+    0: finished. 1: something failed that nobody foresaw, here or in another process. 2: something in the command line,
+    the data or the run directory has to be changed first. 128 + n: one process, or a self-launched group, stopped by
+    signal n with everything saved; a process that somebody else launched then returns 0, because launchers take
+    anything else for a failure.
     """
     parallel: Parallel | None = None
     speaks = True
@@ -57,11 +58,17 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             world_size = num_processes(flags.multi, flags.devices.device)
             if world_size == 1 and flags.multi.nproc is None:
                 print("One process, because this machine shows at most one device; --nproc N starts more.")
-            return launch(functools.partial(main, list(argv), True), world_size)
+            # What a second start is to go on from must not be moved aside.
+            again = [argument for argument in argv if argument != "--fresh"]
+            start, start_again = (functools.partial(main, arguments, True) for arguments in (list(argv), again))
+            return launch(start, world_size, start_again)
         speaks = True
         parallel = start_parallel(flags, environment)
         speaks = parallel.is_main
-        return run_command(flags, argv, parallel)
+        with parallel.explaining():
+            return run_command(flags, argv, parallel)
+    except Failure as failure:
+        return failure.status
     except BadInput as error:
         if speaks:
             for line in str(error).splitlines():
@@ -86,7 +93,7 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
-    """Trains, evaluates or labels; returns the exit status. Raises BadInput on every process alike."""
+    """Trains, evaluates or labels; returns the exit status. Raises BadInput."""
     set_up_torch(flags, parallel)
     if flags.prediction.predict is not None:
         label_new_data(flags, parallel)
@@ -142,7 +149,8 @@ def train_in(
             )
         state.finished(run)
         return EXIT_FINISHED
-    try:
+    # What went wrong is told before this process takes the time to close, for the others wait until they know.
+    with closing(run), parallel.explaining(), refusing_full_disk(directory):
         open_run(run, notes, flags, argv, directory)
         run.stop.install()
         state.running(run)
@@ -153,5 +161,3 @@ def train_in(
         run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
         number = run.stop.signal_number
         return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
-    finally:
-        run.close()

@@ -2,9 +2,13 @@
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
+
+# tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there.
+tqdm.set_lock(threading.RLock())
 
 NUMBER_WIDTH = len("-1.2345e-05")
 

@@ -219,7 +219,7 @@ class RunDirectory:
         if self._best is not None:
             self._link("best", self._best.file)
         if self._entries and self.read_json(RESULTS).get("step") == self.newest_step:
-            self.mark_final()
+            self._mark_final()
 
     # --- reading ---------------------------------------------------------------------------------------------
 
@@ -404,7 +404,19 @@ class RunDirectory:
             if error.errno not in DISK_FULL:
                 raise BadInput(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
 
-    def mark_final(self) -> None:
+    def write_results(self, content: dict[str, Any]) -> None:
+        """Ends a run: names its last checkpoint final, and writes results.json. Raises BadInput when the disk refuses.
+
+        Its metrics are on the disk before, since nobody will write them again.
+        """
+        try:
+            self._mark_final()
+            self._flush_metrics()
+        except OSError as error:
+            raise self._unusable(error, "see to the file system and run the same command again") from None
+        self.write_json(RESULTS, content)
+
+    def _mark_final(self) -> None:
         self._link("final", self._entries[-1].file)
 
     def restrict_best(self, epoch: int | None) -> None:

@@ -5,14 +5,16 @@ It does not know which task it trains, on how many devices, or in which precisio
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from data.loading import Batch
-from data.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from data.order import SampleKeys, epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.memory import OPTIMIZER, evaluate_within_memory, train_within_memory
 from trainer.nonfinite import prepare, went_back
 from trainer.parallel import Parallel
 from trainer.pictures import log_pictures
@@ -93,13 +95,15 @@ def train_phase(run: Run) -> Outcome:
         learning_rate = run.learning_rate.at(plan.epochs_done(middle))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
+        run.parallel.whereabouts.step = progress.step + 1
         if total_weight > 0:
             run.running_statistics.keep()
-            sums, grad_norm, alarm = train_step(
-                run.net, window, total_weight, phase=phase_name, optimizer=optimizer, params=params,
+            step = partial(
+                train_step, run.net, total_weight=total_weight, phase=phase_name, optimizer=optimizer, params=params,
                 parallel=run.parallel, precision=run.precision, max_grad_norm=run.max_grad_norm,
                 dropout_key=(run.seed, epoch, phase, start),
             )  # fmt: skip
+            sums, grad_norm, alarm = train_within_memory(run, window, step)
             run.running_statistics.undo_unless_finite(grad_norm)
             run.average.update(grad_norm)
             progress.totals.add(sums, total_weight if run.parallel.is_main else 0.0, grad_norm)
@@ -107,6 +111,7 @@ def train_phase(run: Run) -> Outcome:
         progress.position = Position(epoch, phase, end)
         progress.step += 1
         progress.skipped_steps += not window
+        run.parallel.expect_promptness()
         run.log.advance(end - start)
         logs = progress.step % run.log_interval == 0 and total_weight > 0
         saves = run.save_every_steps > 0 and progress.step % run.save_every_steps == 0
@@ -142,14 +147,18 @@ def train_step(
     all on the device. If the norm is not finite, the step was not applied.
     """
     sums: Sums = {}
+    here = parallel.whereabouts
     for i, (batch, weight) in enumerate(window):
         parallel.seed_dropout(*dropout_key, i)
         with parallel.gradient_sync(net, enabled=i == len(window) - 1):
+            here.enter("forward")
             part = counted(net(parallel.to_device(batch), phase), weight)
+            here.enter("backward")
             precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         for name, value in part.items():
             value = value.detach()
             sums[name] = sums[name] + value if name in sums else value
+    here.enter(OPTIMIZER)
     return sums, *precision.step(optimizer, params, max_grad_norm)
 
 
@@ -183,6 +192,7 @@ def training_windows(run: Run) -> Iterator[tuple[int, list[WeightedBatch]]]:
     )
     for (start, end), leave_out in zip(bounds, left_out, strict=True):
         num_batches = 0 if leave_out else num_micro_batches(end - start, world_size, micro_batch_size)
+        run.parallel.whereabouts.enter("data loading")
         started = time.perf_counter()
         window = [weighted(next(batches)) for _ in range(num_batches)]
         run.log.data_wait_seconds += time.perf_counter() - started
@@ -229,16 +239,33 @@ def evaluate(run: Run, split: str) -> Sums | None:
     net = run.parallel.evaluation_module(run.net)
     dataset_size = len(run.task.splits()[split])
     keys = evaluation_keys(dataset_size, run.parallel.shard, run.eval_micro_batch_size)
-    windows = ((0, [weighted(batch)]) for batch in run.loaders[split](keys))
+    windows = ((0, [batch]) for batch in evaluation_batches(run, split, keys))
     totals = Totals()
+
+    def forward(batch: Batch, weight: float) -> Sums:
+        return counted(net(run.parallel.to_device(batch)), weight)
+
     net.eval()
     with run.average.applied():
-        for _, ((batch, weight),), _, stop in agree_ahead(run, windows):
+        for _, (batch,), _, stop in agree_ahead(run, windows):
             if stop:
                 return None
-            totals.add(counted(net(run.parallel.to_device(batch)), weight), weight)
+            run.parallel.whereabouts.enter("evaluation")
+            for sums, weight in evaluate_within_memory(run, batch, forward):
+                totals.add(sums, weight)
     net.train()
     return totals.reduced(run.parallel)
+
+
+def evaluation_batches(run: Run, split: str, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
+    """This process's batches of a data set."""
+    here, batches = run.parallel.whereabouts, iter(run.loaders[split](keys))
+    while True:
+        here.enter("data loading of the evaluation")
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield weighted(batch)
 
 
 def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:

@@ -5,11 +5,16 @@ This is the only file that talks to other processes.
 
 import hashlib
 import inspect
+import os
+import re
 import socket
 import struct
+import sys
+import threading
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,10 +25,17 @@ from torch import Tensor, nn
 
 from data.errors import BadInput
 from data.loading import Batch
+from trainer.blame import Break, blame, blame_store_host
+from trainer.bulletin import Bulletin, LastWords, Note, StoreLost
+from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, StartAgain, reason, tell
 from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, torchrun_agent
 from trainer.task import Objective, Sums
+from trainer.whereabouts import Whereabouts
 
 T = TypeVar("T")
+
+EXCHANGE = "the exchange with the other ranks"
+CLOSE_WITHIN_S = 5.0
 
 # Buffers are agreed before evaluating and saving, not in every forward; newer releases renamed the option.
 _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -44,11 +56,13 @@ class PendingSum:
 
 
 class _PendingAllReduce(PendingSum):
-    def __init__(self, values: Sequence[float], group: dist.ProcessGroup) -> None:
+    def __init__(self, values: Sequence[float], group: dist.ProcessGroup, whereabouts: Whereabouts) -> None:
         self._tensor = torch.tensor(values, dtype=torch.float64)
         self._work = dist.all_reduce(self._tensor, group=group, async_op=True)
+        self._whereabouts = whereabouts
 
     def wait(self) -> Sequence[float]:
+        self._whereabouts.enter(EXCHANGE)
         self._work.wait()
         return self._tensor.tolist()
 
@@ -58,7 +72,8 @@ class Parallel(ABC):
 
     shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
     gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
-    machine.
+    machine. redoes_steps: whether this process can try a step again by itself. whereabouts: where this process is; the
+    loop says so.
     """
 
     device: torch.device
@@ -66,6 +81,10 @@ class Parallel(ABC):
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
     local_world_size: int = 1
+    redoes_steps: bool = True
+
+    def __init__(self) -> None:
+        self.whereabouts = Whereabouts()
 
     @cached_property
     def agents(self) -> list[str]:
@@ -155,6 +174,35 @@ class Parallel(ABC):
             for group, own in zip(optimizer.param_groups, options, strict=True):
                 group.update(own)
 
+    def expect_promptness(self) -> None:
+        """After every step: from the first one on the others are waited for no longer than `--hang-timeout-s`."""
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Whatever goes wrong within it is explained to the user, on one process, and ends all of them.
+
+        A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
+        Failure.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from None
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise instead of an exception, once the user knows of it; see `explaining`."""
+        if isinstance(error, BadInput | Failure) or not isinstance(error, Exception):
+            return error
+        message = f"failed in {self.whereabouts}: {reason(error)}"
+        tell(message, error)
+        return Failure(message)
+
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        """record: called if another process has failed and this one is stuck, just before it is ended."""
+
     def close(self) -> None:
         """Leaves the group of processes."""
 
@@ -163,6 +211,7 @@ class SingleDevice(Parallel):
     """The identity."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
 
     def describe(self) -> str:
@@ -195,6 +244,7 @@ class DataParallel(Parallel):
     """One process that splits every micro-batch over several GPUs."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__()
         self.devices = list(devices)
         self.device = self.devices[0]
         self.num_replicas = len(self.devices)
@@ -218,36 +268,55 @@ class DataParallel(Parallel):
 class Distributed(Parallel):
     """One process per device; gradients are averaged by DistributedDataParallel."""
 
+    redoes_steps = False
+
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
+        super().__init__()
         self.shard = (environment.rank, environment.world_size)
         self.gradient_divisor = environment.world_size
         self._find_unused_parameters = flags.find_unused_parameters
         self._sync_bn = flags.sync_bn
+        self._patience_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
+        self._is_prompt = False
+        self._failure_status: int | None = None
         timeout = timedelta(seconds=flags.dist_timeout_s)
         on_gpu = torch.cuda.is_available() and devices.device != "cpu"
-        backend = flags.backend or ("nccl" if on_gpu else "gloo")
-        try:
-            dist.init_process_group(
-                f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
-                init_method=environment.init_method,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                timeout=timeout,
-            )
-        except dist.DistError as error:
-            raise BadInput(
-                f"rank {environment.rank} of {environment.world_size} could not meet the others at "
-                f"{environment.meeting_place} within --dist-timeout-s "
-                f"{flags.dist_timeout_s:g}: {str(error).splitlines()[0]}"
-            ) from None
-        # Its own group, so that the few numbers of a step never queue behind gradients.
+        self.backend = flags.backend or ("nccl" if on_gpu else "gloo")
+        store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if on_gpu else "gloo", timeout)
+        # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
+        # process does for all, which may take long.
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        self._step_group = dist.new_group(backend="gloo", timeout=timeout)
         local_rank, self.local_world_size = self._place_on_host(environment)
-        self.device = _rank_device(local_rank, on_gpu, flags.gpu_ids)
+        self._speaks_for_host = local_rank == 0 or environment.rank == 1
+        try:
+            self.device = self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))
+        except BadInput as error:
+            raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
         if on_gpu:
             torch.cuda.set_device(self.device)
-        self._labels = self._gather(f"{socket.gethostname()} {_device_label(self.device)}")
-        self.backend = backend
+        host = socket.gethostname()
+        self._labels = self._gather(f"{host} {_device_label(self.device)}")
+        self._members = self._gather(f"process {os.getpid()} on {host}")
+        # A store may outlive a group of processes, and must not confuse the next one by what this one noted.
+        notes = dist.PrefixStore(self._gather(uuid.uuid4().hex)[0], store)
+        self._bulletin = Bulletin(notes, self.shard, self.whereabouts)
+
+    def _meet(self, environment: RankEnvironment, backend: str, timeout: timedelta) -> dist.Store:
+        """Joins the others; returns the store at which they met. Raises BadInput if they do not come."""
+        rank, world_size = self.shard
+        try:
+            store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
+            store.set_timeout(timeout)
+            dist.init_process_group(
+                backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
+            )
+            return store
+        except dist.DistError as error:
+            raise BadInput(
+                f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
+                f"--dist-timeout-s {timeout.total_seconds():g}: {str(error).splitlines()[0]}"
+            ) from None
 
     def _place_on_host(self, environment: RankEnvironment) -> tuple[int, int]:
         """(local rank, local world size); a launcher that did not say is replaced by comparing host names."""
@@ -304,26 +373,31 @@ class Distributed(Parallel):
         return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
+        self.whereabouts.enter(EXCHANGE)
         values = values.clone()
-        dist.all_reduce(values, group=self._host_group)
+        dist.all_reduce(values, group=self._step_group)
         return values
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        return _PendingAllReduce(values, self._host_group)
+        return _PendingAllReduce(values, self._step_group, self.whereabouts)
 
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]
         if self.is_main:
+            self._bulletin.may_be_ended = False
             try:
                 answer[0] = function()
             except BadInput as error:
                 answer[1] = str(error)
+            self._bulletin.may_be_ended = True
+        self.whereabouts.enter(EXCHANGE if self.is_main else "waiting for rank 0")
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
         if answer[1] is not None:
             raise BadInput(answer[1])
         return answer[0]
 
     def sync_buffers(self, objective: nn.Module) -> None:
+        self.whereabouts.enter(EXCHANGE)
         for buffer in objective.buffers():
             dist.broadcast(buffer, src=0)
 
@@ -333,13 +407,110 @@ class Distributed(Parallel):
             result = function()
         except BadInput as error:
             said = str(error)
+        self.whereabouts.enter(EXCHANGE)
         messages = dict.fromkeys(message for message in self._gather(said) if message is not None)
         if messages:
             raise BadInput("\n".join(messages))
         return result  # type: ignore[return-value]
 
+    def expect_promptness(self) -> None:
+        if self._is_prompt:
+            return
+        self._is_prompt = True
+        timeout = timedelta(seconds=self._patience_s["--hang-timeout-s"])
+        # NCCL ends a process that has waited too long itself, and explains nothing: it is given more time, in which
+        # the ranks miss each other in the exchange of the next step.
+        groups = [(self._step_group, torch.device("cpu"))]
+        if self.backend == "gloo":
+            groups.append((dist.group.WORLD, self.device))
+        for group, device in groups:
+            group._get_backend(device)._set_default_timeout(timeout)
+
+    def explain(self, error: BaseException) -> BaseException:
+        if isinstance(error, Failure):
+            return error
+        explained = self._explain_break(error) if _is_broken_exchange(error) else self._explain_own(error)
+        self._failure_status = explained.status if isinstance(explained, Failure) else EXIT_BAD_INPUT
+        return explained
+
+    def _explain_own(self, error: BaseException) -> BaseException:
+        """An exception of this process, which the others are told about."""
+        self._bulletin.may_be_ended = False
+        rank, world_size = self.shard
+        if isinstance(error, BadInput):
+            words = LastWords(rank, EXIT_BAD_INPUT, str(error), refused=True)
+        elif isinstance(error, StartAgain):
+            message = f"rank {rank} of {world_size} is {error}"
+            words = LastWords(rank, EXIT_AGAIN, message, memory_limit=error.memory_limit)
+        elif isinstance(error, Exception):
+            message = f"rank {rank} of {world_size} failed in {self.whereabouts}: {reason(error)}"
+            words = LastWords(rank, EXIT_FAILED, message)
+        else:  # the user wants the process to end at once
+            words = LastWords(rank, EXIT_FAILED, "")
+        counts = words
+        with suppress(StoreLost):
+            counts = self._bulletin.speak(words)
+        if isinstance(error, BadInput) or not isinstance(error, Exception):
+            return error
+        if counts != words:
+            return self._follow(counts)
+        tell(words.message, None if isinstance(error, StartAgain) else error)
+        return _failure(words)
+
+    def _explain_break(self, error: BaseException) -> BaseException:
+        """An exchange failed: because of another process, which has left its last words or is missing."""
+        self._bulletin.may_be_ended = False
+        rank = self.shard[0]
+        timeout = re.search(r"Timed out waiting (\d+)ms", str(error))
+        waited = int(timeout[1]) / 1000 if timeout else None
+        flag = next((f"{name} {limit:g}" for name, limit in self._patience_s.items() if limit == waited), "")
+        found = Break(rank, str(self.whereabouts), waited, flag, reason(error))
+
+        def compose(answers: Mapping[int, Note], notes: Mapping[int, Note]) -> LastWords:
+            return LastWords(rank, EXIT_FAILED, blame(found, answers, notes, self._members))
+
+        try:
+            words = self._bulletin.find_out(compose)
+        except StoreLost:
+            words = LastWords(rank, EXIT_FAILED, blame_store_host(found, self._members))
+            if not self._speaks_for_host:
+                return _failure(words)
+        if words.rank == rank:
+            tell(words.message)
+        return self._follow(words)
+
+    def _follow(self, words: LastWords) -> BaseException:
+        """The end of this process because of another one, which has told the user; a BadInput the main one tells."""
+        return BadInput(words.message) if words.refused and self.is_main else _failure(words)
+
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        self._bulletin.before_the_end = lambda words: record(_failure(words))
+
     def close(self) -> None:
-        dist.destroy_process_group()
+        self._bulletin.close()
+        if self._failure_status is None:
+            with suppress(RuntimeError):
+                # The store may be this process's: it stays until nobody uses it any more.
+                dist.barrier(group=self._host_group)
+            dist.destroy_process_group()
+            return
+        # With exchanges on a GPU that never end, neither this nor the end of the interpreter need come back.
+        closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_WITHIN_S)
+        if closing.is_alive():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._failure_status)
+
+
+def _failure(words: LastWords) -> Failure:
+    return Failure(words.message, words.status, words.memory_limit)
+
+
+def _is_broken_exchange(error: BaseException) -> bool:
+    """Whether another process is to blame for what a collective raised."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def _rank_device(local_rank: int, on_gpu: bool, gpu_ids: Sequence[int] | None) -> torch.device:

@@ -49,7 +49,11 @@ class MultiDeviceFlags(FlagGroup):
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
     )
-    dist_timeout_s: float = flag(600.0, "seconds after which a process that waits for another one gives up", above=0)
+    dist_timeout_s: float = flag(
+        600.0, "seconds after which a process that waits for another one gives up: at the start, and for what only the "
+        "main process does", above=0,
+    )  # fmt: skip
+    hang_timeout_s: float = flag(120.0, "the same within training and evaluation, once the first step is done", above=0)
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
     find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True)

@@ -14,6 +14,7 @@ from data.loading import BatchLoader
 from trainer.average import WeightAverage
 from trainer.background import BackgroundSaver, Snapshot
 from trainer.directory import RunDirectory
+from trainer.memory_limit import MemoryLimit
 from trainer.parallel import Parallel
 from trainer.plan import BatchSplit, Plan, Position
 from trainer.precision import Precision
@@ -89,6 +90,7 @@ class Run:
     plan: Plan
     batches: BatchSplit
     eval_micro_batch_size: int
+    memory_limit: MemoryLimit
     learning_rate: LearningRate
     loaders: dict[str, BatchLoader]
     directory: RunDirectory | None
@@ -162,6 +164,7 @@ class Run:
         totals = self.progress.totals.reduced(self.parallel)
         # As after a resume, so that an unbroken run adds up in the same order.
         self.progress.totals = share_of(totals, self.parallel)
+        self.parallel.whereabouts.enter("saving")
         self.parallel.on_main(lambda: self._save_in_background(totals, value, is_best))
 
     def _save_in_background(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
+from data.files import replace_text
 from trainer.console import of_headline, say, table_line
 from trainer.plan import Position
 
@@ -233,7 +234,7 @@ def _as_hyperparameter(value: Any) -> float | str | None:
 
 
 def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
-    """Opens metrics.jsonl for appending, without later records and any half-written line.
+    """Opens metrics.jsonl for appending, without later records, those of an end, and any half-written line.
 
     An epoch's record has the step of a checkpoint that was saved at the epoch's last step, before its validation.
     """
@@ -242,11 +243,10 @@ def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
         for line in path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-                if record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs):
+                in_the_past = record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs)
+                if in_the_past and record["event"] != "result":
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # damaged
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.rename(path)
+    replace_text(path, "".join(kept))
     return path.open("a", buffering=1)

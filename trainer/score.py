@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer.average import WeightAverage
 from trainer.build import assemble_run, describe_run, example_batch
-from trainer.directory import RESULTS, RunDirectory, find_weights
+from trainer.directory import RunDirectory, find_weights
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
@@ -29,11 +29,12 @@ def score(run: Run, on_test: bool) -> bool:
     if sums is None:
         return False
     metrics = run.metrics(split, sums) if split is not None else {}
-    run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
     run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
     if on_test:
         log_pictures(run, "test", sums)
     run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
+    # Last, since it says that nothing is left to do.
+    run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
     return True
 
 
@@ -57,9 +58,7 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
     assert run.directory is not None
     progress, best = run.progress, run.progress.best
     num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
-    run.directory.mark_final()
-    run.directory.write_json(
-        RESULTS,
+    run.directory.write_results(
         {
             "task": run.facts["task"],
             "scored": split,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
 from tests.faults.damage import spoil
+from tests.faults.lives import FIRST_SEED
 from trainer.cli import main
 
 EPOCHS, STEPS_PER_EPOCH = 3, 2
@@ -21,7 +22,6 @@ ARGV = [
     "--num-threads", "1", "--keep-checkpoints", "0", "--save-every-steps", "1", "--log-interval", "1", "--lr", "0.01",
     "--device", "cpu", "--epochs", str(EPOCHS), "--ema-decay", "0.9",
 ]  # fmt: skip
-FIRST_SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, assert_same_bits, largest_difference, load, read_metrics
+from tests.conftest import ROOT, load
+from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
+from tests.faults.samples import Part, global_batches, promised_step, whole_lines
 from tests.test_launch import free_port
-from tests.test_resume import HARD, STEPS_PER_EPOCH, assert_same_samples, global_batches, newest_step, whole_lines
-from tests.test_resume import unbroken as unbroken  # a fixture
 from trainer.state import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
@@ -44,7 +44,8 @@ def can_rename_hosts() -> bool:
 class Job:
     """One command line under torchrun, on one or several nodes of this machine."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], *arguments) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], recipe: Recipe, *arguments) -> None:
+        self.recipe = recipe
         self.directory = folder / "run"
         self.records = folder / "records"
         self.records.mkdir()
@@ -53,7 +54,8 @@ class Job:
         # On the agents, so that they can meet again after a change of the world.
         self._variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._variables["GLOO_SOCKET_IFNAME"] = "lo"
-        self._arguments = ["main_multi_gpu.py", "--multi-gpu", "ddp", *HARD, "--save-dir", self.directory, *arguments]
+        arguments = (*recipe.argv, "--save-dir", self.directory, *arguments)
+        self._arguments = ["main_multi_gpu.py", "--multi-gpu", "ddp", *arguments]
         self._outputs: list[Path] = []
         self.nodes: list[subprocess.Popen] = []
 
@@ -149,17 +151,20 @@ class Job:
             ends = max(ends, last)
         return attempts
 
-    def parts(self, expected) -> list[tuple[int, list]]:
-        """Of each attempt that took a step: the first step, and the global batches."""
+    def assert_as_unbroken(self, unbroken: Life, same_bits: bool) -> None:
+        assert_as_unbroken(Life(self.directory, self.recipe, self._parts(unbroken)), unbroken, same_bits)
+
+    def _parts(self, unbroken: Life) -> list[Part]:
+        """What each attempt did that took a step."""
         found = []
         for number, files in enumerate(self.attempts()):
             folder = self.records / f"attempt{number}"
             folder.mkdir()
             for file in files:
                 (folder / file.name).symlink_to(file)
-            batches = global_batches(folder, len(files))
+            batches = global_batches(folder, len(files), self.recipe.global_batch_size, self.recipe.num_samples)
             if batches:
-                found.append((expected.index(batches[0]), batches))
+                found.append(Part(unbroken.batches.index(batches[0]), batches))
         return found
 
     def end(self) -> None:
@@ -177,8 +182,8 @@ def job(tmp_path, environment):
     """Makes one job; whatever of it is left when the test ends is killed."""
     made: list[Job] = []
 
-    def make(*arguments) -> Job:
-        made.append(Job(tmp_path, environment, *arguments))
+    def make(recipe, *arguments) -> Job:
+        made.append(Job(tmp_path, environment, recipe, *arguments))
         return made[-1]
 
     yield make
@@ -193,42 +198,27 @@ def state_of(directory: Path) -> str:
 # --- one node ----------------------------------------------------------------------------------------------------
 
 
-def without_flags(state: dict) -> dict:
-    return {name: value for name, value in state.items() if name != "config"}
-
-
-def assert_killed_and_back(run: Job, killed: int, world_size: int, directory: Path, expected) -> None:
-    """After SIGKILL to one rank the job ends like the unbroken run in `directory`, to the bit."""
+def assert_killed_and_back(run: Job, killed: int, unbroken: Life, world_size: int) -> None:
+    """After SIGKILL to one rank the job ends like the unbroken one, to the bit."""
     run.start_node("--standalone", f"--nproc_per_node={world_size}", "--max-restarts=3")
     run.wait_for(run.has_trained(world_size, 20), "progress")
     os.kill(run.workers()[killed][0], signal.SIGKILL)
     run.finish()
-    assert_same_samples(run.parts(expected), expected)
     assert len(run.attempts()) == 2
-    for file in ("final.pth", "best.pth"):
-        assert_same_bits(without_flags(load(directory / file)), without_flags(load(run.directory / file)))
-    for event in ("step", "epoch", "result"):
-        assert read_metrics(directory, event) == read_metrics(run.directory, event)
+    run.assert_as_unbroken(unbroken, same_bits=True)
     assert state_of(run.directory) == "finished"
     assert not (run.directory / "previous-1").exists()
 
 
-def test_a_killed_process_is_started_again(job, run_here, monkeypatch, tmp_path):
+def test_a_killed_process_is_started_again(job, unbroken):
     """It goes on where it was, although there is `--fresh` in its command line."""
-    directory, records = tmp_path / "unbroken", tmp_path / "unbroken records"
-    records.mkdir()
-    monkeypatch.setenv("LOCKSTEP_RECORD", str(records))
-    run_here(*HARD, "--dropout", 0.2, "--save-dir", directory)
-    monkeypatch.delenv("LOCKSTEP_RECORD")
-    run = job("--dropout", 0.2, "--delay-s", 0.01, "--fresh")
-    assert_killed_and_back(run, 0, 1, directory, global_batches(records, 1))
+    assert_killed_and_back(job(HARD, "--delay-s", 0.01, "--fresh"), 0, unbroken(HARD, 1), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_brings_the_run_back(killed, unbroken, job):
-    directory, expected = unbroken(2, "--dropout", 0.2)
-    assert_killed_and_back(job("--dropout", 0.2, "--delay-s", 0.02, "--fresh"), killed, 2, directory, expected)
+def test_a_killed_rank_brings_the_run_back(killed, job, unbroken):
+    assert_killed_and_back(job(HARD, "--delay-s", 0.02, "--fresh"), killed, unbroken(HARD, 2), 2)
 
 
 @pytest.mark.slow
@@ -236,15 +226,16 @@ def test_a_refusal_is_tried_again_in_vain_and_without_harm(job, tmp_path):
     """torchrun cannot tell it from a crash."""
     task = tmp_path / "refuses.py"
     task.write_text(REFUSES)
-    run = job("--task", f"{task}:Refuses")
+    run = job(HARD, "--task", f"{task}:Refuses")
     node = run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=2")
     assert node.wait(120) == 1
     assert run.output.count("error: the data ran away") == 3
     assert "[rank" not in run.output  # as torch begins the lines of a rank's traceback
     state = json.loads((run.directory / STATE).read_text())
     assert (state["state"], state["message"]) == ("refused", "the data ran away")
-    assert (state["epoch"], newest_step(run.directory)) == (1, STEPS_PER_EPOCH)
-    assert load(run.directory / "last.pth")["step"] == STEPS_PER_EPOCH
+    steps_per_epoch = HARD.num_steps // HARD.epochs
+    assert (state["epoch"], promised_step(run.directory)) == (1, steps_per_epoch)
+    assert load(run.directory / "last.pth")["step"] == steps_per_epoch
 
 
 # --- several nodes -----------------------------------------------------------------------------------------------
@@ -271,17 +262,15 @@ def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
-    directory, expected = unbroken(1, "--dtype", "float64")
-    run = job("--dtype", "float64", "--delay-s", 0.02)
+    run = job(DOUBLE, "--delay-s", 0.02)
     hosts = ("here", "there") if can_rename_hosts() else (None, None)
     start_nodes(run, ["127.0.0.2", "127.0.0.1" if lost == 0 else "127.0.0.3"], host_names=hosts)
     run.wait_for(run.has_trained(2, 20), "progress")
     assert run.workers()[lost][1] == run.nodes[1].pid
     run.kill_node(run.nodes[1])
     run.finish(run.nodes[1])
-    assert_same_samples(run.parts(expected), expected)
     assert [len(files) for files in run.attempts()] == [2, 1]
-    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
     results = json.loads((run.directory / "results.json").read_text())
     assert (results["world_size"], results["global_batch_size"]) == (1, 12)
     assert state_of(run.directory) == "finished"
@@ -290,8 +279,7 @@ def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
-    directory, expected = unbroken(1, "--dtype", "float64")
-    run = job("--dtype", "float64", "--delay-s", 0.04, "--fresh")
+    run = job(DOUBLE, "--delay-s", 0.04, "--fresh")
     port = free_port()
     start_nodes(run, ["127.0.0.2"], port=port)
     run.wait_for(run.has_trained(1, 10), "progress")
@@ -299,9 +287,8 @@ def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
     run.wait_for(run.has_trained(2, 4), "two nodes")
     assert run.workers()[rank][1] == run.nodes[1].pid
     run.finish()
-    assert_same_samples(run.parts(expected), expected)
     assert [len(files) for files in run.attempts()] == [1, 2]
-    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
     results = json.loads((run.directory / "results.json").read_text())
     assert (results["world_size"], results["global_batch_size"]) == (2, 12)
     assert state_of(run.directory) == "finished"
@@ -312,8 +299,7 @@ def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
 def test_a_third_node_joins_and_another_is_lost(unbroken, job):
     """2 -> 3 -> 2 nodes. When the third comes, one of the first two agents is the first to see it; the other's worker
     leaves with everything saved before its own agent asks it to, which must not pass for the end of the job."""
-    directory, expected = unbroken(1, "--dtype", "float64")
-    run = job("--dtype", "float64", "--delay-s", 0.06)
+    run = job(DOUBLE, "--delay-s", 0.06)
     port = free_port()
     start_nodes(run, ["127.0.0.2", "127.0.0.3"], maximum=3, port=port)
     run.wait_for(run.has_trained(2, 10), "progress")
@@ -321,8 +307,7 @@ def test_a_third_node_joins_and_another_is_lost(unbroken, job):
     run.wait_for(run.has_trained(3, 4), "three nodes")
     run.kill_node(run.nodes[2])
     run.finish(run.nodes[2])
-    assert_same_samples(run.parts(expected), expected)
     worlds = [len(files) for files in run.attempts()]
     assert worlds[-3:] == [2, 3, 2]
-    assert largest_difference(load(directory / "final.pth"), load(run.directory / "final.pth")) < 1e-8
+    run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
     assert state_of(run.directory) == "finished"

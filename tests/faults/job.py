@@ -1,0 +1,179 @@
+"""Runs that tests kill: as real command lines, or as forks that start in a moment and are killed just as dead.
+
+A fork comes from a server that has imported the program but run nothing of it; it then calls `main` with a command line
+in a process of its own, for each rank.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.conftest import ROOT, launcher
+from trainer.cli import main
+from trainer.ranks import RankEnvironment
+
+Preparation = Callable[[], Callable[[], None]]
+"""Called in a forked process before its command line; what it returns is called afterwards, if nothing killed it."""
+
+forks = multiprocessing.get_context("forkserver")
+# torch's compiler is of no use here, but every optimizer imports it.
+forks.set_forkserver_preload(["tests.faults.job", "torch.utils.tensorboard", "torch._inductor.config", "torch.testing"])
+
+GIVE_UP_S = 180
+
+
+class Job:
+    """One attempt at a run, whose processes append to one output file and record their forwards in a folder."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.world_size = world_size
+
+    @property
+    def output(self) -> str:
+        path = self.folder / "output.txt"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether every rank has written down a forward."""
+        return len(list(self.folder.glob("*.jsonl"))) == self.world_size
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the last forward that was recorded was one of an evaluation."""
+        newest = max((p for p in self.folder.iterdir() if p.stem.isdigit()), key=lambda p: p.stat().st_mtime_ns)
+        return newest.suffix == ".evaluated"
+
+    def is_running(self) -> bool:
+        raise NotImplementedError
+
+    def statuses(self) -> list[int]:
+        """The exit statuses, when all is over; negative for a signal. Raises AssertionError if that takes minutes."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the job."""
+        raise NotImplementedError
+
+    def kill_rank(self, draw: random.Random) -> None:
+        """SIGKILL to one rank, any; the others have to notice."""
+        records = sorted(self.folder.glob("*.jsonl"))
+        os.kill(int(draw.choice(records).stem), signal.SIGKILL)
+
+
+class CommandLine(Job):
+    """What a user types."""
+
+    def __init__(self, argv: Sequence[object], world_size: int, folder: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(folder, world_size)
+        with (folder / "output.txt").open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *map(str, [*launcher(world_size), *argv])],
+                cwd=ROOT,
+                env={**environment, "LOCKSTEP_RECORD": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def statuses(self) -> list[int]:
+        return [self._process.wait(GIVE_UP_S)]
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the process that was started."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Forks(Job):
+    """The same command line in forked processes, one for each rank. prepare: see `Preparation`; for all ranks."""
+
+    def __init__(
+        self,
+        argv: Sequence[object],
+        world_size: int,
+        folder: Path,
+        environment: Mapping[str, str],
+        prepare: Preparation | None = None,
+    ) -> None:
+        super().__init__(folder, world_size)
+        variables = {**environment, "LOCKSTEP_RECORD": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
+        arguments = list(map(str, argv))
+        if world_size > 1:
+            arguments = ["--multi-gpu", "ddp", *arguments]
+        meeting_place = f"file://{folder}/rendezvous"
+        self._processes = [
+            forks.Process(
+                target=_run_rank,
+                args=(arguments, rank, world_size, meeting_place, folder / "output.txt", variables, prepare),
+            )
+            for rank in range(world_size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def is_running(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def statuses(self) -> list[int]:
+        for process in self._processes:
+            process.join(GIVE_UP_S)
+        if any(process.is_alive() for process in self._processes):
+            self.kill()
+            raise AssertionError(f"the job did not end:\n{self.output}")
+        return [process.exitcode for process in self._processes]
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _run_rank(
+    argv: Sequence[str],
+    rank: int,
+    world_size: int,
+    meeting_place: str,
+    output: Path,
+    variables: Mapping[str, str],
+    prepare: Preparation | None,
+) -> None:
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    finish = prepare() if prepare is not None else None
+    environment = RankEnvironment(rank, world_size, rank, world_size, meeting_place) if world_size > 1 else None
+    status = main(argv, several_devices=world_size > 1, environment=environment)
+    if finish is not None:
+        finish()
+    sys.exit(status)
+
+
+def wait_until(condition: Callable[[], bool], job: Job) -> bool:
+    """False if the job ended before."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while not condition():
+        if not job.is_running():
+            return condition()
+        assert time.monotonic() < deadline, job.output
+        time.sleep(0.002)
+    return True

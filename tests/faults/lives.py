@@ -1,0 +1,138 @@
+"""One run, killed again and again until it is through, and compared with one that nobody disturbed."""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.conftest import WEIGHTED, assert_same_bits, largest_difference, load, read_metrics
+from tests.faults.job import Job, wait_until
+from tests.faults.samples import GlobalBatch, Part, assert_same_samples, global_batches, promised_step, resumed_step
+
+FIRST_SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
+
+StartJob = Callable[[Sequence[object], int, Path], Job]
+"""Command line without its program, world size, folder of the job -> the job."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A command line, and the numbers that the record of its samples is read with."""
+
+    argv: tuple[object, ...]
+    global_batch_size: int
+    num_samples: int
+    epochs: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.epochs * -(-self.num_samples // self.global_batch_size)
+
+
+# Accumulation (2 samples a forward), a worker, augmentation (always on in this task), dropout, an average of the
+# weights, checkpoints in mid-epoch, epochs without validation.
+HARD = Recipe(
+    argv=(
+        "--task", WEIGHTED, "--epochs", 4, "--batch-size", 2, "--global-batch-size", 12, "--num-workers", 1,
+        "--save-every-steps", 3, "--ema-decay", 0.9, "--lr", 0.01, "--log-interval", 2, "--keep-checkpoints", 2,
+        "--num-threads", 1, "--eval-every", 2, "--eval-batch-size", 1, "--delay-s", 0.002, "--dropout", 0.2,
+    ),
+    global_batch_size=12,
+    num_samples=101,
+    epochs=4,
+)  # fmt: skip
+DOUBLE = replace(HARD, argv=(*HARD.argv, "--dropout", 0, "--dtype", "float64"))
+
+
+@dataclass
+class Life:
+    """A run directory, what each attempt did, and what the kills hit."""
+
+    directory: Path
+    recipe: Recipe
+    parts: list[Part] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def batches(self) -> list[GlobalBatch]:
+        return self.parts[0].batches
+
+    def attempt(self, start: StartJob, world_size: int, disturb: Callable[[Job], None] = lambda job: None) -> Job:
+        """Starts the command line, disturbs it once it trains, and waits for its end."""
+        promised = promised_step(self.directory)
+        folder = self.directory.parent / f"attempt{len(self.parts)}"
+        job = start([*self.recipe.argv, "--save-dir", self.directory], world_size, folder)
+        if wait_until(lambda: job.has_begun, job):
+            began = time.monotonic()
+            disturb(job)
+            self.statuses = job.statuses()
+            self.seconds = time.monotonic() - began
+        else:
+            self.statuses = job.statuses()
+        part = Part(
+            first_step=resumed_step(job.output),
+            batches=global_batches(folder, world_size, self.recipe.global_batch_size, self.recipe.num_samples),
+        )
+        assert not part.batches or part.first_step >= promised, f"step {promised} was lost:\n{job.output}"
+        self.parts.append(part)
+        return job
+
+
+def unbroken_life(base: Path, recipe: Recipe, start: StartJob, world_size: int) -> Life:
+    life = Life(base / "run", recipe)
+    job = life.attempt(start, world_size)
+    assert set(life.statuses) == {0}, job.output
+    assert len(life.batches) == recipe.num_steps
+    return life
+
+
+def broken_life(
+    base: Path, recipe: Recipe, start: StartJob, worlds: Sequence[int], draw: random.Random, seconds: float
+) -> Life:
+    """Killed at random until it is through: the whole job, or one rank.
+
+    worlds: of the attempts, over and over. seconds: how long an attempt has to live at most, from its first forward.
+    """
+    life = Life(base / "run", recipe)
+
+    def strike(job: Job) -> None:
+        time.sleep(draw.uniform(0, seconds))
+        if not job.is_running():
+            return
+        one_rank = job.world_size > 1 and draw.random() < 0.5
+        if one_rank:
+            job.kill_rank(draw)
+        else:
+            job.kill()
+        if list(life.directory.glob("*.tmp")):
+            where = "while saving"
+        else:
+            where = "in evaluation or after it" if job.evaluates else "in training"
+        life.kills["one rank" if one_rank else "whole job", where] += 1
+
+    for i in range(100):
+        world_size = worlds[i % len(worlds)]
+        job = life.attempt(start, world_size, strike)
+        if set(life.statuses) == {0}:
+            return life
+        assert life.kills.total() > 0, job.output
+    raise AssertionError(f"not through after {i} attempts")
+
+
+def assert_as_unbroken(life: Life, unbroken: Life, same_bits: bool) -> None:
+    """The same samples; the same weights and metrics, to the bit or, in float64, up to rounding."""
+    assert_same_samples(life.parts, unbroken.batches)
+    assert not list(life.directory.glob("*.tmp"))
+    final, expected = load(life.directory / "final.pth"), load(unbroken.directory / "final.pth")
+    if not same_bits:
+        assert largest_difference(expected, final) < 1e-8
+        return
+    assert_same_bits(expected, final)
+    assert_same_bits(load(unbroken.directory / "best.pth"), load(life.directory / "best.pth"))
+    for event in ("step", "epoch", "result"):
+        records = read_metrics(life.directory, event)
+        assert records == read_metrics(unbroken.directory, event), f"other {event} records in metrics.jsonl"

@@ -1,0 +1,120 @@
+"""Variants of the program with one mistake each, which the tests of this folder have to find."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trainer.checkpoint
+import trainer.directory
+import trainer.run
+import trainer.runlog
+from trainer.average import WeightAverage
+from trainer.directory import RunDirectory
+from trainer.parallel import Parallel
+from trainer.plan import Position
+from trainer.run import Run
+
+
+def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
+    """Calls `then` with the same arguments after a method."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        then(*args, **kwargs)
+        return result
+
+    setattr(owner, name, both)
+
+
+def position_off_by_one() -> None:
+    def shift(run: Run, state: Any) -> None:
+        position = run.progress.position
+        run.progress.position = Position(position.epoch, position.phase, position.samples + 1)
+
+    _after(Run, "restore", shift)
+
+
+def moments_not_restored() -> None:
+    Parallel.load_full_state = lambda self, state, objective, optimizers: objective.model.load_state_dict(  # type: ignore
+        state["model"]
+    )
+
+
+def average_not_restored() -> None:
+    WeightAverage.restore = lambda self, state: None  # type: ignore[method-assign]
+
+
+def sums_not_restored() -> None:
+    _after(Run, "restore", lambda run, state: run.progress.start_totals())
+
+
+def metrics_not_cut_back() -> None:
+    trainer.runlog._truncated = lambda path, step, num_epochs: path.open("a", buffering=1)
+
+
+def checkpoint_not_flushed() -> None:
+    real = trainer.checkpoint.os.fsync
+
+    def write(state: dict[str, Any], path: Path) -> Any:
+        trainer.checkpoint.os.fsync = lambda descriptor: None
+        try:
+            return trainer.checkpoint.write_checkpoint(state, path)
+        finally:
+            trainer.checkpoint.os.fsync = real
+
+    trainer.directory.write_checkpoint = write
+
+
+def named_before_flushed() -> None:
+    """The checkpoint gets its name, and its content is flushed afterwards."""
+    checkpoint_not_flushed()
+    flush = trainer.directory.flush_path
+
+    def flush_late(path: Path) -> None:
+        for checkpoint in path.glob("checkpoint_*.pth"):
+            flush(checkpoint)
+        flush(path)
+
+    trainer.directory.flush_path = flush_late
+
+
+def listed_after_named() -> None:
+    """The checkpoint gets its name before the manifest knows it."""
+    write, flush = trainer.directory.write_manifest, trainer.directory.flush_path
+    late: list[tuple[Path, Any]] = []
+
+    def flush_and_write(path: Path) -> None:
+        flush(path)
+        while late:
+            write(*late.pop())
+
+    trainer.directory.write_manifest = lambda path, entries: late.append((path, entries))
+    trainer.directory.flush_path = flush_and_write
+
+
+def folder_not_flushed() -> None:
+    flush = trainer.directory.flush_path
+    trainer.directory.flush_path = lambda path: None if path.is_dir() else flush(path)
+
+
+def evicted_first() -> None:
+    """Room is made before the new checkpoint is there."""
+    save = RunDirectory.save
+
+    def evict_and_save(directory: RunDirectory, *args: Any) -> Path:
+        for entry in directory._entries[:]:
+            (directory.path / entry.file).unlink()
+            directory._entries.remove(entry)
+        return save(directory, *args)
+
+    RunDirectory.save = evict_and_save  # type: ignore[method-assign]
+
+
+def best_not_restored() -> None:
+    def forget(run: Run, state: Any) -> None:
+        run.progress.best = None
+
+    _after(Run, "restore", forget)

@@ -1,0 +1,334 @@
+"""One rank fails, hangs, is stopped or killed: one message says so, and nothing is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import ROOT, launcher
+from tests.test_launch import NO_GPU, free_port, session_members
+from trainer.blame import Break, blame, blame_store_host
+from trainer.bulletin import Note
+
+FAULTY = f"{ROOT / 'tests' / 'faulty_task.py'}:Faulty"
+TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
+        "--hang-timeout-s", 3, "--save-every-steps", 2]  # fmt: skip
+TRACEBACK = "Traceback (most recent call last)"
+PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"
+slow = pytest.mark.slow
+
+
+def torchrun(world_size):
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
+            "main_multi_gpu.py", "--multi-gpu", "ddp"]  # fmt: skip
+
+
+def shared_memory_of(pids):
+    """What these processes have open in /dev/shm, and what torch may have called after them there."""
+    found = set()
+    for pid in pids:
+        found |= {path.name for path in Path("/dev/shm").glob(f"torch_{pid}_*")}
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:  # it has just ended
+            continue
+        found |= {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+    return found
+
+
+@pytest.fixture
+def faulty_run(environment, tmp_path):
+    """Starts a group on one of whose ranks something happens; returns how it ended and what was left of it."""
+    sessions = []
+
+    def start(fault, start=launcher, world_size=2, more=()):
+        args = [*start(world_size), *TINY, "--save-dir", tmp_path / "run", *more]
+        with (tmp_path / "out").open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, args)], cwd=ROOT, env=environment | NO_GPU | {"LOCKSTEP_FAULT": fault},
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        sessions.append(process.pid)
+        deadline, pids, shared_memory = time.monotonic() + 150, set(), set()
+        while process.poll() is None:
+            assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+            pids |= set(session_members(process.pid))
+            shared_memory |= shared_memory_of(pids)
+            time.sleep(0.2)
+        # Python's own resource tracker ends a moment after its parent.
+        deadline = time.monotonic() + 5
+        while (left := session_members(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        out = (tmp_path / "out").read_text()
+        return SimpleNamespace(
+            out=out,
+            errors=[line for line in out.splitlines() if line.startswith("error: ")],
+            status=process.returncode,
+            left=left,
+            leaked=(shared_memory | shared_memory_of(pids)) & set(os.listdir("/dev/shm")),
+            state=json.loads((tmp_path / "run" / "state.json").read_text()),
+        )
+
+    yield start
+    for session in sessions:
+        for pid in session_members(session):
+            os.kill(pid, signal.SIGKILL)
+
+
+def assert_one_message(run, pattern, tracebacks=0):
+    (error,) = run.errors
+    assert re.fullmatch(f"error: {pattern}", error), run.out
+    assert run.out.count(TRACEBACK) == tracebacks, run.out
+    assert "/gloo/" not in run.out
+    assert run.left == []
+    assert run.leaked == set()
+
+
+def assert_failed(run, status=1):
+    assert run.status == status, run.out
+    assert run.state["state"] == "failed"
+    assert run.errors == [f"error: {run.state['message']}"]
+
+
+# --- an exception ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "where", "phase", "more", "tracebacks"),
+    [
+        (2, "data", "data loading at optimizer step 3", ["--num-workers", 2], 2),
+        pytest.param(2, "forward", "forward at optimizer step 3", [], 1, marks=slow),
+        pytest.param(3, "forward", "forward at optimizer step 3", [], 1, marks=slow),
+        pytest.param(2, "evaluation", "evaluation at optimizer step 6", [], 1, marks=slow),
+    ],
+)
+def test_an_exception_is_told_once(world_size, where, phase, more, tracebacks, faulty_run):
+    """That of a data-loading process holds the traceback of that process as well."""
+    run = faulty_run(f"raise {where} 1", world_size=world_size, more=more)
+    assert_one_message(run, f"rank 1 of {world_size} failed in {phase}: ValueError: the sky fell", tracebacks)
+    assert_failed(run)
+
+
+@slow
+def test_an_exception_of_the_main_process(faulty_run):
+    run = faulty_run("raise forward 0", world_size=3)
+    assert_one_message(run, "rank 0 of 3 failed in forward at optimizer step 3: ValueError: the sky fell", 1)
+    assert_failed(run)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bad_input_of_one_rank_is_told_once(rank, faulty_run):
+    run = faulty_run(f"refuse forward {rank}")
+    assert_one_message(run, "the data ran away")
+    assert run.status == 2
+    assert (run.state["state"], run.state["message"]) == ("refused", "the data ran away")
+
+
+@slow
+def test_a_rank_that_leaves_at_once_as_asked(faulty_run):
+    """As by a second Ctrl-C, which needs no explanation."""
+    run = faulty_run("leave forward 1")
+    assert (run.errors, run.out.count(TRACEBACK), run.left, run.leaked) == ([], 0, [], set())
+    assert run.state["state"] == "failed"
+
+
+def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_FAULT", "raise forward 0")
+    _, err = run_here(*TINY[:-4], "--save-dir", tmp_path / "run", status=1)
+    message = "failed in forward at optimizer step 3: ValueError: the sky fell"
+    assert err.endswith(f"\nValueError: the sky fell\nerror: {message}\n")
+    assert err.count(TRACEBACK) == 1
+    state = json.loads((tmp_path / "run" / "state.json").read_text())
+    assert (state["state"], state["message"]) == ("failed", message)
+
+
+# --- a rank that does not come -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "where", "rank", "phase", "more"),
+    [
+        (2, "forward", 1, "forward at optimizer step 3", []),
+        pytest.param(3, "forward", 0, "forward at optimizer step 3", [], marks=slow),
+        pytest.param(2, "data", 1, "data loading at optimizer step 1", [], marks=slow),
+        pytest.param(2, "data", 1, "data loading at optimizer step 1", ["--num-workers", 1], marks=slow),
+        pytest.param(3, "evaluation", 2, "evaluation at optimizer step 4", [], marks=slow),
+    ],
+)
+def test_a_late_rank_is_named(world_size, where, rank, phase, more, faulty_run):
+    """Also the late one itself leaves, though it hangs for ever."""
+    run = faulty_run(f"sleep {where} {rank}", world_size=world_size, more=more)
+    late = rf"rank {rank} of {world_size} is late: in {phase} for \d s \({PROCESS}\)"
+    assert_one_message(run, rf"{late}; rank \d waited 3 s for it in .+ \(--hang-timeout-s 3\)")
+    assert_failed(run)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named(rank, faulty_run):
+    run = faulty_run(f"stop forward {rank}")
+    silent = rf"rank {rank} of 2 gives no sign of life \({PROCESS}\), noted \d+ s ago in .+"
+    assert_one_message(run, rf"{silent}; rank {1 - rank} waited 3 s for it in .+ \(--hang-timeout-s 3\)")
+    assert run.status == 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "more"),
+    [
+        (2, 1, ["--num-workers", 1]),
+        pytest.param(3, 1, [], marks=slow),
+        pytest.param(3, 0, ["--num-workers", 2], marks=slow),
+    ],
+)
+def test_a_killed_rank_is_named(world_size, rank, more, faulty_run):
+    run = faulty_run(f"kill forward {rank}", world_size=world_size, more=more)
+    gone = rf"rank {rank} of {world_size} is gone \({PROCESS}\), noted \d+ s ago in .+"
+    assert_one_message(run, f"{gone}; the same command goes on from the last checkpoint")
+    assert run.status == 128 + signal.SIGKILL
+    assert run.state["state"] == ("failed" if rank else "running")
+
+
+# --- other launchers ---------------------------------------------------------------------------------------------
+
+
+@slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise forward 1", "rank 1 of 3 failed in forward at optimizer step 3: ValueError: the sky fell"),
+        ("sleep forward 1", r"rank 1 of 3 is late: in forward at optimizer step 3 for \d s .*; rank \d waited 3 s .*"),
+        ("kill forward 0", r"rank 0 of 3 is gone .*; the same command goes on from the last checkpoint"),
+        ("refuse data 2", "the data ran away"),
+    ],
+)
+def test_under_torchrun(fault, message, faulty_run):
+    """Its own report of what its workers returned holds one traceback of its own."""
+    run = faulty_run(fault, torchrun, world_size=3)
+    own = sum("ChildFailedError" in line for line in run.out.splitlines())
+    assert_one_message(run, message, tracebacks=(fault == "raise forward 1") + (own > 0))
+
+
+@slow
+def test_started_by_hand_the_one_that_keeps_the_store_is_killed(environment, tmp_path):
+    """Then what its killers knew is lost with it, and one of the others says so."""
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    args = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *map(str, args)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+            env=environment | NO_GPU | meeting | {"RANK": str(rank), "LOCKSTEP_FAULT": "kill forward 0"},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    outs = [rank.communicate(timeout=150)[0] for rank in ranks]
+    errors = [line for out in outs for line in out.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, "\n".join(outs)
+    assert re.fullmatch(rf"error: rank 0 of 3 is gone \({PROCESS}\), and with it the notes about .*", errors[0])
+    assert TRACEBACK not in "".join(outs)
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 1, 1]
+
+
+@slow
+def test_launcher_that_is_killed_leaves_no_process(environment, tmp_path):
+    args = [*launcher(2), *TINY, "--epochs", 500, "--num-workers", 1, "--save-dir", tmp_path / "run"]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, args)], cwd=ROOT, env=environment | NO_GPU, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    state = tmp_path / "run" / "state.json"
+    try:
+        while not state.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while (left := session_members(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+        assert json.loads(state.read_text())["state"] == "preempted"
+    finally:
+        for pid in session_members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+# --- who is to blame ---------------------------------------------------------------------------------------------
+
+MEMBERS = [f"process {10 + rank} on host" for rank in range(3)]
+WAITED = Break(0, "backward at optimizer step 7", 120.0, "--hang-timeout-s 120", "timed out")
+BROKEN = Break(0, "backward at optimizer step 7", None, "--hang-timeout-s 120", "RuntimeError: closed by peer")
+
+
+def note(number, seconds=1.0, ago=0.0):
+    return Note("forward at optimizer step 7", number, seconds, time.time() - ago)
+
+
+def test_the_ranks_that_have_come_least_far_are_late():
+    found = blame(WAITED, {0: note(9), 1: note(7, 130.4), 2: note(9)}, {}, MEMBERS)
+    assert found == (
+        "rank 1 of 3 is late: in forward at optimizer step 7 for 130 s (process 11 on host); "
+        "rank 0 waited 120 s for it in backward at optimizer step 7 (--hang-timeout-s 120)"
+    )
+    both = blame(WAITED, {0: note(9), 1: note(7), 2: note(7)}, {}, MEMBERS)
+    assert "rank 1 of 3 is late" in both
+    assert "rank 2 of 3 is late" in both
+
+
+def test_a_silent_rank_is_to_blame_before_a_late_one():
+    found = blame(WAITED, {0: note(9), 1: note(7)}, {2: note(6, ago=125)}, MEMBERS)
+    assert found.startswith(
+        "rank 2 of 3 gives no sign of life (process 12 on host), noted 125 s ago in forward at optimizer step 7; "
+    )
+    assert "rank 1" not in found
+
+
+def test_nobody_is_blamed_when_all_are_alive_and_equally_far():
+    for found in (WAITED, BROKEN):
+        said = blame(found, dict.fromkeys(range(3), note(9)), {}, MEMBERS)
+        assert said.endswith(f"in backward at optimizer step 7, and all ranks are alive: {found.error}")
+
+
+def test_without_the_store_its_keeper_is_missing():
+    assert blame_store_host(BROKEN, MEMBERS).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
+    assert "no sign of life" in blame_store_host(WAITED, MEMBERS)
+
+
+def test_a_process_that_hangs_for_ever_loses_its_data_loading_processes(tmp_path):
+    """The kernel sees to it, as torch would not before the next batch."""
+    script = f"""
+import os, sys, time
+from pathlib import Path
+import numpy as np, torch
+from data.loading import BatchLoader
+from data.order import SampleKeys
+
+class Stuck:
+    def __len__(self): return 4
+    def __getitems__(self, keys):
+        Path({str(tmp_path / "worker")!r}).write_text(str(os.getpid()))
+        time.sleep(600)
+
+next(BatchLoader(Stuck(), None, 1)([SampleKeys(np.arange(2), 0)]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    worker = tmp_path / "worker"
+    while not (worker.exists() and worker.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    stat = Path(f"/proc/{worker.read_text()}/stat")
+    deadline = time.monotonic() + 5
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert time.monotonic() < deadline

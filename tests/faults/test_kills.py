@@ -1,0 +1,53 @@
+"""Killed at any moment and started again, on any number of devices, a run goes on as if nothing had happened."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.faults.lives import DOUBLE, FIRST_SEED, HARD, assert_as_unbroken, broken_life
+
+
+def live_and_compare(base, recipe, start, worlds, seed, unbroken):
+    """Returns what the kills hit. A life that ends another way than the unbroken one fails."""
+    print(f"seed {seed}, worlds {worlds}")
+    same_bits = len(set(worlds)) == 1
+    expected = unbroken(recipe, worlds[0])
+    life = broken_life(base, recipe, start, worlds, random.Random(seed), expected.seconds / 2)
+    assert_as_unbroken(life, expected, same_bits)
+    return life.kills
+
+
+@pytest.mark.parametrize("worlds", [[1], [3], [1, 2, 3, 1]], ids=str)
+def test_killed_at_random(worlds, tmp_path, forked, unbroken):
+    recipe = HARD if len(worlds) == 1 else DOUBLE
+    kills = live_and_compare(tmp_path, recipe, forked, worlds, FIRST_SEED, unbroken)
+    assert kills.total() > 0
+
+
+def live_until(num_kills, worlds, base, start, unbroken):
+    """Lives one life after the other, and prints their seeds and what their kills hit."""
+    recipe = HARD if len(worlds) == 1 else DOUBLE
+    kills: Counter[tuple[str, str]] = Counter()
+    seed = FIRST_SEED
+    while kills.total() < num_kills:
+        kills += live_and_compare(base / str(seed), recipe, start, worlds, seed, unbroken)
+        seed += 1
+    print(f"worlds {worlds}, seeds {FIRST_SEED} to {seed - 1}: {kills.total()} kills")
+    for (what, where), count in sorted(kills.items()):
+        print(f"  {what} {where}: {count}")
+
+
+# `LOCKSTEP_SEED=N` lives other lives, and -s shows seeds and counts.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [[1], [2], [3], [1, 2, 3, 1]], ids=str)
+def test_killed_at_random_many_times(worlds, tmp_path, forked, unbroken):
+    live_until(100, worlds, tmp_path, forked, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("worlds", "num_kills"), [([1], 120), ([2], 40), ([3], 20), ([1, 2, 3, 1], 40)], ids=str)
+def test_real_command_lines_killed_at_random(worlds, num_kills, tmp_path, typed, unbroken):
+    live_until(num_kills, worlds, tmp_path, typed, unbroken)
