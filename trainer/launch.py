@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from trainer.failure import EXIT_AGAIN
 from trainer.ranks import MultiDeviceFlags, RankEnvironment
-from trainer.stop import STOP_SIGNALS
+from trainer.stop import STOP_SIGNALS, exit_quickly
 
 GRACE_PERIOD_S = 10
 MOST_STARTS = 32
@@ -96,4 +96,5 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int) -> int:
 
 
 def _run_rank(rank: int, run: Callable[[RankEnvironment], int], world_size: int, init_method: str) -> None:
+    exit_quickly()
     sys.exit(run(RankEnvironment(rank, world_size, rank, world_size, init_method)))
