@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.order import SampleKeys
 from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher, load, read_metrics
 from tests.faults.test_hangs import torchrun
 from tests.test_parallel import ReplicasOnCpu, trained
@@ -219,25 +220,29 @@ def rehearse_in_process(environment, folder):
     torch.set_num_threads(1)
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
-    run.net = parallel.wrap(run.net, next(iter(run.loaders["train"]([keys()]))), "train")
+    run.net = parallel.wrap(run.net, a_batch(run, 0), "train")
     rehearse(run)
-    (folder / f"rank{environment.rank}").write_text(str(run.batches.batch_size))
+    run.net(a_batch(run, environment.rank))["loss"].backward()
+    gradient = torch.cat([p.grad.flatten() for p in run.objective.parameters()])
+    torch.save({"batch_size": run.batches.batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")
     parallel.close()
     return 0
 
 
-def keys():
-    from data.order import SampleKeys
-
-    return SampleKeys(np.arange(2), 0, placeholder=True)
+def a_batch(run, sample):
+    return next(iter(run.loaders["train"]([SampleKeys(np.array([sample]), 0)])))
 
 
 @pytest.mark.slow
 def test_a_rehearsal_ends_alike_on_every_rank(tmp_path, monkeypatch):
+    """And leaves the exchange of gradients as it was."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `launch` would set them, for good
         monkeypatch.setenv(name, "lo")
     assert launch(functools.partial(rehearse_in_process, folder=tmp_path), 2) == 0
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3", "3"]
+    first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
+    assert first["batch_size"] == second["batch_size"] == 3
+    assert torch.equal(first["gradient"], second["gradient"])
+    assert first["gradient"].abs().max() > 0
 
 
 def test_the_longest_histories_are_rehearsed(cache_dir):

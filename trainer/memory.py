@@ -38,7 +38,9 @@ def train_within_memory(
     """
     while True:
         try:
-            return step(recut(window, run.batches.micro_batch_size))
+            # Batches loaded before memory got short are too large.
+            is_short = run.memory_limit.batch_size is not None
+            return step(recut(window, run.batches.micro_batch_size) if is_short else window)
         except torch.OutOfMemoryError:
             if run.parallel.whereabouts.phase == OPTIMIZER:
                 raise _hopeless(run, "for the moments of the optimizer") from None
