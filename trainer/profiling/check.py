@@ -303,13 +303,12 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
 def of_exchange(parallel: Parallel) -> Iterator[Finding]:
     """Verifies and times sums over all processes. All processes call it."""
     world_size = parallel.shard[1]
-    if world_size == 1:
-        yield Finding("OK", "exchange", f"{parallel.describe()}: one process, nothing to exchange")
     if not sums_are_right(parallel):
         advice = "no training here can be right; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
         yield Finding("BROKEN", "exchange", f"{parallel.describe()}: sums come out wrong", advice)
-        return
-    if world_size > 1:
+    elif world_size == 1:
+        yield Finding("OK", "exchange", f"{parallel.describe()}: one process, nothing to exchange")
+    else:
         small, large = latency_s(parallel), large_sum_s(parallel)
         bandwidth = 2 * (world_size - 1) / world_size * LARGE_BYTES / large / 1e9
         yield Finding(

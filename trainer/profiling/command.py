@@ -133,8 +133,10 @@ def run_check(argv: Sequence[str], environment: RankEnvironment | None) -> int:
     (tool, devices), problems = parse_flags([CheckFlags, DeviceFlags], argv[1:], *check.ABOUT)
     multi = MultiDeviceFlags("ddp", tool.gpu_ids, tool.nproc, tool.backend)
     problems += multi.problems()
-    environment, contradictions = read_rank_environment(os.environ, multi)
-    refuse(problems + contradictions)
+    if environment is None:
+        environment, contradictions = read_rank_environment(os.environ, multi)
+        problems += contradictions
+    refuse(problems)
     return check.check(tool, devices, environment)
 
 

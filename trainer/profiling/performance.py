@@ -176,7 +176,8 @@ class PerformanceProfiler:
         """All of the above, with batch sizes from a quarter to four times the loader's. Written as JSON if asked to."""
         with self._measuring() as batches:
             size = num_samples(batches[0])
-        sizes = sorted({max(1, size // 4), max(1, size // 2), size, 2 * size, 4 * size})
+        # Not a single sample, of which batch norm refuses to train.
+        sizes = sorted({max(size // 4, min(size, 2)), max(size // 2, min(size, 2)), size, 2 * size, 4 * size})
         report = {
             "environment": self._environment(),
             "data": self.profile_data_loading(),

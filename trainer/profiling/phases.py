@@ -1,6 +1,5 @@
 """Where the time of the training loop goes: a clock that looks on while the loop says where it is."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,22 +76,26 @@ class PhaseClock(Whereabouts):
         self.count_as(REST)
 
     def stop(self) -> tuple[Durations, list[Durations]]:
-        """What each phase took since `start`, and the same for every step on its own, from its beginning to the next.
+        """What each phase took since `start`, and the same of every step, which adds up to it. Waits for the device.
 
-        The first includes what was before the first step. Waits for the device.
+        A step lasts until the next one begins. Its data are fetched before that, while the step before it is under way;
+        the time for which they were waited for counts as its own.
         """
         self.count_as(REST)
         self._close_span()
-        total: defaultdict[str, float] = defaultdict(float)
         steps: list[Durations] = []
+        before, loaded = dict.fromkeys(PHASES, 0.0), []
         for (phase, is_step, begin), (_, _, end) in zip(self._borders, self._borders[1:], strict=False):
             if is_step:
-                steps.append(dict.fromkeys(PHASES, 0.0))
+                steps.append(dict.fromkeys(PHASES, 0.0) if steps else before)
             duration = self._clock.ms_between(begin, end)
-            total[phase] += duration
-            if steps:
-                steps[-1][phase] += duration
-        return {phase: total[phase] for phase in PHASES}, steps
+            if phase == DATA:
+                loaded.append(duration)
+            else:
+                (steps[-1] if steps else before)[phase] += duration
+        for step, duration in zip(steps, loaded, strict=True):
+            step[DATA] = duration
+        return {phase: sum(step[phase] for step in steps) for phase in PHASES}, steps
 
     def _close_span(self) -> None:
         if self._span is not None:
