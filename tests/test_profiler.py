@@ -352,11 +352,11 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 def test_step_of_two_processes(start, command, tmp_path):
     rests = ["--delay-s", "0.03", "--backward-s", "0.03"]
     out = command(
-        *start, "--task", SLEEPY, *TINY[2:], *rests, "--steps", 8, "--settling-steps", 1, "--json", tmp_path / "step.json",
+        *start, "--task", SLEEPY, *TINY[2:], *rests, *SHORT, "--json", tmp_path / "step.json",
         CUDA_VISIBLE_DEVICES="",
     ).stdout  # fmt: skip
     result = json.loads((tmp_path / "step.json").read_text())
-    assert (result["world_size"], result["global_batch_size"], result["steps"]) == (2, 16, 8)
+    assert (result["world_size"], result["global_batch_size"], result["steps"]) == (2, 16, 4)
     assert out.count("DistributedDataParallel over gloo") == 1
     assert len(result["ranks"]) == 2
     for rank in result["ranks"]:
