@@ -17,10 +17,10 @@ from trainer.directory import CONFIG, RESULTS, RunDirectory
 from trainer.flags import Flags
 from trainer.memory import rehearse
 from trainer.memory_limit import MemoryLimit
-from trainer.parallel import Parallel
+from trainer.parallel import Distributed, Parallel, SingleDevice, data_parallel
 from trainer.plan import BatchSplit, Plan, split_batch
 from trainer.precision import Precision, PrecisionForward, choose_precision
-from trainer.ranks import set_num_threads
+from trainer.ranks import RankEnvironment, pick_device, set_num_threads
 from trainer.resume import choose_start, initialise, resume, starts_over, take_over
 from trainer.run import Run
 from trainer.runlog import RunLog, SilentLog
@@ -31,6 +31,16 @@ from trainer.task import Objective, Task, check_batch
 from trainer.watch import Watch
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
+
+
+def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
+    """The devices of this process. Raises BadInput."""
+    if flags.multi is None:
+        return SingleDevice(pick_device(flags.devices.device))
+    if flags.multi.multi_gpu == "dp":
+        return data_parallel(flags.devices, flags.multi, print)
+    assert environment is not None
+    return Distributed(environment, flags.multi, flags.devices)
 
 
 def set_up_torch(flags: Flags, parallel: Parallel) -> None:

@@ -9,17 +9,17 @@ from contextlib import closing, contextmanager
 
 from data.errors import BadInput
 from data.files import DISK_FULL
-from trainer.build import build_run, build_task, open_run, set_up_torch
+from trainer.build import build_run, build_task, open_run, set_up_torch, start_parallel
 from trainer.config import refuse
 from trainer.directory import RunDirectory
 from trainer.failure import EXIT_BAD_INPUT, Failure
 from trainer.flags import Flags, RunFlags, parse
 from trainer.launch import launch, num_processes
 from trainer.loop import train
-from trainer.parallel import Distributed, Parallel, SingleDevice, data_parallel
+from trainer.parallel import Distributed, Parallel
 from trainer.precision import choose_precision
 from trainer.predict import find_run, predict, rebuild_task
-from trainer.ranks import RankEnvironment, one_process_problems, pick_device, read_rank_environment
+from trainer.ranks import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.score import evaluate_only, score
 from trainer.several import train_several
 from trainer.state import RunState, recorded
@@ -80,16 +80,6 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
     finally:
         if parallel is not None:
             parallel.close()
-
-
-def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
-    """The devices of this process. Raises BadInput."""
-    if flags.multi is None:
-        return SingleDevice(pick_device(flags.devices.device))
-    if flags.multi.multi_gpu == "dp":
-        return data_parallel(flags.devices, flags.multi, print)
-    assert environment is not None
-    return Distributed(environment, flags.multi, flags.devices)
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:

@@ -86,6 +86,8 @@ class Flags:
     multi: MultiDeviceFlags | None
     task: Any
     task_type: type[Task] | None
+    tool: Any = None
+    """Of a program that does something else with a training run than train it: its own group."""
 
     def values(self) -> dict[str, Any]:
         """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
@@ -93,8 +95,17 @@ class Flags:
         return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
 
 
-def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]:
-    """The flags and everything that is wrong with them."""
+def parse(
+    argv: Sequence[str],
+    several_devices: bool,
+    tool: type[FlagGroup] | None = None,
+    about: tuple[str, str] | None = None,
+) -> tuple[Flags, list[str]]:
+    """The flags and everything that is wrong with them.
+
+    tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
+    that one's `--help` says: a description, and examples.
+    """
     (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], "", ignore_unknown=True)
     problems = []
     task_type: type[Task] | None = None
@@ -103,6 +114,8 @@ def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]
     except BadInput as error:
         problems.append(str(error))
     group_types = TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1]
+    if tool is not None:
+        group_types = (tool, *group_types)
     own_flags = {field.name for group in group_types for field in fields(group)}
     if task_type is not None:
         taken = sorted(own_flags & {field.name for field in fields(task_type.Config)})
@@ -110,18 +123,22 @@ def parse(argv: Sequence[str], several_devices: bool) -> tuple[Flags, list[str]]
             names = ", ".join(flag_name(name) for name in taken)
             raise BadInput(f"--task {chosen.task}: its flags {names} are the trainer's own; rename those fields")
         group_types = (*group_types, task_type.Config)
+    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     groups, found = parse_flags(
         group_types,
         argv,
-        DESCRIPTION[several_devices],
-        EXAMPLES[several_devices],
+        description,
+        examples,
         ignore_unknown=task_type is None,
         defaults=_task_defaults(task_type, argv) if task_type is not None else {},
     )
+    tool_flags = groups.pop(0) if tool is not None else None
     multi = groups[8] if several_devices else None
     run, batch, learning, precision, devices, checkpoint, several, prediction = groups[:8]
     task = groups[-1] if task_type else None
-    flags = Flags(run, batch, learning, precision, devices, checkpoint, several, prediction, multi, task, task_type)
+    flags = Flags(
+        run, batch, learning, precision, devices, checkpoint, several, prediction, multi, task, task_type, tool_flags
+    )  # fmt: skip
     return flags, problems + found + _contradictions(flags)
 
 

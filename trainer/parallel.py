@@ -132,6 +132,9 @@ class Parallel(ABC):
         """The same for a few numbers, without waiting."""
         return PendingSum(values)
 
+    def sum_in_place(self, values: Tensor) -> None:
+        """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
+
     def on_main(self, function: Callable[[], T]) -> T:
         """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
         return function()
@@ -381,6 +384,10 @@ class Distributed(Parallel):
     def start_sum(self, values: Sequence[float]) -> PendingSum:
         return _PendingAllReduce(values, self._step_group, self.whereabouts)
 
+    def sum_in_place(self, values: Tensor) -> None:
+        self.whereabouts.enter(EXCHANGE)
+        dist.all_reduce(values)
+
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]
         if self.is_main:
@@ -506,6 +513,12 @@ class Distributed(Parallel):
 
 def _failure(words: LastWords) -> Failure:
     return Failure(words.message, words.status, words.memory_limit)
+
+
+def available_backends() -> list[str]:
+    """Of "gloo" and "nccl", those that this build of torch has."""
+    found = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    return [name for name, is_available in found.items() if is_available()] if dist.is_available() else []
 
 
 def _is_broken_exchange(error: BaseException) -> bool:

@@ -1,0 +1,11 @@
+"""Measure where time and memory go: python profiler.py --help, or as a library for any model."""
+
+import sys
+
+from trainer.profiling.command import main
+from trainer.profiling.performance import PerformanceProfiler, compare_amp_performance
+
+__all__ = ["PerformanceProfiler", "compare_amp_performance", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""Calls any model on any batch: a mapping of tensors, a tensor, or (inputs ..., targets); and leaves it as it was."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""(output, targets) -> loss."""
+
+
+def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with the function applied to each of its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: mapped(value, function) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [mapped(value, function) for value in batch]
+    return batch
+
+
+def num_samples(batch: Any) -> int:
+    """The size of dim 0 of its first tensor. Raises TypeError if there is none."""
+    sizes: list[int] = []
+    mapped(batch, lambda tensor: sizes.append(len(tensor) if tensor.dim() else 1) or tensor)  # type: ignore[func-returns-value]
+    if not sizes:
+        raise TypeError(f"a batch must be a tensor, or a mapping or sequence of tensors, not {type(batch).__name__}")
+    return sizes[0]
+
+
+def resized(batch: Any, size: int) -> Any:
+    """A batch of so many samples: those of the batch, again and again."""
+    available = num_samples(batch)
+    index = torch.arange(size) % available
+    return mapped(
+        batch,
+        lambda tensor: tensor[index.to(tensor.device)] if tensor.dim() and len(tensor) == available else tensor,
+    )
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model's output. Of a sequence of several parts the last one is the targets, which the model does not get."""
+    if not isinstance(batch, list | tuple):
+        return model(batch)
+    return model(*batch[: max(1, len(batch) - 1)])
+
+
+def training_loss(output: Any, batch: Any, loss: LossFunction | None) -> Tensor:
+    """A scalar to run backward from: loss(output, targets); or the output's "loss"; or its sum, if it has none.
+
+    Raises TypeError if there is nothing of that kind.
+    """
+    if loss is not None:
+        if not isinstance(batch, list | tuple) or len(batch) < 2:
+            raise TypeError("a loss function needs batches of (inputs, targets)")
+        return loss(output, batch[-1]).sum()
+    if isinstance(output, Mapping):
+        if "loss" not in output:
+            raise TypeError(f'the model returned {sorted(output)}: without "loss" among them, pass a loss function')
+        return output["loss"].sum()
+    if isinstance(output, list | tuple):
+        output = output[0]
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        raise TypeError(f"cannot run backward from the model's {type(output).__name__}; pass a loss function")
+    return output.float().sum()
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Within it the model is on the device, without gradients; after it everything is as it was before.
+
+    That is: its device, the modes of its modules, gradients, buffers, and the generators of torch, numpy and Python.
+    device: None leaves the model where it is.
+    """
+    home = device_of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    python, numpy_state = random.getstate(), np.random.get_state()
+    gpus = [d for d in {device or home, home} if d.type == "cuda"]
+    try:
+        with torch.random.fork_rng(gpus):
+            model.zero_grad(set_to_none=True)
+            if device is not None and device != home:
+                model.to(device)
+            yield
+    finally:
+        if device is not None and device != home:
+            model.to(home)
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            by_place = zip(model.buffers(), buffers, strict=True)
+            for buffer, (_, before) in by_place:
+                buffer.copy_(before)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer is; the CPU for a model without any."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

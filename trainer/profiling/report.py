@@ -1,0 +1,34 @@
+"""Results on the console and in a file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.errors import BadInput
+from data.files import replace_text
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be, the first one flush left, the others flush right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Writes the results if there is a file to write them to. Raises BadInput if it cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        raise BadInput(f"--json {path}: {error.strerror}; choose another file") from None
+    print(f"Results: {path}")
