@@ -114,16 +114,21 @@ def measure_stop(world_size: int, number: int, rank: int, draw: random.Random) -
         process = subprocess.Popen(
             [*command, str(base / "run")], cwd=ROOT, env=os.environ | {LOG: str(logs)}, stdout=subprocess.DEVNULL
         )
-        while len(files := sorted(logs.iterdir())) < world_size or min(len(times_in(file)) for file in files) < 6:
-            if process.poll() is not None:
-                sys.exit("a run ended before it was asked to; its message is above")
-            time.sleep(0.05)
-        # wrap() sends one forward that does not count through each of several ranks.
-        step = statistics.median(b - a for a, b in pairwise(times_in(files[0])[1:]))
-        time.sleep(draw.uniform(0, step))
-        asked = time.time()
-        os.kill(int(files[rank].name), number)
-        process.wait()
+        try:
+            while len(files := sorted(logs.iterdir())) < world_size or min(len(times_in(file)) for file in files) < 6:
+                if process.poll() is not None:
+                    sys.exit("a run ended before it was asked to; its message is above")
+                time.sleep(0.05)
+            # wrap() sends one forward that does not count through each of several ranks.
+            step = statistics.median(b - a for a, b in pairwise(times_in(files[0])[1:]))
+            time.sleep(draw.uniform(0, step))
+            asked = time.time()
+            os.kill(int(files[rank].name), number)
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
         exited = time.time()
         state = base / "run" / "state.json"
         if json.loads(state.read_text())["state"] != "preempted":
