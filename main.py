@@ -3,6 +3,8 @@
 import sys
 
 from trainer.cli import main
+from trainer.stop import exit_quickly
 
 if __name__ == "__main__":
+    exit_quickly()
     sys.exit(main(sys.argv[1:], several_devices=False))

@@ -71,7 +71,10 @@ def _store(arrays: Arrays, entry: Path) -> None:
 def _load(entry: Path) -> Arrays:
     try:
         # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
-        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(entry.glob("*.npy"))}
+        return {
+            path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+            for path in sorted(entry.glob("*.npy"))
+        }
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
 

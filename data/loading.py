@@ -111,6 +111,7 @@ def _depend_on_the_trainer(worker_id: int) -> None:
     # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-    # However it ends: torch's own watch for that looks only between two batches.
+    # However it ends: torch's own watch for that looks only between two batches, every five seconds. A forked worker
+    # holds the trainer's connections too; while it lives, no other rank would notice that the trainer was killed.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

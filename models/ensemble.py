@@ -12,8 +12,9 @@ def log_mean_probabilities(logits: Tensor) -> Tensor:
 
     Half precision would round the probabilities away that a mean consists of.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.log_softmax(dim=2).logsumexp(dim=1) - math.log(logits.shape[1])
+    each = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=2)
+    num_members = logits.shape[1]
+    return each.squeeze(1) if num_members == 1 else each.logsumexp(dim=1) - math.log(num_members)
 
 
 class Ensemble(nn.Module):

@@ -33,17 +33,23 @@ class ThreadedReplicas(nn.Module):
         chunks = {name: tensor.chunk(self.num_replicas) for name, tensor in batch.items()}
         parts = [dict(zip(chunks, values, strict=True)) for values in zip(*chunks.values(), strict=False)]
         outputs = [None] * len(parts)
+        errors = []
         grad_enabled = torch.is_grad_enabled()
 
         def call(i):
-            with torch.set_grad_enabled(grad_enabled):
-                outputs[i] = self.module(parts[i], phase)
+            try:
+                with torch.set_grad_enabled(grad_enabled):
+                    outputs[i] = self.module(parts[i], phase)
+            except Exception as error:
+                errors.append(error)
 
         threads = [threading.Thread(target=call, args=(i,)) for i in range(len(parts))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        if errors:
+            raise errors[0]
         return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
 

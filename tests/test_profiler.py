@@ -398,6 +398,16 @@ def test_batch_size_command(profile_here, tmp_path):
     assert out.splitlines()[-2].startswith("Fastest: ")
 
 
+def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
+    arguments = ["--task", SLEEPY, *TINY[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
+    out = profile_here("batch-size", *arguments).out
+    result = json.loads((tmp_path / "sizes.json").read_text())
+    fits = {row["batch_size"]: row["fits"] for row in result["batch_sizes"]}
+    assert fits == {size: size <= 20 for size in (8, 16, 20, 21, 22, 24, 32)}
+    assert (result["largest_batch_size"], result["larger_ones_do_not_fit"]) == (20, True)
+    assert "batch of 32: out of memory" in out
+
+
 # --- scaling -----------------------------------------------------------------------------------------------------
 
 

@@ -24,11 +24,13 @@ class WeightAverage:
         self._updates: int | Tensor = 0
         self._average = [p.detach().clone() for p in model.parameters()] if self.enabled else []
 
-    @torch.no_grad()
     def update(self, grad_norm: Tensor) -> None:
         """After an optimizer step; one whose gradient norm is not finite was not applied, and is none."""
-        if not self.enabled:
-            return
+        if self.enabled:
+            self._update(grad_norm)
+
+    @torch.no_grad()
+    def _update(self, grad_norm: Tensor) -> None:
         if grad_norm.device.type != "cpu":
             self._update_without_waiting(grad_norm)
         elif math.isfinite(grad_norm.item()):

@@ -47,7 +47,8 @@ def blame(found: Break, answers: Mapping[int, Note], notes: Mapping[int, Note], 
     if found.waited_s is None:
         end = "the same command goes on from the last checkpoint"
     else:
-        end = f"rank {found.rank} waited {found.waited_s:.0f} s for it in {found.waiting} ({found.flag})"
+        flag = f" ({found.flag})" if found.flag else ""
+        end = f"rank {found.rank} waited {found.waited_s:.0f} s for it in {found.waiting}{flag}"
     return "; ".join([*accounts, end])
 
 

@@ -15,6 +15,8 @@ from trainer.average import WeightAverage
 from trainer.background import BackgroundSaver
 from trainer.directory import CONFIG, RESULTS, RunDirectory
 from trainer.flags import Flags
+from trainer.memory import rehearse
+from trainer.memory_limit import MemoryLimit
 from trainer.parallel import Distributed, Parallel, SingleDevice, data_parallel
 from trainer.plan import BatchSplit, Plan, split_batch
 from trainer.precision import Precision, PrecisionForward, choose_precision
@@ -74,8 +76,12 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     All processes call it; a BadInput is raised on all of them.
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
-    run = assemble_run(flags, task, parallel, state or parallel.on_main(lambda: directory.earlier_attempt))
-    return run, resume(run, state) if state is not None else initialise(run, flags)
+    unknown = MemoryLimit.unknown(flags.batch, parallel.device)
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory))
+    before = state or parallel.on_main(lambda: directory.earlier_attempt)
+    run = assemble_run(flags, task, parallel, before, limit)
+    notes = resume(run, state) if state is not None else initialise(run, flags)
+    return run, [*notes, *limit.note()]
 
 
 def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
@@ -85,17 +91,24 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
     run.net = run.parallel.wrap(run.net, example_batch(run.task), run.task.phases[0])
+    if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
+        rehearse(run)
     if run.progress.step > 0 and run.parallel.on_main(lambda: not directory.has_checkpoint_of(run.progress.step)):
         take_over(run, flags, directory)
 
 
-def assemble_run(flags: Flags, task: Task, parallel: Parallel, before: Mapping[str, Any] | None) -> Run:
+def assemble_run(
+    flags: Flags, task: Task, parallel: Parallel, before: Mapping[str, Any] | None, limit: MemoryLimit | None = None
+) -> Run:
     """The parts, with fresh weights, no run directory and a silent log.
 
     before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
     """
     values = flags.values()
+    limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
     batches, lr_factor = arrange_batches(flags, values, parallel, before)
+    batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
+    eval_batch_size = limit.eval_batch_size or flags.batch.eval_batch_size or flags.batch.batch_size
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
     eval_every = flags.run.eval_every if "val" in task.splits() else None
     plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
@@ -111,7 +124,8 @@ def assemble_run(flags: Flags, task: Task, parallel: Parallel, before: Mapping[s
         average=WeightAverage(objective.model, flags.learning.ema_decay),
         plan=plan,
         batches=batches,
-        eval_micro_batch_size=(flags.batch.eval_batch_size or flags.batch.batch_size) * parallel.num_replicas,
+        eval_micro_batch_size=eval_batch_size * parallel.num_replicas,
+        memory_limit=limit,
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=None,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from trainer.whereabouts import Whereabouts
 
@@ -42,13 +42,14 @@ class LastWords:
     """Why the run ends, by the process that said so first.
 
     rank: its own. status: the exit status of all. message: empty if there is nothing to be said. refused: it is
-    something for the user to change (a BadInput).
+    something for the user to change (a BadInput). memory_limit: see `Failure`.
     """
 
     rank: int
     status: int
     message: str
     refused: bool = False
+    memory_limit: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
             raise BadInput(
                 f"{label}: refused, it holds more than tensors and plain values; nothing in it was run"
             ) from None
-        raise BadInput(f"{label}: is damaged: {str(error).splitlines()[0]}") from None
+        # What torch says of it advises to load the file without this protection.
+        raise BadInput(f"{label}: is damaged, or no checkpoint at all; nothing in it was run") from None
     except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
         raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
     weights = state.get("model") if isinstance(state, dict) else None

@@ -58,7 +58,10 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             world_size = num_processes(flags.multi, flags.devices.device)
             if world_size == 1 and flags.multi.nproc is None:
                 print("One process, because this machine shows at most one device; --nproc N starts more.")
-            return launch(functools.partial(main, list(argv), True), world_size)
+            # What a second start is to go on from must not be moved aside.
+            again = [argument for argument in argv if argument != "--fresh"]
+            start, start_again = (functools.partial(main, arguments, True) for arguments in (list(argv), again))
+            return launch(start, world_size, start_again)
         speaks = True
         parallel = start_parallel(flags, environment)
         speaks = parallel.is_main

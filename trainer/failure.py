@@ -2,20 +2,33 @@
 
 import sys
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_AGAIN = 75
+"""Of a run that can go on with less memory, in new processes; EX_TEMPFAIL of sysexits.h."""
 
 
 class Failure(Exception):
     """The end of a run by a defect, or by another process. The user has been told; the message is for the record.
 
-    status: the exit status.
+    status: the exit status. memory_limit: what the next start has to know, as plain values, if that is what ended it.
     """
 
-    def __init__(self, message: str, status: int = EXIT_FAILED) -> None:
+    def __init__(self, message: str, status: int = EXIT_FAILED, memory_limit: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.memory_limit = memory_limit
+
+
+class StartAgain(Exception):
+    """This process ran out of memory in a step with others. memory_limit: see `Failure`."""
+
+    def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.memory_limit = memory_limit
 
 
 def reason(error: BaseException) -> str:

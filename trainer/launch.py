@@ -14,10 +14,13 @@ from types import FrameType
 import torch
 import torch.multiprocessing as mp
 
+from trainer.failure import EXIT_AGAIN
 from trainer.ranks import MultiDeviceFlags, RankEnvironment
-from trainer.stop import STOP_SIGNALS
+from trainer.stop import STOP_SIGNALS, exit_quickly
 
 GRACE_PERIOD_S = 10
+MOST_STARTS = 32
+"""More than a batch size can be halved."""
 
 
 def num_processes(flags: MultiDeviceFlags, device: str) -> int:
@@ -29,13 +32,24 @@ def num_processes(flags: MultiDeviceFlags, device: str) -> int:
     return len(flags.gpu_ids) if flags.gpu_ids is not None else torch.cuda.device_count()
 
 
-def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
-    """Calls `run` in `world_size` new processes and waits for them.
+def launch(
+    run: Callable[[RankEnvironment], int], world_size: int, again: Callable[[RankEnvironment], int] | None = None
+) -> int:
+    """Calls `run` in `world_size` new processes and waits for them; after the status EXIT_AGAIN once more.
 
-    run: picklable; returns an exit status. Returns the first status that is not 0, or 0. A process that dies by a
-    signal gives 128 plus its number. Stop signals are passed on; if all processes then end well, the status is 128
-    plus the signal's number.
+    run: picklable; returns an exit status. again: the same for all but the first time. Returns the first status that is
+    not 0, or 0. A process that dies by a signal gives 128 plus its number. Stop signals are passed on; if all processes
+    then end well, the status is 128 plus the signal's number.
     """
+    status = _launch_once(run, world_size)
+    for _ in range(MOST_STARTS - 1):
+        if status != EXIT_AGAIN:
+            break
+        status = _launch_once(again or run, world_size)
+    return status
+
+
+def _launch_once(run: Callable[[RankEnvironment], int], world_size: int) -> int:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -65,7 +79,7 @@ def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
                 pass
         except mp.ProcessExitedException as error:
             if error.exit_code > 0:
-                return error.exit_code
+                return 128 + passed_on[0] if passed_on and error.exit_code == EXIT_AGAIN else error.exit_code
             print(
                 f"rank {error.error_index} was killed by signal {-error.exit_code}; the same command goes on from the "
                 "last checkpoint",
@@ -82,4 +96,5 @@ def launch(run: Callable[[RankEnvironment], int], world_size: int) -> int:
 
 
 def _run_rank(rank: int, run: Callable[[RankEnvironment], int], world_size: int, init_method: str) -> None:
+    exit_quickly()
     sys.exit(run(RankEnvironment(rank, world_size, rank, world_size, init_method)))

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from data.loading import Batch
 from data.order import SampleKeys, epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.memory import OPTIMIZER, evaluate_within_memory, train_within_memory
 from trainer.nonfinite import prepare, went_back
 from trainer.parallel import Parallel
 from trainer.pictures import log_pictures
@@ -96,11 +98,12 @@ def train_phase(run: Run) -> Outcome:
         run.parallel.whereabouts.step = progress.step + 1
         if total_weight > 0:
             run.running_statistics.keep()
-            sums, grad_norm, alarm = train_step(
-                run.net, window, total_weight, phase=phase_name, optimizer=optimizer, params=params,
+            step = partial(
+                train_step, run.net, total_weight=total_weight, phase=phase_name, optimizer=optimizer, params=params,
                 parallel=run.parallel, precision=run.precision, max_grad_norm=run.max_grad_norm,
                 dropout_key=(run.seed, epoch, phase, start),
             )  # fmt: skip
+            sums, grad_norm, alarm = train_within_memory(run, window, step)
             run.running_statistics.undo_unless_finite(grad_norm)
             run.average.update(grad_norm)
             progress.totals.add(sums, total_weight if run.parallel.is_main else 0.0, grad_norm)
@@ -155,7 +158,7 @@ def train_step(
         for name, value in part.items():
             value = value.detach()
             sums[name] = sums[name] + value if name in sums else value
-    here.enter("the optimizer")
+    here.enter(OPTIMIZER)
     return sums, *precision.step(optimizer, params, max_grad_norm)
 
 
@@ -238,13 +241,18 @@ def evaluate(run: Run, split: str) -> Sums | None:
     keys = evaluation_keys(dataset_size, run.parallel.shard, run.eval_micro_batch_size)
     windows = ((0, [batch]) for batch in evaluation_batches(run, split, keys))
     totals = Totals()
+
+    def forward(batch: Batch, weight: float) -> Sums:
+        return counted(net(run.parallel.to_device(batch)), weight)
+
     net.eval()
     with run.average.applied():
-        for _, ((batch, weight),), _, stop in agree_ahead(run, windows):
+        for _, (batch,), _, stop in agree_ahead(run, windows):
             if stop:
                 return None
             run.parallel.whereabouts.enter("evaluation")
-            totals.add(counted(net(run.parallel.to_device(batch)), weight), weight)
+            for sums, weight in evaluate_within_memory(run, batch, forward):
+                totals.add(sums, weight)
     net.train()
     return totals.reduced(run.parallel)
 

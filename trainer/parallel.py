@@ -27,7 +27,7 @@ from data.errors import BadInput
 from data.loading import Batch
 from trainer.blame import Break, blame, blame_store_host
 from trainer.bulletin import Bulletin, LastWords, Note, StoreLost
-from trainer.failure import EXIT_BAD_INPUT, EXIT_FAILED, Failure, reason, tell
+from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, StartAgain, reason, tell
 from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, torchrun_agent
 from trainer.task import Objective, Sums
 from trainer.whereabouts import Whereabouts
@@ -72,7 +72,8 @@ class Parallel(ABC):
 
     shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
     gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
-    machine. whereabouts: where this process is; the loop says so.
+    machine. redoes_steps: whether this process can try a step again by itself. whereabouts: where this process is; the
+    loop says so.
     """
 
     device: torch.device
@@ -80,6 +81,7 @@ class Parallel(ABC):
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
     local_world_size: int = 1
+    redoes_steps: bool = True
 
     def __init__(self) -> None:
         self.whereabouts = Whereabouts()
@@ -201,8 +203,8 @@ class Parallel(ABC):
         tell(message, error)
         return Failure(message)
 
-    def before_forced_end(self, record: Callable[[str], None]) -> None:
-        """record: called with the message if another process has failed and this one is stuck, just before it ends."""
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        """record: called if another process has failed and this one is stuck, just before it is ended."""
 
     def close(self) -> None:
         """Leaves the group of processes."""
@@ -268,6 +270,8 @@ class DataParallel(Parallel):
 
 class Distributed(Parallel):
     """One process per device; gradients are averaged by DistributedDataParallel."""
+
+    redoes_steps = False
 
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
         super().__init__()
@@ -442,6 +446,9 @@ class Distributed(Parallel):
         rank, world_size = self.shard
         if isinstance(error, BadInput):
             words = LastWords(rank, EXIT_BAD_INPUT, str(error), refused=True)
+        elif isinstance(error, StartAgain):
+            message = f"rank {rank} of {world_size} is {error}"
+            words = LastWords(rank, EXIT_AGAIN, message, memory_limit=error.memory_limit)
         elif isinstance(error, Exception):
             message = f"rank {rank} of {world_size} failed in {self.whereabouts}: {reason(error)}"
             words = LastWords(rank, EXIT_FAILED, message)
@@ -454,8 +461,8 @@ class Distributed(Parallel):
             return error
         if counts != words:
             return self._follow(counts)
-        tell(words.message, error)
-        return Failure(words.message)
+        tell(words.message, None if isinstance(error, StartAgain) else error)
+        return _failure(words)
 
     def _explain_break(self, error: BaseException) -> BaseException:
         """An exchange failed: because of another process, which has left its last words or is missing."""
@@ -474,20 +481,17 @@ class Distributed(Parallel):
         except StoreLost:
             words = LastWords(rank, EXIT_FAILED, blame_store_host(found, self._members))
             if not self._speaks_for_host:
-                return Failure(words.message)
+                return _failure(words)
         if words.rank == rank:
             tell(words.message)
-            return Failure(words.message)
         return self._follow(words)
 
     def _follow(self, words: LastWords) -> BaseException:
         """The end of this process because of another one, which has told the user; a BadInput the main one tells."""
-        if words.refused and self.is_main:
-            return BadInput(words.message)
-        return Failure(words.message, words.status)
+        return BadInput(words.message) if words.refused and self.is_main else _failure(words)
 
-    def before_forced_end(self, record: Callable[[str], None]) -> None:
-        self._bulletin.before_the_end = lambda words: record(words.message)
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        self._bulletin.before_the_end = lambda words: record(_failure(words))
 
     def close(self) -> None:
         self._bulletin.close()
@@ -505,6 +509,10 @@ class Distributed(Parallel):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._failure_status)
+
+
+def _failure(words: LastWords) -> Failure:
+    return Failure(words.message, words.status, words.memory_limit)
 
 
 def available_backends() -> list[str]:

@@ -14,6 +14,7 @@ from data.loading import BatchLoader
 from trainer.average import WeightAverage
 from trainer.background import BackgroundSaver, Snapshot
 from trainer.directory import RunDirectory
+from trainer.memory_limit import MemoryLimit
 from trainer.parallel import Parallel
 from trainer.plan import BatchSplit, Plan, Position
 from trainer.precision import Precision
@@ -89,6 +90,7 @@ class Run:
     plan: Plan
     batches: BatchSplit
     eval_micro_batch_size: int
+    memory_limit: MemoryLimit
     learning_rate: LearningRate
     loaders: dict[str, BatchLoader]
     directory: RunDirectory | None

@@ -18,20 +18,23 @@ class RunningStatistics:
         self._current = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._kept = [buffer.clone() for buffer in self._current]
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Before a step."""
         if self._current:
             torch._foreach_copy_(self._kept, self._current)
 
-    @torch.no_grad()
+    def undo(self) -> None:
+        """After a step that was broken off."""
+        if self._current:
+            torch._foreach_copy_(self._current, self._kept)
+
     def undo_unless_finite(self, grad_norm: Tensor) -> None:
         """After a step, with the norm of its whole gradient."""
         if not self._current:
             return
         if grad_norm.device.type == "cpu":
             if not math.isfinite(grad_norm.item()):
-                torch._foreach_copy_(self._current, self._kept)
+                self.undo()
             return
         finite = torch.isfinite(grad_norm)
         for current, kept in zip(self._current, self._kept, strict=True):

@@ -14,6 +14,7 @@ from typing import Literal
 from data.errors import BadInput
 from trainer.directory import RunDirectory
 from trainer.failure import Failure
+from trainer.memory_limit import MEMORY
 from trainer.parallel import Parallel
 from trainer.run import Run
 
@@ -53,6 +54,19 @@ class RunState:
             with suppress(BadInput):
                 self._write(state, message)
 
+    def failed(self, failure: Failure) -> None:
+        """The same by a failure; with what the next start has to know."""
+        self.ended_badly("failed", str(failure) or None)
+        if self._parallel.is_main and failure.memory_limit is not None:
+            with suppress(BadInput):
+                self._directory.write_json(MEMORY, dict(failure.memory_limit))
+
+    def stuck(self, failure: Failure) -> None:
+        """The same, called by another thread than the one that trains; what is being saved is to be complete."""
+        if self._run is not None and self._run.saver is not None:
+            self._run.saver.end()
+        self.failed(failure)
+
     def _says(self, state: State) -> bool:
         return self._directory.read_json(STATE).get("state") == state
 
@@ -77,7 +91,7 @@ class RunState:
 def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     """Around all that happens while a directory is held: notes whatever ends it by an exception."""
     state = RunState(directory, parallel)
-    parallel.before_forced_end(lambda message: state.ended_badly("failed", message))
+    parallel.before_forced_end(state.stuck)
     try:
         with parallel.explaining():
             yield state
@@ -87,7 +101,7 @@ def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed
     except Failure as failure:
-        state.ended_badly("failed", str(failure) or None)
+        state.failed(failure)
         raise
     except BaseException:  # SystemExit: the second Ctrl-C, which does not wait for a save
         state.ended_badly("failed")

@@ -1,5 +1,7 @@
 """Requests to stop: a signal only sets a flag, which travels with the next step's exchange to all ranks."""
 
+import atexit
+import gc
 import signal
 import sys
 from types import FrameType
@@ -26,3 +28,8 @@ class StopRequest:
         if self.signal_number is not None and number == signal.SIGINT:
             sys.exit(128 + number)
         self.signal_number = number
+
+
+def exit_quickly() -> None:
+    """For a process that will end: spares the interpreter its last look at every object, up to a second of CPU time."""
+    atexit.register(gc.freeze)

@@ -178,6 +178,14 @@ class Task(ABC):
         """Samples in one epoch of the phase."""
         return len(self.splits()["train"])
 
+    def largest_samples(self, phase: str, count: int) -> np.ndarray:
+        """The samples of the phase that together make the largest batch of at most `count`: (count,) int64.
+
+        Tried before training, to find out whether they fit into memory. By default any, which is right where all
+        samples are equally large.
+        """
+        return np.arange(min(count, self.num_samples(phase)))
+
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
 

@@ -1,10 +1,5 @@
-"""Runs that tests kill: as real command lines, or as forks that start in a moment and are killed just as dead.
+"""Runs that tests kill: as real command lines, or as forks that start in a moment and are killed just as dead."""
 
-A fork comes from a server that has imported the program but run nothing of it; it then calls `main` with a command line
-in a process of its own, for each rank.
-"""
-
-import multiprocessing
 import os
 import random
 import signal
@@ -14,16 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests import forks
 from tests.conftest import ROOT, launcher
-from trainer.cli import main
 from trainer.ranks import RankEnvironment
-
-Preparation = Callable[[], Callable[[], None]]
-"""Called in a forked process before its command line; what it returns is called afterwards, if nothing killed it."""
-
-forks = multiprocessing.get_context("forkserver")
-# torch's compiler is of no use here, but every optimizer imports it.
-forks.set_forkserver_preload(["tests.faults.job", "torch.utils.tensorboard", "torch._inductor.config", "torch.testing"])
 
 GIVE_UP_S = 180
 
@@ -101,7 +89,7 @@ class CommandLine(Job):
 
 
 class Forks(Job):
-    """The same command line in forked processes, one for each rank. prepare: see `Preparation`; for all ranks."""
+    """The same command line in forked processes, one for each rank. prepare: for all ranks."""
 
     def __init__(
         self,
@@ -109,23 +97,26 @@ class Forks(Job):
         world_size: int,
         folder: Path,
         environment: Mapping[str, str],
-        prepare: Preparation | None = None,
+        prepare: forks.Preparation | None = None,
     ) -> None:
         super().__init__(folder, world_size)
         variables = {**environment, "LOCKSTEP_RECORD": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-        arguments = list(map(str, argv))
-        if world_size > 1:
-            arguments = ["--multi-gpu", "ddp", *arguments]
-        meeting_place = f"file://{folder}/rendezvous"
-        self._processes = [
-            forks.Process(
-                target=_run_rank,
-                args=(arguments, rank, world_size, meeting_place, folder / "output.txt", variables, prepare),
-            )
-            for rank in range(world_size)
-        ]
-        for process in self._processes:
-            process.start()
+        output, meeting_place = folder / "output.txt", f"file://{folder}/rendezvous"
+        self._processes = (
+            [forks.start(argv, variables, output, output, prepare=prepare)]
+            if world_size == 1
+            else [
+                forks.start(
+                    ["--multi-gpu", "ddp", *argv],
+                    variables,
+                    output,
+                    output,
+                    RankEnvironment(rank, world_size, rank, world_size, meeting_place),
+                    prepare,
+                )
+                for rank in range(world_size)
+            ]
+        )
 
     def is_running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
@@ -143,29 +134,6 @@ class Forks(Job):
             process.kill()
         for process in self._processes:
             process.join()
-
-
-def _run_rank(
-    argv: Sequence[str],
-    rank: int,
-    world_size: int,
-    meeting_place: str,
-    output: Path,
-    variables: Mapping[str, str],
-    prepare: Preparation | None,
-) -> None:
-    os.setsid()
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.environ.clear()
-    os.environ.update(variables)
-    finish = prepare() if prepare is not None else None
-    environment = RankEnvironment(rank, world_size, rank, world_size, meeting_place) if world_size > 1 else None
-    status = main(argv, several_devices=world_size > 1, environment=environment)
-    if finish is not None:
-        finish()
-    sys.exit(status)
 
 
 def wait_until(condition: Callable[[], bool], job: Job) -> bool:

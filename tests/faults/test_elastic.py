@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,14 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, load
 from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
-from tests.faults.samples import Part, global_batches, whole_lines
+from tests.faults.samples import Part, global_batches, promised_step, whole_lines
 from tests.test_launch import free_port
 from trainer.state import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+REFUSES = """
+from data.errors import BadInput
+from tests.weighted_task import Weighted
+
+class Refuses(Weighted):
+    def on_epoch_start(self, objective, epoch):
+        if epoch == 1:
+            raise BadInput("the data ran away")
+"""
 
 # Linux lets a user give a process, and all that it starts, a host name of its own.
 ON_ANOTHER_HOST = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
@@ -188,21 +198,52 @@ def state_of(directory: Path) -> str:
 # --- one node ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_rank_brings_the_run_back(killed, unbroken, job):
-    """Where it was: `--fresh` in its command line counts once."""
-    run = job(HARD, "--delay-s", 0.02, "--fresh")
-    run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-    run.wait_for(run.has_trained(2, 20), "progress")
+def assert_killed_and_back(run: Job, killed: int, unbroken: Life, world_size: int) -> None:
+    """After SIGKILL to one rank the job ends like the unbroken one, to the bit."""
+    run.start_node("--standalone", f"--nproc_per_node={world_size}", "--max-restarts=3")
+    run.wait_for(run.has_trained(world_size, 20), "progress")
     os.kill(run.workers()[killed][0], signal.SIGKILL)
     run.finish()
     assert len(run.attempts()) == 2
-    run.assert_as_unbroken(unbroken(HARD, 2), same_bits=True)
+    run.assert_as_unbroken(unbroken, same_bits=True)
     assert state_of(run.directory) == "finished"
     assert not (run.directory / "previous-1").exists()
 
 
+def test_a_killed_process_is_started_again(job, unbroken):
+    """It goes on where it was, although there is `--fresh` in its command line."""
+    assert_killed_and_back(job(HARD, "--delay-s", 0.01, "--fresh"), 0, unbroken(HARD, 1), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_brings_the_run_back(killed, job, unbroken):
+    assert_killed_and_back(job(HARD, "--delay-s", 0.02, "--fresh"), killed, unbroken(HARD, 2), 2)
+
+
+@pytest.mark.slow
+def test_a_refusal_is_tried_again_in_vain_and_without_harm(job, tmp_path):
+    """torchrun cannot tell it from a crash."""
+    task = tmp_path / "refuses.py"
+    task.write_text(REFUSES)
+    run = job(HARD, "--task", f"{task}:Refuses")
+    node = run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=2")
+    assert node.wait(120) == 1
+    assert run.output.count("error: the data ran away") == 3
+    assert "[rank" not in run.output  # as torch begins the lines of a rank's traceback
+    state = json.loads((run.directory / STATE).read_text())
+    assert (state["state"], state["message"]) == ("refused", "the data ran away")
+    steps_per_epoch = HARD.num_steps // HARD.epochs
+    assert (state["epoch"], promised_step(run.directory)) == (1, steps_per_epoch)
+    assert load(run.directory / "last.pth")["step"] == steps_per_epoch
+
+
 # --- several nodes -----------------------------------------------------------------------------------------------
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names=(None, None)) -> None:
@@ -215,7 +256,7 @@ def start_nodes(run: Job, addresses, minimum=1, maximum=2, port=None, host_names
             host_name=host_name,
         )  # fmt: skip
         if address == addresses[0]:
-            time.sleep(6)
+            run.wait_for(lambda: is_listening(port), "rendezvous")
 
 
 @pytest.mark.slow
@@ -252,3 +293,21 @@ def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
     assert (results["world_size"], results["global_batch_size"]) == (2, 12)
     assert state_of(run.directory) == "finished"
     assert not (run.directory / "previous-1").exists()
+
+
+@pytest.mark.slow
+def test_a_third_node_joins_and_another_is_lost(unbroken, job):
+    """2 -> 3 -> 2 nodes. When the third comes, one of the first two agents is the first to see it; the other's worker
+    leaves with everything saved before its own agent asks it to, which must not pass for the end of the job."""
+    run = job(DOUBLE, "--delay-s", 0.06)
+    port = free_port()
+    start_nodes(run, ["127.0.0.2", "127.0.0.3"], maximum=3, port=port)
+    run.wait_for(run.has_trained(2, 10), "progress")
+    start_nodes(run, ["127.0.0.1"], maximum=3, port=port)
+    run.wait_for(run.has_trained(3, 4), "three nodes")
+    run.kill_node(run.nodes[2])
+    run.finish(run.nodes[2])
+    worlds = [len(files) for files in run.attempts()]
+    assert worlds[-3:] == [2, 3, 2]
+    run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
+    assert state_of(run.directory) == "finished"

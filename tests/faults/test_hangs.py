@@ -160,7 +160,7 @@ def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
         pytest.param(3, "forward", 0, "forward at optimizer step 3", [], marks=slow),
         pytest.param(2, "data", 1, "data loading at optimizer step 1", [], marks=slow),
         pytest.param(2, "data", 1, "data loading at optimizer step 1", ["--num-workers", 1], marks=slow),
-        pytest.param(3, "evaluation", 2, "evaluation at optimizer step 6", [], marks=slow),
+        pytest.param(3, "evaluation", 2, "evaluation at optimizer step 4", [], marks=slow),
     ],
 )
 def test_a_late_rank_is_named(world_size, where, rank, phase, more, faulty_run):

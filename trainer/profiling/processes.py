@@ -16,7 +16,7 @@ import torch
 from data.errors import BadInput
 from trainer.build import start_parallel
 from trainer.config import FlagGroup, refuse
-from trainer.failure import EXIT_BAD_INPUT, Failure
+from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure
 from trainer.flags import Flags, parse
 from trainer.launch import launch
 from trainer.parallel import Parallel
@@ -44,7 +44,8 @@ def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
     try:
         work()
     except Failure as failure:
-        return failure.status
+        # Only a run with checkpoints can go on with less memory.
+        return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
     except BadInput as error:
         if speaks:
             for line in str(error).splitlines():

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -200,6 +201,13 @@ class SeqrecTask(Task):
             eval_negatives=config.eval_negatives,
             mask_seen=config.mask_seen,
         )
+
+    def largest_samples(self, phase: str, count: int) -> np.ndarray:
+        """The longest histories."""
+        dataset = self.splits()["train"]
+        assert isinstance(dataset, TrainSequences)
+        lengths = dataset.num_terms(np.arange(len(dataset)))
+        return np.argsort(-lengths, kind="stable")[:count]
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """A loss term for each next item in training; one for each user in evaluation."""

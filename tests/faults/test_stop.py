@@ -1,0 +1,153 @@
+"""A request to stop: how much is still done after it, whichever process and whichever signal it reaches."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import ROOT, WEIGHTED, launcher
+from tests.test_launch import num_training_ranks, session_members
+from trainer.stop import STOP_SIGNALS
+
+MICRO_BATCHES = 3
+"""Forwards of a step on each process."""
+LONG_S = 8
+# A process signals itself in the given forward of the given rank: the moment is exact, and nothing has to be timed.
+ASKS = """
+import os, signal, time
+import torch
+from tests.weighted_task import *
+
+class Counted(WeightedObjective):
+    num_training = num_evaluation = 0
+
+    def forward(self, batch, phase="train"):
+        is_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == {rank}
+        if self.training:
+            self.num_training += 1
+        else:
+            self.num_evaluation += 1
+        asks = is_rank and (self.num_training if {training} else self.num_evaluation) == {forward}
+        with open({file!r} + f".{{os.getpid()}}", "a") as file:
+            file.write(("train" if self.training else "evaluate") + (" asked" if asks else "") + f" {{time.time()}}\\n")
+        if asks:
+            os.kill(os.getpid(), {number})
+        return super().forward(batch, phase)
+
+class Asks(Weighted):
+    def build_objective(self):
+        return Counted(Network(self.config.width, self.config.dropout), self.config.delay_s)
+"""
+
+
+@pytest.fixture
+def asking(tmp_path):
+    """Arguments of a run that is asked to stop, and a function that tells what was forwarded after that.
+
+    rank, forward: where and when. training: whether training forwards are counted, or those of evaluation.
+    """
+
+    def make(number, rank, forward, training, world_size):
+        file = tmp_path / f"asks_{number}_{rank}_{forward}_{training}_{world_size}.py"
+        file.write_text(
+            ASKS.format(rank=rank, training=training, forward=forward, number=int(number), file=str(tmp_path / "log"))
+        )
+        arguments = [
+            "--task", f"{file}:Asks", "--epochs", 3, "--num-train", 600, "--num-val", 40, "--batch-size", 2,
+            "--global-batch-size", 2 * MICRO_BATCHES * world_size, "--eval-batch-size", 1, "--num-threads", 1,
+            "--device", "cpu", "--save-dir", tmp_path / "run",
+        ]  # fmt: skip
+
+        def after():
+            """(kind of forward, seconds since the epoch) of each after the request, of each process."""
+            logs = [[line.split() for line in log.read_text().splitlines()] for log in tmp_path.glob("log.*")]
+            (asked,) = [float(words[-1]) for log in logs for words in log if "asked" in words]
+            return [[words[0] for words in log if float(words[-1]) > asked] for log in logs]
+
+        return arguments, after
+
+    return make
+
+
+def assert_saved_as_preempted(directory):
+    state = json.loads((directory / "state.json").read_text())
+    newest = json.loads((directory / "manifest.json").read_text())["checkpoints"][-1]
+    assert (state["state"], state["step"]) == ("preempted", newest["step"])
+
+
+def assert_soon(forwards, training):
+    """At most two steps, or evaluation batches, beside the one under way."""
+    for kinds in forwards:
+        assert set(kinds) <= {"train" if training else "evaluate"}
+        assert len(kinds) <= (2 * MICRO_BATCHES + MICRO_BATCHES if training else 2 + 1)
+
+
+@pytest.mark.parametrize("forward", [14, 13, 15])  # the second micro-batch of a step, the first, the last
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_one_process_in_training(number, forward, asking, run_here, tmp_path):
+    arguments, after = asking(number, 0, forward, True, 1)
+    run_here(*arguments, status=128 + number)
+    assert_soon(after(), training=True)
+    assert_saved_as_preempted(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_one_process_in_evaluation(number, asking, run_here, tmp_path):
+    arguments, after = asking(number, 0, 10, False, 1)
+    run_here(*arguments, status=128 + number)
+    assert_soon(after(), training=False)
+    assert_saved_as_preempted(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_two_processes(number, rank, training, asking, command, tmp_path):
+    """The one that is asked tells the other; whoever launched them takes it for a good end."""
+    # wrap() sends one forward that does not count through each rank.
+    arguments, after = asking(number, rank, 15 if training else 10, training, 2)
+    command(*launcher(2), *arguments)
+    forwards = after()
+    assert len(forwards) == 2
+    assert_soon(forwards, training)
+    assert_saved_as_preempted(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_ctrl_c_leaves_at_once(world_size, environment, tmp_path):
+    """In the middle of a step that would take long."""
+    records = tmp_path / "records"
+    records.mkdir()
+    arguments = [
+        "--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--num-workers", 1,
+        "--delay-s", LONG_S, "--save-dir", tmp_path / "run",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *map(str, launcher(world_size) + arguments)], cwd=ROOT, stdin=subprocess.DEVNULL,
+        env=environment | {"LOCKSTEP_RECORD": str(records)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        while num_training_ranks(records) < world_size:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=LONG_S - 2)
+        deadline = time.monotonic() + 5
+        while (left := session_members(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        for pid in session_members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 128 + signal.SIGINT, out
+    assert "Traceback" not in out
+    assert left == []

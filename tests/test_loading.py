@@ -1,0 +1,45 @@
+"""Workers that load batches: how they end."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+KILLED_WITH_A_WORKER = """
+import os, signal
+from pathlib import Path
+import numpy as np
+from data.loading import BatchLoader
+from data.order import SampleKeys
+from tests.weighted_task import Sequences, Weighted, WeightedFlags
+
+loader = BatchLoader(Sequences(4, 0, False), Weighted(WeightedFlags(), 0, Path()).collate, num_workers=1)
+next(loader([SampleKeys(np.arange(2), epoch=0)]))
+print(loader._workers._iterator._workers[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker looks every five seconds")
+def test_a_worker_ends_with_a_trainer_that_is_killed(environment):
+    """At once: it holds the trainer's connections, by which other ranks notice the death."""
+    command = [sys.executable, "-c", KILLED_WITH_A_WORKER]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
+        worker = int(trainer.stdout.readline())
+        assert trainer.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 2
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(worker)
