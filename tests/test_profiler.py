@@ -608,6 +608,8 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
     (["predict", "--latency-us", "0", "--global-batch-size", "8"],
      ["--latency-us 0: must be above 0", "--global-batch-size 8: leave it out"]),
+    (["scaling", "--nproc", "2"], ["--nproc 2: scaling chooses the number of processes"]),
+    (["check", "--device", "cuda:1"], ["--device cuda:1: must be one of auto, cpu, cuda"]),
     (["check", "--task", "har"], ["--task: no such flag"]),
     (["check", "--backend", "mpi"], ["--backend mpi: must be one of nccl, gloo"]),
 ])  # fmt: skip
@@ -679,7 +681,7 @@ def test_documented_command_parses(arguments, monkeypatch):
     if "--help" in argv:
         return
     if name == "check":
-        _, problems = command.parse_flags([CheckFlags, check.DeviceFlags], argv)
+        _, problems = command.parse_flags([CheckFlags], argv)
     else:
         several = command.names_several_devices(argv) or name in ("scaling", "predict")
         argv = [*argv, "--multi-gpu", "ddp"] if name in ("scaling", "predict") else argv

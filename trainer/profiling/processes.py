@@ -97,7 +97,7 @@ def _measure_here(
     result: Path,
     environment: RankEnvironment,
 ) -> int:
-    flags, problems = parse(of_world(argv, world), True, tool)
+    flags, problems = parse(for_several_devices(argv), True, tool)
     refuse(problems)
 
     def work(parallel: Parallel) -> None:
@@ -109,9 +109,9 @@ def _measure_here(
     return on_devices(placed(flags, world), environment, work)
 
 
-def of_world(argv: Sequence[str], world: World) -> list[str]:
-    """The command line as the flags of several devices belong to it: they are known, whatever the world is."""
-    return [*argv, "--multi-gpu", "dp" if world.mode == "dp" else "ddp"]
+def for_several_devices(argv: Sequence[str]) -> list[str]:
+    """The command line as one of several devices, so that their flags are known whatever the world is."""
+    return [*argv, "--multi-gpu", "ddp"]
 
 
 def placed(flags: Flags, world: World) -> Flags:
@@ -122,7 +122,7 @@ def placed(flags: Flags, world: World) -> Flags:
         return flags
     if world.mode == "dp":
         ids = (chosen or tuple(range(torch.cuda.device_count())))[: world.num_devices]
-        return dataclasses.replace(flags, multi=dataclasses.replace(flags.multi, gpu_ids=ids))
+        return dataclasses.replace(flags, multi=dataclasses.replace(flags.multi, multi_gpu="dp", gpu_ids=ids))
     devices = flags.devices
     if chosen and devices.device != "cpu":
         devices = dataclasses.replace(devices, device=f"cuda:{chosen[0]}")
