@@ -31,7 +31,7 @@ from trainer.profiling.excerpt import opened, train_steps
 from trainer.profiling.exchange import LARGE_BYTES, sums_are_right
 from trainer.profiling.flags import BatchSizeFlags, CheckFlags, PredictFlags, ScalingFlags, StepFlags
 from trainer.profiling.measure import measure
-from trainer.profiling.phases import BACKWARD, DATA, FORWARD, PHASES, REST, watched
+from trainer.profiling.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, PHASES, REST, watched
 from trainer.profiling.processes import World
 from trainer.profiling.step_model import FIRST_BUCKET_BYTES, Compute, Link, buckets, predict
 from trainer.ranks import RankEnvironment
@@ -335,6 +335,29 @@ def test_clock_leaves_the_run_as_it_was(run):
     assert len(steps) == 3
     assert sum(total.values()) == pytest.approx(sum(sum(step.values()) for step in steps))
     assert total[REST] < sum(total.values())
+
+
+def slow(function, seconds):
+    def called(*args, **kwargs):
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return called
+
+
+def test_copy_optimizer_and_logging_are_told_apart(run):
+    """The loop itself does not say where they end. Each step copies two micro-batches."""
+    optimizer = run.optimizers["train"]
+    optimizer.step = slow(optimizer.step, 0.03)
+    run.log.advance = slow(run.log.advance, 0.05)
+    run.parallel.to_device = slow(run.parallel.to_device, 0.01)
+    with watched(run) as clock:
+        clock.start()
+        train_steps(run, 3)
+        total, _ = clock.stop()
+    expected = {COPY: 60, OPTIMIZER: 90, REST: 150}
+    for phase, duration in total.items():
+        assert expected.get(phase, 0) <= duration < expected.get(phase, 0) + 30, phase
 
 
 def test_accumulated_steps_are_single_steps(run):
