@@ -138,12 +138,13 @@ def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
 
 
 def test_memory_is_that_of_the_tensors():
-    model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False))
+    second = nn.Linear(512, 512, bias=False)
+    model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False), second)
     memory = quick(model, [torch.randn(256, 1024)]).profile_memory()
-    assert memory["parameters_mib"] == memory["gradients_mib"] == 2
+    assert memory["parameters_mib"] == memory["gradients_mib"] == 3
     assert memory["buffers_mib"] == pytest.approx((2 * 512 * 4 + 8) / 2**20)
-    # The input of the linear layer, that of the norm, and a few numbers for each feature.
-    assert memory["saved_for_backward_mib"] == pytest.approx(1 + 0.5, rel=0.05)
+    # The inputs of the three layers, and a few numbers for each feature.
+    assert memory["saved_for_backward_mib"] == pytest.approx(1 + 0.5 + 0.5, rel=0.02)
     assert memory["peak_memory_mib"] > 50
 
 
@@ -445,10 +446,10 @@ def measured(samples_per_second, memory=(100.0,)):
 
 
 def test_speedup_is_taken_within_rounds(tmp_path):
-    """The machine was three times as slow in the last round."""
+    """The machine was three times as slow in the first round."""
     found = {
-        World("single"): [measured(100), measured(100), measured(30)],
-        World("ddp", 2): [measured(180), measured(180), measured(54, (90.0, 120.0))],
+        World("single"): [measured(30), measured(100), measured(100)],
+        World("ddp", 2): [measured(54, (90.0, 120.0)), measured(180), measured(190)],
     }
     single, ddp = scaling.summary(found)
     assert (single["speedup"], single["efficiency"]) == (1, 1)
