@@ -14,63 +14,23 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.autoencoder import Autoencoder
 from benchmarks.opened_run import opened_run
-from trainer.config import FlagGroup, flag
 from trainer.loop import train_epoch
 from trainer.run import Run
 from trainer.snapshot import state_bytes
-from trainer.task import Objective, Task
 
-WIDTH, NUM_LAYERS = 4096, 3
 BATCH_SIZE = 8
 
 
-class Inputs:
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitems__(self, keys):
-        draw = np.random.default_rng(keys.index)
-        return {"x": draw.normal(size=(len(keys.index), WIDTH)).astype(np.float32)}
-
-
-class Autoencoder(Objective):
-    def forward(self, batch, phase="train"):
-        return {"loss": F.mse_loss(self.model(batch["x"]), batch["x"], reduction="none").mean(1).sum()}
-
-
-@dataclass
-class LargeFlags(FlagGroup):
-    """Task: a large model"""
-
-    num_train: int = flag(BATCH_SIZE, "training samples", at_least=1)
-
-
-class Large(Task):
-    Config = LargeFlags
-    monitor = ("val/loss", "min")
-
-    def splits(self):
-        return {"train": Inputs(self.config.num_train), "val": Inputs(1), "test": Inputs(1)}
-
-    def build_objective(self):
-        return Autoencoder(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)]))
-
-    def summarise(self, sums):
-        return {"loss": float(sums["loss"] / sums["weight"])}
+class Large(Autoencoder):
+    width, num_layers = 4096, 3
 
 
 def build_lockstep(folder: Path, num_steps: int) -> Run:

@@ -22,38 +22,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.autoencoder import Autoencoder, AutoencoderFlags, Reproduction
 from benchmarks.opened_run import opened_run
-from trainer.config import FlagGroup, flag
+from trainer.config import flag
 from trainer.loop import train_epoch
 from trainer.stop import STOP_SIGNALS
-from trainer.task import Objective, Task
 
-WIDTH, NUM_LAYERS = 1024, 8
 BATCH_SIZE = 4
 LOG = "LOCKSTEP_STEPS"
 """Environment variable: the folder where each process notes when its steps begin."""
 
 
-class Inputs:
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitems__(self, keys):
-        return {"x": np.random.default_rng(keys.index).normal(size=(len(keys.index), WIDTH)).astype(np.float32)}
-
-
-class Autoencoder(Objective):
+class SlowReproduction(Reproduction):
     def __init__(self, model: nn.Module, pause_s: float) -> None:
         super().__init__(model)
         self.pause_s = pause_s
@@ -63,30 +49,22 @@ class Autoencoder(Objective):
             with open(Path(os.environ[LOG]) / str(os.getpid()), "a") as log:
                 log.write(f"{time.time()}\n")
             time.sleep(self.pause_s)
-        return {"loss": F.mse_loss(self.model(batch["x"]), batch["x"], reduction="none").mean(1).sum()}
+        return super().forward(batch, phase)
 
 
 @dataclass
-class SlowFlags(FlagGroup):
+class SlowFlags(AutoencoderFlags):
     """Task: slow steps"""
 
-    num_train: int = flag(100_000, "training samples", at_least=1)
     pause_s: float = flag(0.3, "seconds that every training forward sleeps", at_least=0)
 
 
-class Slow(Task):
+class Slow(Autoencoder):
     Config = SlowFlags
-    monitor = ("val/loss", "min")
-
-    def splits(self):
-        return {"train": Inputs(self.config.num_train), "val": Inputs(1), "test": Inputs(1)}
+    width, num_layers = 1024, 8
 
     def build_objective(self):
-        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)]
-        return Autoencoder(nn.Sequential(*layers), self.config.pause_s)
-
-    def summarise(self, sums):
-        return {"loss": float(sums["loss"] / sums["weight"])}
+        return SlowReproduction(self.build_model(), self.config.pause_s)
 
 
 ARGV = ["--task", f"{__file__}:Slow", "--epochs", "1", "--batch-size", str(BATCH_SIZE)]
@@ -114,16 +92,21 @@ def measure_stop(world_size: int, number: int, rank: int, draw: random.Random) -
         process = subprocess.Popen(
             [*command, str(base / "run")], cwd=ROOT, env=os.environ | {LOG: str(logs)}, stdout=subprocess.DEVNULL
         )
-        while len(files := sorted(logs.iterdir())) < world_size or min(len(times_in(file)) for file in files) < 6:
-            if process.poll() is not None:
-                sys.exit("a run ended before it was asked to; its message is above")
-            time.sleep(0.05)
-        # wrap() sends one forward that does not count through each of several ranks.
-        step = statistics.median(b - a for a, b in pairwise(times_in(files[0])[1:]))
-        time.sleep(draw.uniform(0, step))
-        asked = time.time()
-        os.kill(int(files[rank].name), number)
-        process.wait()
+        try:
+            while len(files := sorted(logs.iterdir())) < world_size or min(len(times_in(file)) for file in files) < 6:
+                if process.poll() is not None:
+                    sys.exit("a run ended before it was asked to; its message is above")
+                time.sleep(0.05)
+            # wrap() sends one forward that does not count through each of several ranks.
+            step = statistics.median(b - a for a, b in pairwise(times_in(files[0])[1:]))
+            time.sleep(draw.uniform(0, step))
+            asked = time.time()
+            os.kill(int(files[rank].name), number)
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
         exited = time.time()
         state = base / "run" / "state.json"
         if json.loads(state.read_text())["state"] != "preempted":

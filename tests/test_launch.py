@@ -165,6 +165,19 @@ def session_members(session):
     return members
 
 
+def left_of_session(session, within_s=5):
+    """Its living processes, when all have had time to go: Python's resource tracker ends a moment after its parent."""
+    deadline = time.monotonic() + within_s
+    while (left := session_members(session)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def end_session(session):
+    for pid in session_members(session):
+        os.kill(pid, signal.SIGKILL)
+
+
 def listening_addresses(pids):
     """Local addresses, as /proc/net/tcp and tcp6 write them, on which any of these processes listens."""
     inodes = set()
@@ -214,13 +227,9 @@ def stopped(tmp_path_factory, environment):
         listening = listening_addresses(members)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
-        # Python's own resource tracker ends a moment after the launcher, when it sees that its pipe is closed.
-        deadline = time.monotonic() + 5
-        while (left := session_members(process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        left = left_of_session(process.pid)
     finally:
-        for pid in session_members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        end_session(process.pid)
     saved = json.loads((base / "run" / "manifest.json").read_text())["checkpoints"]
     again = subprocess.run([sys.executable, *map(str, args)], env=environment | NO_GPU, timeout=120, **options)
     return SimpleNamespace(

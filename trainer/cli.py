@@ -12,7 +12,7 @@ from data.files import DISK_FULL
 from trainer.build import build_run, build_task, open_run, set_up_torch, start_parallel
 from trainer.config import refuse
 from trainer.directory import RunDirectory
-from trainer.failure import EXIT_BAD_INPUT, Failure
+from trainer.failure import EXIT_BAD_INPUT, Failure, tell_refusal
 from trainer.flags import Flags, RunFlags, parse
 from trainer.launch import launch, num_processes
 from trainer.loop import train
@@ -71,8 +71,7 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
         return failure.status
     except BadInput as error:
         if speaks:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
+            tell_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was changed", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The run directory: its checkpoints, found, read and written; never fewer than one good checkpoint.
+"""The run directory: its checkpoints, read and written; never fewer than one good checkpoint.
 
 A checkpoint is written to a temporary file and flushed; its checksum and position enter `manifest.json`, which is
 flushed and renamed; only then is the file renamed into place. Killed at any point, the directory holds either the
@@ -8,25 +8,24 @@ old state or the new one.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 from data.errors import BadInput
 from data.files import DISK_FULL, flush_path, replace_text, stamp
-from trainer.checkpoint import read_checkpoint, size_and_sum, write_checkpoint
+from trainer.checkpoint import size_and_sum, write_checkpoint
 from trainer.directory_lock import LOCK, DirectoryLock
-from trainer.manifest import MANIFEST, DamagedManifest, Entry, read_manifest, write_manifest
+from trainer.inventory import LINKS, read_or_say, take_inventory
+from trainer.manifest import MANIFEST, Entry, write_manifest
 from trainer.plan import Position
 from trainer.snapshot import state_bytes
 
 RESULTS = "results.json"
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-LINKS = ("last", "best", "final")
 
 
 class NoRoom(BadInput):
@@ -65,7 +64,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.earlier_attempt = self._attempt_of(agents)
             self._lock.take(take_over_lock or self.earlier_attempt is not None)
-            self._find_checkpoints()
+            self._take_inventory()
             for entry in self._entries:
                 self._put_in_place(entry)
             for leftover in self.path.glob("*.tmp"):
@@ -82,9 +81,15 @@ class RunDirectory:
     def look(self) -> None:
         """Reads what is there without taking the lock or changing anything. Raises BadInput when it cannot."""
         try:
-            self._find_checkpoints()
+            self._take_inventory()
         except OSError as error:
             raise self._unusable(error, "choose the folder of a run") from None
+
+    def _take_inventory(self) -> None:
+        inventory = take_inventory(self.path, self._say)
+        self._entries, self._lost = inventory.entries, inventory.lost
+        if not self._entries and self.read_json(RESULTS):
+            self._lost.append(f"{RESULTS} is of a run that had some")
 
     def _unusable(self, error: OSError, advice: str) -> BadInput:
         return BadInput(f"--save-dir {self.path}: {error.strerror or error}; {advice}")
@@ -122,85 +127,7 @@ class RunDirectory:
             path.rename(target / path.name)
         self._say(f"Starting over; the previous run was moved to {target}.")
 
-    # --- finding out what is there ---------------------------------------------------------------------------
-
-    def _find_checkpoints(self) -> None:
-        """Sets the entries, oldest first. The file of an entry may not have its proper name yet."""
-        listed: list[Entry] = []
-        try:
-            listed = read_manifest(self.path / MANIFEST)
-        except FileNotFoundError:
-            pass
-        except DamagedManifest:
-            self._say(f"{self.path / MANIFEST} is damaged.")
-        # The others that are not there were evicted; these two never are.
-        wanted = [listed[-1], *(entry for entry in reversed(listed) if entry.best)][:2] if listed else []
-        entries = [entry for entry in listed if (self.path / entry.file).is_file() or entry in wanted]
-        missing = self._find_elsewhere(entries)
-        self._entries = [entry for entry in entries if entry not in missing]
-        if not self._entries:
-            self._entries, damaged = self._entries_from_files()
-            self._lost = [f"{file} is damaged" for file in damaged]
-            self._lost += [f"{entry.file} is missing" for entry in missing]
-            self._lost += [f"{RESULTS} is of a run that had some"] if self.read_json(RESULTS) else []
-
-    def _find_elsewhere(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Looks for files that are not under their name, and corrects their entries; returns those not found.
-
-        A link may have outlived its checkpoint, and a kill may have come just before a complete file got its name.
-        """
-        missing = [entry for entry in entries if not (self.path / entry.file).is_file()]
-        if not missing:
-            return []
-        present = [entry.file for entry in entries if entry not in missing]
-        candidates = [*self._links_beside(present), *sorted(path.name for path in self.path.glob("checkpoint_*.tmp"))]
-        found = {}
-        for file in candidates:
-            with suppress(OSError):  # a job that saves at this moment renames them
-                found[size_and_sum(self.path / file)["sha256"]] = file
-        for entry in missing:
-            entry.file = found.get(entry.sha256, entry.file)
-        return [entry for entry in missing if entry.sha256 not in found]
-
-    def _links_beside(self, present: Sequence[str]) -> list[str]:
-        """The links that are more than another name of one of these files."""
-        paths = [self.path / f"{name}.pth" for name in LINKS]
-        return [
-            path.name
-            for path in paths
-            if path.is_file() and not any(path.samefile(self.path / file) for file in present)
-        ]
-
-    def _entries_from_files(self) -> tuple[list[Entry], list[str]]:
-        """Rebuilds what a lost manifest knew from the checkpoints themselves: (entries, names of damaged files)."""
-        checkpoints = sorted(path.name for path in self.path.glob("checkpoint_*.pth") if path.is_file())
-        entries: list[Entry] = []
-        damaged: list[str] = []
-        for file in [*checkpoints, *self._links_beside(checkpoints)]:
-            state = self._read(file)
-            if state is None:
-                damaged.append(file)
-            else:
-                entry = self._entry(state, file)
-                if entry.sha256 not in {other.sha256 for other in entries}:
-                    entries.append(entry)
-        if entries:
-            self._say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")
-        return sorted(entries, key=lambda entry: entry.step), damaged
-
-    def _entry(self, state: dict[str, Any], file: str) -> Entry:
-        """What the manifest says of a checkpoint, from nothing but its content."""
-        position, best = Position(**state["position"]), state["best"]
-        is_best = position.at_epoch_start and best is not None and best["epoch"] == position.epoch
-        return Entry(
-            file,
-            **asdict(position),
-            step=state["step"],
-            value=best["value"] if is_best else None,
-            best=is_best,
-            **size_and_sum(self.path / file),
-            source=state["config"].get("--resume-from"),
-        )
+    # --- repairing -------------------------------------------------------------------------------------------
 
     def _put_in_place(self, entry: Entry) -> None:
         """Gives a checkpoint that was found under another name its own."""
@@ -306,7 +233,7 @@ class RunDirectory:
         if flaw is not None:
             self._say(f"{path} is damaged: {flaw}.")
             return None
-        return self._read(entry.file, verified=True)
+        return read_or_say(path, self._say, verified=True)
 
     def _flaw(self, entry: Entry) -> str | None:
         """Why a file is not what it was; its checksum is not worked out again while it does not change."""
@@ -320,14 +247,6 @@ class RunDirectory:
         except OSError as error:
             return error.strerror
         return None
-
-    def _read(self, file: str, verified: bool = False) -> dict[str, Any] | None:
-        path = self.path / file
-        try:
-            return read_checkpoint(path, str(path), verified=verified)
-        except BadInput as error:
-            self._say(str(error))
-            return None
 
     # --- writing ---------------------------------------------------------------------------------------------
 
@@ -494,38 +413,6 @@ class RunDirectory:
             temporary.rename(target)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """The checkpoint of a run. label: what messages call its weights, in the plural."""
-
-    label: str
-    state: dict[str, Any]
-
-
-def find_weights(directory: RunDirectory, files: Mapping[str, Path | None]) -> TrainedRun:
-    """The first checkpoint file that is given, by flag; without any the best weights of the directory.
-
-    Changes nothing. Raises BadInput.
-    """
-    for name, path in files.items():
-        if path is not None:
-            refuse_altered(path, f"{name} {path}")
-            return TrainedRun(f"the weights in {path}", read_checkpoint(path, f"{name} {path}", only_weights=True))
-    directory.look()
-    state = directory.load_for_use()
-    return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {directory.path}", state)
-
-
-def refuse_altered(path: Path, label: str) -> None:
-    """Raises BadInput when the manifest beside a checkpoint knows it by another checksum."""
-    try:
-        known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
-    except (OSError, DamagedManifest):
-        return
-    if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
-        raise BadInput(f"{label}: is damaged: its sha256 is not the one in {path.parent / MANIFEST}")
 
 
 def _size(num_bytes: int) -> str:

@@ -5,6 +5,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from data.errors import BadInput
+
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_AGAIN = 75
@@ -37,6 +39,12 @@ def reason(error: BaseException) -> str:
     if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
         return lines[-1].strip()
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+
+
+def tell_refusal(refusal: BadInput) -> None:
+    """Writes what the user has to change, a line each."""
+    for line in str(refusal).splitlines():
+        tell(line)
 
 
 def tell(message: str, cause: BaseException | None = None) -> None:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data.errors import BadInput
 from data.files import replace_text
+from trainer.checkpoint import size_and_sum
 from trainer.plan import Position
 
 MANIFEST = "manifest.json"
@@ -59,6 +61,16 @@ def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
     """Replaces the file as a whole, durably. Raises OSError."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def refuse_altered(path: Path, label: str) -> None:
+    """Raises BadInput when the manifest beside a checkpoint knows it by another checksum."""
+    try:
+        known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
+    except (OSError, DamagedManifest):
+        return
+    if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
+        raise BadInput(f"{label}: is damaged: its sha256 is not the one in {path.parent / MANIFEST}")
 
 
 def _is_plausible(entry: Entry) -> bool:

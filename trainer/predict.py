@@ -19,12 +19,13 @@ from data.files import written_as_a_whole
 from data.loading import BatchLoader, KeyedDataset
 from data.order import evaluation_keys
 from trainer.config import FlagGroup, flag, flag_values, group_from_values, refuse, shown
-from trainer.directory import RunDirectory, TrainedRun, find_weights
+from trainer.directory import RunDirectory
 from trainer.parallel import Parallel
 from trainer.precision import Precision, of_dtype
 from trainer.run import check_weights_fit
 from trainer.task import Objective, Task
 from trainer.tasks import find_task
+from trainer.trained_run import TrainedRun, find_weights
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""

@@ -8,8 +8,9 @@ from data.errors import BadInput
 from trainer.average import WeightAverage
 from trainer.checkpoint import read_checkpoint
 from trainer.config import flag_values, shown
-from trainer.directory import RunDirectory, refuse_altered
+from trainer.directory import RunDirectory
 from trainer.flags import Flags
+from trainer.manifest import refuse_altered
 from trainer.plan import Position
 from trainer.run import Run, check_weights_fit
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer.average import WeightAverage
 from trainer.build import assemble_run, describe_run, example_batch
-from trainer.directory import RunDirectory, find_weights
+from trainer.directory import RunDirectory
 from trainer.flags import Flags
 from trainer.loop import evaluate
 from trainer.parallel import Parallel
@@ -13,6 +13,7 @@ from trainer.resume import undo_hint
 from trainer.run import Run, check_weights_fit
 from trainer.runlog import scores_text
 from trainer.task import Sums, Task
+from trainer.trained_run import find_weights
 
 
 def score(run: Run, on_test: bool) -> bool:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, launcher
-from tests.test_launch import NO_GPU, free_port, session_members
+from tests.test_launch import NO_GPU, end_session, free_port, left_of_session, session_members
 from trainer.blame import Break, blame, blame_store_host
 from trainer.bulletin import Note
 
@@ -62,10 +62,7 @@ def faulty_run(environment, tmp_path):
             pids |= set(session_members(process.pid))
             shared_memory |= shared_memory_of(pids)
             time.sleep(0.2)
-        # Python's own resource tracker ends a moment after its parent.
-        deadline = time.monotonic() + 5
-        while (left := session_members(process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        left = left_of_session(process.pid)
         out = (tmp_path / "out").read_text()
         return SimpleNamespace(
             out=out,
@@ -78,8 +75,7 @@ def faulty_run(environment, tmp_path):
 
     yield start
     for session in sessions:
-        for pid in session_members(session):
-            os.kill(pid, signal.SIGKILL)
+        end_session(session)
 
 
 def assert_one_message(run, pattern, tracebacks=0):
@@ -252,14 +248,10 @@ def test_launcher_that_is_killed_leaves_no_process(environment, tmp_path):
         time.sleep(1)
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 30
-        while (left := session_members(process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == []
+        assert left_of_session(process.pid, within_s=30) == []
         assert json.loads(state.read_text())["state"] == "preempted"
     finally:
-        for pid in session_members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        end_session(process.pid)
 
 
 # --- who is to blame ---------------------------------------------------------------------------------------------

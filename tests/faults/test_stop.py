@@ -1,7 +1,6 @@
 """A request to stop: how much is still done after it, whichever process and whichever signal it reaches."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, launcher
-from tests.test_launch import num_training_ranks, session_members
+from tests.test_launch import end_session, left_of_session, num_training_ranks
 from trainer.stop import STOP_SIGNALS
 
 MICRO_BATCHES = 3
@@ -142,12 +141,9 @@ def test_a_second_ctrl_c_leaves_at_once(world_size, environment, tmp_path):
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=LONG_S - 2)
-        deadline = time.monotonic() + 5
-        while (left := session_members(process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        left = left_of_session(process.pid)
     finally:
-        for pid in session_members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        end_session(process.pid)
     assert process.returncode == 128 + signal.SIGINT, out
     assert "Traceback" not in out
     assert left == []

@@ -1,0 +1,77 @@
+"""Measures the tables of docs/results.md anew, and writes them there.
+
+    python benchmarks/results.py            # all of them: about half an hour on two idle cores
+    python benchmarks/results.py overhead   # those whose command has this word
+
+A table stands between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. It
+shows the JSON object that the command prints last.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "results.md"
+TABLE = re.compile(r"<!-- python (?P<command>[^>]*?) -->\n(?P<table>.*?)<!-- end -->", re.DOTALL)
+
+
+def measured(command: str) -> dict[str, Any]:
+    """What a benchmark prints in its last line. Its other lines are shown."""
+    print(f"python {command}", flush=True)
+    lines = []
+    process = subprocess.Popen([sys.executable, *shlex.split(command)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"  {line}", end="", flush=True)
+        lines.append(line)
+    if process.wait() != 0:
+        sys.exit(f"python {command} failed; its table stays as it was")
+    return json.loads(lines[-1])
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in flat(result)]
+    return "\n".join(["| measured | value |", "| --- | --- |", *rows]) + "\n"
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every number of a result with the path to it; a list of plain values is one of them."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, f"{name}, {key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        for number, item in enumerate(value, 1):
+            yield from flat(item, f"{name} {number}")
+    else:
+        yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("word", nargs="?", default="", help="measure only commands with this word")
+    word = parser.parse_args().word
+    commands = [match["command"] for match in TABLE.finditer(DOCUMENT.read_text()) if word in match["command"]]
+    if not commands:
+        parser.error(f"no command of {DOCUMENT.name} has the word {word!r}")
+    for command in commands:
+        write(command, table(measured(command)))
+
+
+def write(command: str, text: str) -> None:
+    """Puts a table in its place, in the document as it is by now."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"<!-- python {command} -->\n{text}<!-- end -->" if match["command"] == command else match[0]
+
+    DOCUMENT.write_text(TABLE.sub(replaced, DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    main()
