@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from data.errors import BadInput
 from trainer.build import start_parallel
 from trainer.config import FlagGroup, refuse
-from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure
+from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
 from trainer.flags import Flags, parse
 from trainer.launch import launch
 from trainer.parallel import Parallel
@@ -48,8 +47,7 @@ def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
         return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
     except BadInput as error:
         if speaks:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
+            tell_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
