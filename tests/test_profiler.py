@@ -530,6 +530,15 @@ def test_row_and_comparison():
     assert (row["measured_step_ms"], row["error_percent"]) == (23, pytest.approx(-50))
 
 
+def test_link_that_is_given_is_not_measured():
+    """No process is started, which would take longer than the test."""
+    argv = ["--device", "cpu", "--bandwidth-gb-s", "12", "--latency-us", "8"]
+    flags, _ = command.parse(argv, False, PredictFlags)
+    started = time.perf_counter()
+    assert prediction.measured_link(flags, argv, World("ddp", 2)) == Link(8 / 1e6, 12e9)
+    assert time.perf_counter() - started < 0.5
+
+
 @pytest.mark.slow
 def test_predict_command(command, tmp_path):
     """Of a step that mostly sleeps, which two processes do at once: there the model must be right."""
