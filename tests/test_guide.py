@@ -188,6 +188,13 @@ def test_block_runs_and_prints_what_is_quoted(block, tmp_path, shell, request):
         assert line in printed.read_text()
 
 
+def test_no_block_is_overlooked():
+    """Neither one that is indented, nor one fenced in another way."""
+    fences = re.findall(r"^\s*(?:```|~~~)", GUIDE, re.MULTILINE)
+    assert len(fences) == 2 * len(BLOCKS) + 2 * sum(bool(block.printed) for block in BLOCKS)
+    assert not re.findall(r"^(?: {4}|\t)\S.*\n\n", re.sub(r"^```.*?^```", "", GUIDE, flags=re.M | re.S), re.MULTILINE)
+
+
 # --- what cannot be run here --------------------------------------------------------------------------------------
 
 
