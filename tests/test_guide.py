@@ -192,7 +192,8 @@ def test_no_block_is_overlooked():
     """Neither one that is indented, nor one fenced in another way."""
     fences = re.findall(r"^\s*(?:```|~~~)", GUIDE, re.MULTILINE)
     assert len(fences) == 2 * len(BLOCKS) + 2 * sum(bool(block.printed) for block in BLOCKS)
-    assert not re.findall(r"^(?: {4}|\t)\S.*\n\n", re.sub(r"^```.*?^```", "", GUIDE, flags=re.M | re.S), re.MULTILINE)
+    prose = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"^( {4}|\t)", prose, re.MULTILINE)
 
 
 # --- what cannot be run here --------------------------------------------------------------------------------------
