@@ -188,6 +188,13 @@ def test_block_runs_and_prints_what_is_quoted(block, tmp_path, shell, request):
         assert line in printed.read_text()
 
 
+def test_what_only_slow_tests_run_needs_no_marker():
+    """So that a marker that is missing is noticed at once."""
+    slow = [command for block in BLOCKS if block.is_slow and not block.needs_more for command in commands_of(block)]
+    assert all(command.startswith(("python profiler.py ", "torchrun --standalone ")) for command in slow)
+    assert all("--device cpu" in command for command in slow if command.startswith("torchrun"))
+
+
 def test_no_block_is_overlooked():
     """Neither one that is indented, nor one fenced in another way."""
     fences = re.findall(r"^\s*(?:```|~~~)", GUIDE, re.MULTILINE)
