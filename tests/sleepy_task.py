@@ -1,4 +1,4 @@
-"""The weighted task, asleep for a known time wherever a step can spend time."""
+"""The weighted task, asleep for a known time wherever a step can spend time, and with as much memory as it is told."""
 
 import time
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ class SleepyFlags(WeightedFlags):
 
     data_s: float = flag(0.0, "seconds that every training batch takes to load", at_least=0)
     backward_s: float = flag(0.0, "seconds that every backward sleeps", at_least=0)
+    room: int = flag(1000, "samples per forward for which there is memory", at_least=1)
 
 
 class SleepySequences(Sequences):
@@ -42,8 +43,11 @@ class Rest(torch.autograd.Function):
 
 class SleepyObjective(WeightedObjective):
     backward_s = 0.0
+    room = 0
 
     def forward(self, batch, phase="train"):
+        if len(batch["weight"]) > self.room:
+            raise torch.OutOfMemoryError(f"no room for {len(batch['weight'])} samples")
         sums = super().forward(batch, phase)
         return {**sums, "loss": Rest.apply(sums["loss"], self.backward_s)}
 
@@ -60,5 +64,5 @@ class Sleepy(Weighted):
     def build_objective(self):
         plain = super().build_objective()
         objective = SleepyObjective(plain.model, plain.delay_s)
-        objective.backward_s = self.config.backward_s
+        objective.backward_s, objective.room = self.config.backward_s, self.config.room
         return objective

@@ -14,7 +14,7 @@ from torch import nn
 from data.errors import BadInput
 from examples.own_task import SpiralData
 from tests.conftest import ROOT, WEIGHTED, load
-from trainer.checkpoint import read_checkpoint
+from trainer.checkpoint import read_checkpoint, size_and_sum, write_checkpoint
 from trainer.cli import main
 from trainer.directory import RunDirectory
 
@@ -329,8 +329,39 @@ def test_changed_bits_do_not_become_weights(manifest, opened):
     again, said = opened()
     assert again.load_newest()["step"] == 10
     assert any(f"{path}" in line and "damaged" in line for line in said)
-    with pytest.raises(BadInput, match="is damaged: the checksum of its part"):
+    with pytest.raises(BadInput, match="is damaged: the checksum at its end does not match"):
         read_checkpoint(path.with_suffix(".damaged") if manifest == "its own" else path, "x.pth")
+
+
+def test_changed_bits_of_a_file_by_others_are_found_too(tmp_path):
+    """By the checksums of the archive's parts, since it has none at its end."""
+    path = tmp_path / "x.pth"
+    torch.save({"model": {"weight": torch.full((50,), 2.0)}}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((50,), 2.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match="is damaged: the checksum of its part"):
+        read_checkpoint(path, "x.pth", only_weights=True)
+
+
+@pytest.mark.parametrize("place", [0, 0.3, 0.9, -1, -2, -40, -71, -72, -73, -74, -95])
+def test_any_changed_bit_is_found_without_a_manifest(place, opened):
+    directory, _ = opened()
+    path = save(directory, 1)
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data)) if 0 <= place < 1 else place] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match="damaged"):
+        read_checkpoint(path, "x.pth")
+
+
+def test_a_tensor_that_looks_like_the_end_of_an_archive_is_none(tmp_path):
+    looks = torch.frombuffer(bytearray(b"PK\x05\x06" + bytes(18)), dtype=torch.uint8)
+    state = {"model": {"weight": looks}, **{name: {} for name in ("optimizers", "position", "step", "best", "totals")},
+             "config": {}, "environment": {}}  # fmt: skip
+    size, sha256 = write_checkpoint(state, tmp_path / "x.pth")
+    assert size_and_sum(tmp_path / "x.pth") == {"bytes": size, "sha256": sha256}
+    assert torch.equal(read_checkpoint(tmp_path / "x.pth", "x.pth")["model"]["weight"], looks)
 
 
 @pytest.mark.parametrize("file", ["../outside.pth", "/etc/hostname", "config.json", "checkpoint_1.pth/x", 3])

@@ -228,6 +228,17 @@ def test_only_the_scripts_import_the_command_line():
     assert not offenders, f"nothing imports the entry points:\n{report(offenders)}"
 
 
+def test_training_knows_nothing_of_profiling():
+    offenders = [
+        found
+        for module in modules()
+        if module != "profiler" and not module.startswith("trainer.profiling")
+        for found in project_imports(module)
+        if found.name.startswith("trainer.profiling")
+    ]
+    assert not offenders, f"only profiler.py imports trainer.profiling:\n{report(offenders)}"
+
+
 def test_tasks_use_only_the_contract():
     tasks = [module for module in modules() if module.startswith("trainer.tasks.")]
     offenders = [

@@ -31,7 +31,7 @@ from trainer.profiling.excerpt import opened, train_steps
 from trainer.profiling.exchange import LARGE_BYTES, sums_are_right
 from trainer.profiling.flags import BatchSizeFlags, CheckFlags, PredictFlags, ScalingFlags, StepFlags
 from trainer.profiling.measure import measure
-from trainer.profiling.phases import BACKWARD, DATA, FORWARD, PHASES, REST, watched
+from trainer.profiling.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, PHASES, REST, watched
 from trainer.profiling.processes import World
 from trainer.profiling.step_model import FIRST_BUCKET_BYTES, Compute, Link, buckets, predict
 from trainer.ranks import RankEnvironment
@@ -102,7 +102,6 @@ def test_sleep_in_forward_is_found_in_forward_alone():
     profiler = quick(Resting(forward_s=0.02), loader("tensor"))
     forward, backward = profiler.profile_forward_pass(), profiler.profile_backward_pass()
     assert 20 <= forward["forward_ms_p10"] <= forward["forward_ms_median"] <= forward["forward_ms_p90"]
-    assert forward["forward_ms_p10"] < 30
     assert forward["inference_ms_median"] >= 20
     assert forward["samples_per_second"] == pytest.approx(4e3 / forward["forward_ms_median"])
     assert backward["backward_ms_p10"] < 10
@@ -138,12 +137,13 @@ def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
 
 
 def test_memory_is_that_of_the_tensors():
-    model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False))
+    second = nn.Linear(512, 512, bias=False)
+    model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False), second)
     memory = quick(model, [torch.randn(256, 1024)]).profile_memory()
-    assert memory["parameters_mib"] == memory["gradients_mib"] == 2
+    assert memory["parameters_mib"] == memory["gradients_mib"] == 3
     assert memory["buffers_mib"] == pytest.approx((2 * 512 * 4 + 8) / 2**20)
-    # The input of the linear layer, that of the norm, and a few numbers for each feature.
-    assert memory["saved_for_backward_mib"] == pytest.approx(1 + 0.5, rel=0.05)
+    # The inputs of the three layers, and a few numbers for each feature.
+    assert memory["saved_for_backward_mib"] == pytest.approx(1 + 0.5 + 0.5, rel=0.02)
     assert memory["peak_memory_mib"] > 50
 
 
@@ -152,7 +152,7 @@ def test_batch_sizes_are_compared_by_samples_per_second():
     profiler = quick(Resting(forward_s=0.008, per_sample_s=0.001), loader("tensor"), repeats=3)
     result = profiler.benchmark_batch_sizes([2, 16])
     two, sixteen = result["batch_sizes"]
-    assert 10 <= two["forward_backward_ms_median"] < 24 <= sixteen["forward_backward_ms_median"]
+    assert 10 <= two["forward_backward_ms_p10"] < 24 <= sixteen["forward_backward_ms_p10"]
     assert result["fastest_batch_size"] == result["largest_batch_size"] == 16
 
 
@@ -273,8 +273,8 @@ def test_each_part_of_a_step_is_found_in_its_phase(slept):
     phases = slept["result"]["phases"]
     expected = {DATA: 20, FORWARD: 40, BACKWARD: 60}
     assert list(phases) == list(PHASES)
-    for phase, part in phases.items():
-        assert expected.get(phase, 0) <= part["ms_p10"] < expected.get(phase, 0) + 15, phase
+    for phase, least in expected.items():
+        assert phases[phase]["ms_p10"] >= least, phase
 
 
 def test_phases_add_up_to_the_step(slept):
@@ -322,19 +322,47 @@ def test_steps_are_those_of_the_loop_and_as_many_as_asked_for(run):
     assert not all(torch.equal(p, before) for p, before in zip(run.objective.parameters(), weights, strict=True))
 
 
+def slow(function, seconds):
+    def called(*args, **kwargs):
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return called
+
+
 def test_clock_leaves_the_run_as_it_was(run):
     parallel, plain = run.parallel, run.parallel.whereabouts
+    run.log.start_epoch = slow(run.log.start_epoch, 0.05)
     with watched(run) as clock:
+        started = time.perf_counter()
         clock.start()
         train_steps(run, 3)
         total, steps = clock.stop()
+        wall_ms = 1e3 * (time.perf_counter() - started)
     assert parallel.whereabouts is plain
     assert plain.step == clock.step == 3 and plain.phase == clock.phase
     assert not {"to_device", "start_sum", "gradient_sync"} & vars(parallel).keys()
     assert "step" not in vars(run.precision) and "step" not in vars(run.log)
     assert len(steps) == 3
+    assert 0.8 * wall_ms < sum(total.values()) <= wall_ms
     assert sum(total.values()) == pytest.approx(sum(sum(step.values()) for step in steps))
-    assert total[REST] < sum(total.values())
+
+
+def test_copy_optimizer_and_logging_are_told_apart(run):
+    """The loop itself does not say where they end. The steps are of 2, 2 and 1 micro-batches."""
+    optimizer = run.optimizers["train"]
+    optimizer.step = slow(optimizer.step, 0.03)
+    run.log.advance = slow(run.log.advance, 0.05)
+    run.parallel.to_device = slow(run.parallel.to_device, 0.01)
+    with watched(run) as clock:
+        clock.start()
+        train_steps(run, 3)
+        total, _ = clock.stop()
+    expected = {COPY: 50, OPTIMIZER: 90, REST: 150}
+    # Time counts once, so that what is found in its phase is in no other.
+    for phase, least in expected.items():
+        assert total[phase] >= least, phase
+    assert sum(total.values()) < sum(expected.values()) + 300
 
 
 def test_accumulated_steps_are_single_steps(run):
@@ -398,6 +426,16 @@ def test_batch_size_command(profile_here, tmp_path):
     assert out.splitlines()[-2].startswith("Fastest: ")
 
 
+def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
+    arguments = ["--task", SLEEPY, *TINY[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
+    out = profile_here("batch-size", *arguments).out
+    result = json.loads((tmp_path / "sizes.json").read_text())
+    fits = {row["batch_size"]: row["fits"] for row in result["batch_sizes"]}
+    assert fits == {size: size <= 20 for size in (8, 16, 20, 21, 22, 24, 32)}
+    assert (result["largest_batch_size"], result["larger_ones_do_not_fit"]) == (20, True)
+    assert "batch of 32: out of memory" in out
+
+
 # --- scaling -----------------------------------------------------------------------------------------------------
 
 
@@ -409,10 +447,10 @@ def measured(samples_per_second, memory=(100.0,)):
 
 
 def test_speedup_is_taken_within_rounds(tmp_path):
-    """The machine was three times as slow in the last round."""
+    """The machine was three times as slow in the first round."""
     found = {
-        World("single"): [measured(100), measured(100), measured(30)],
-        World("ddp", 2): [measured(180), measured(180), measured(54, (90.0, 120.0))],
+        World("single"): [measured(30), measured(100), measured(100)],
+        World("ddp", 2): [measured(54, (90.0, 120.0)), measured(180), measured(190)],
     }
     single, ddp = scaling.summary(found)
     assert (single["speedup"], single["efficiency"]) == (1, 1)
@@ -490,6 +528,15 @@ def test_row_and_comparison():
     assert row["efficiency"] == pytest.approx(10 / 11.5)
     prediction.compare(row, [{"step_ms_median": 10.0}, {"step_ms_median": 23.0}, {"step_ms_median": 30.0}])
     assert (row["measured_step_ms"], row["error_percent"]) == (23, pytest.approx(-50))
+
+
+def test_link_that_is_given_is_not_measured():
+    """No process is started, which would take longer than the test."""
+    argv = ["--device", "cpu", "--bandwidth-gb-s", "12", "--latency-us", "8"]
+    flags, _ = command.parse(argv, False, PredictFlags)
+    started = time.perf_counter()
+    assert prediction.measured_link(flags, argv, World("ddp", 2)) == Link(8 / 1e6, 12e9)
+    assert time.perf_counter() - started < 0.5
 
 
 @pytest.mark.slow
@@ -598,6 +645,8 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
     (["predict", "--latency-us", "0", "--global-batch-size", "8"],
      ["--latency-us 0: must be above 0", "--global-batch-size 8: leave it out"]),
+    (["scaling", "--nproc", "2"], ["--nproc 2: scaling chooses the number of processes"]),
+    (["check", "--device", "cuda:1"], ["--device cuda:1: must be one of auto, cpu, cuda"]),
     (["check", "--task", "har"], ["--task: no such flag"]),
     (["check", "--backend", "mpi"], ["--backend mpi: must be one of nccl, gloo"]),
 ])  # fmt: skip
@@ -669,7 +718,7 @@ def test_documented_command_parses(arguments, monkeypatch):
     if "--help" in argv:
         return
     if name == "check":
-        _, problems = command.parse_flags([CheckFlags, check.DeviceFlags], argv)
+        _, problems = command.parse_flags([CheckFlags], argv)
     else:
         several = command.names_several_devices(argv) or name in ("scaling", "predict")
         argv = [*argv, "--multi-gpu", "ddp"] if name in ("scaling", "predict") else argv

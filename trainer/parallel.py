@@ -315,7 +315,7 @@ class Distributed(Parallel):
                 backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
             )
             return store
-        except dist.DistError as error:
+        except RuntimeError as error:  # a DistError, or what a store in a file says
             raise BadInput(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
                 f"--dist-timeout-s {timeout.total_seconds():g}: {str(error).splitlines()[0]}"

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from trainer.build import build_task, set_up_torch
 from trainer.flags import Flags
 from trainer.parallel import Parallel
@@ -13,6 +11,7 @@ from trainer.profiling.excerpt import opened
 from trainer.profiling.flags import BatchSizeFlags
 from trainer.profiling.measure import measure
 from trainer.profiling.report import table, write_json
+from trainer.run import Run
 from trainer.task import Task
 
 FINEST = 16
@@ -98,23 +97,23 @@ def of_size(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, s
     """What a batch size achieves: `fits`, and if so `samples_per_second`, `step_ms_median` and `peak_memory_mib`."""
     tool: BatchSizeFlags = flags.tool
     flags = dataclasses.replace(flags, batch=dataclasses.replace(flags.batch, batch_size=size))
-    try:
-        with opened(flags, argv, parallel, task, quiet=True) as run:
-            measured = measure(run, tool.steps, tool.settling_steps)
-    except torch.OutOfMemoryError:
-        found = None
-    else:
-        found = measured
-    if parallel.device.type == "cuda":
-        torch.cuda.empty_cache()
-    if found is None:
-        return {"fits": False}
+    with opened(flags, argv, parallel, task, quiet=True) as run:
+        if had_to_go_lower(run):
+            return {"fits": False}
+        found = measure(run, tool.steps, tool.settling_steps)
+        if had_to_go_lower(run):
+            return {"fits": False}
     return {
         "fits": True,
         "samples_per_second": found["samples_per_second"],
         "step_ms_median": found["step_ms_median"],
         "peak_memory_mib": found["ranks"][0]["peak_memory_mib"],
     }
+
+
+def had_to_go_lower(run: Run) -> bool:
+    """Whether the run goes on with smaller micro-batches than it was asked for, because those did not fit."""
+    return run.memory_limit.batch_size is not None
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:

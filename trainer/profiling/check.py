@@ -62,7 +62,7 @@ class Finding:
         return f"{line}; {self.advice}" if self.advice else line
 
 
-def check(tool: CheckFlags, devices: DeviceFlags, environment: RankEnvironment | None) -> int:
+def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
     """One command line; returns the exit status.
 
     environment: who this process is among those that torchrun started; None starts them here.
@@ -71,15 +71,15 @@ def check(tool: CheckFlags, devices: DeviceFlags, environment: RankEnvironment |
     speaks_for_host = environment is None or environment.local_rank in (0, None)
     if speaks_for_host:
         print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}")
-        findings = told(of_this_machine(tool, devices))
+        findings = told(of_this_machine(tool))
     multi = MultiDeviceFlags(
         "ddp", gpu_ids=tool.gpu_ids, backend=tool.backend, dist_timeout_s=tool.dist_timeout_s,
         hang_timeout_s=tool.dist_timeout_s,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         path = Path(folder) / "exchange.json"
-        job = partial(_exchange, multi, devices, path)
-        status = launch(job, num_processes(tool, devices)) if environment is None else job(environment)
+        job = partial(_exchange, multi, DeviceFlags(tool.device), path)
+        status = launch(job, num_processes(tool)) if environment is None else job(environment)
         exchange = [Finding(**values) for values in json.loads(path.read_text())] if path.exists() else []
     if status != 0:
         advice = "see the message above; NCCL_DEBUG=INFO tells more about GPUs, GLOO_SOCKET_IFNAME chooses a network"
@@ -101,11 +101,11 @@ def told(findings: Iterable[Finding]) -> list[Finding]:
     return kept
 
 
-def num_processes(tool: CheckFlags, devices: DeviceFlags) -> int:
+def num_processes(tool: CheckFlags) -> int:
     """`--nproc`, or one per GPU, or 2 on the CPU, so that there is something to exchange."""
     if tool.nproc is not None:
         return tool.nproc
-    if devices.device == "cpu" or not torch.cuda.is_available():
+    if tool.device == "cpu" or not torch.cuda.is_available():
         return 2
     return len(tool.gpu_ids) if tool.gpu_ids is not None else torch.cuda.device_count()
 
@@ -113,9 +113,9 @@ def num_processes(tool: CheckFlags, devices: DeviceFlags) -> int:
 # --- this machine ------------------------------------------------------------------------------------------------
 
 
-def of_this_machine(tool: CheckFlags, devices: DeviceFlags) -> Iterator[Finding]:
+def of_this_machine(tool: CheckFlags) -> Iterator[Finding]:
     """What can be told without other processes."""
-    gpus = [] if devices.device == "cpu" else list(tool.gpu_ids or range(torch.cuda.device_count()))
+    gpus = [] if tool.device == "cpu" else list(tool.gpu_ids or range(torch.cuda.device_count()))
     yield versions()
     yield from of_gpus(gpus)
     yield from peer_to_peer(gpus)
@@ -177,23 +177,35 @@ def peer_to_peer(gpus: Sequence[int]) -> Iterator[Finding]:
         for j in gpus:
             if i == j:
                 continue
-            source = torch.ones(COPY_BYTES // 4, device=f"cuda:{i}")
-            target = torch.zeros(COPY_BYTES // 4, device=f"cuda:{j}")
-            target.copy_(source)
-            torch.cuda.synchronize(i)
-            torch.cuda.synchronize(j)
-            started = time.perf_counter()
-            target.copy_(source)
-            torch.cuda.synchronize(i)
-            torch.cuda.synchronize(j)
-            rate = COPY_BYTES / (time.perf_counter() - started) / 1e9
-            name, text = f"GPU {i} -> {j}", f"{rate:.1f} GB/s"
-            if not bool((target == 1).all()):
+            name = f"GPU {i} -> {j}"
+            try:
+                rate, is_right = _copy(i, j)
+            except RuntimeError as error:
+                yield Finding("BROKEN", name, str(error).splitlines()[0], "NCCL_P2P_DISABLE=1 goes through the host")
+                continue
+            text = f"{rate:.1f} GB/s"
+            if not is_right:
                 yield Finding("BROKEN", name, f"{text}; the copy is wrong", "NCCL_P2P_DISABLE=1 goes through the host")
             elif not torch.cuda.can_device_access_peer(i, j):
                 yield Finding("warning", name, f"{text}, by way of the host", "no direct access between these two")
             else:
                 yield Finding("OK", name, text)
+
+
+def _copy(i: int, j: int) -> tuple[float, bool]:
+    """10^9 bytes per second from one GPU to the other, and whether what arrives is right."""
+    source = torch.ones(COPY_BYTES // 4, device=f"cuda:{i}")
+    target = torch.zeros(COPY_BYTES // 4, device=f"cuda:{j}")
+    seconds = 0.0
+    for _ in range(2):  # the first one opens the way
+        torch.cuda.synchronize(i)
+        torch.cuda.synchronize(j)
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(i)
+        torch.cuda.synchronize(j)
+        seconds = time.perf_counter() - started
+    return COPY_BYTES / seconds / 1e9, bool((target == 1).all())
 
 
 def disk(save_dir: Path) -> Finding:

@@ -13,7 +13,7 @@ from trainer.launch import launch, num_processes
 from trainer.parallel import Parallel
 from trainer.profiling import batch_size, check, prediction, scaling, step
 from trainer.profiling.flags import BatchSizeFlags, CheckFlags, PredictFlags, ScalingFlags, StepFlags
-from trainer.profiling.processes import World, exit_status, of_world, on_devices
+from trainer.profiling.processes import exit_status, for_several_devices, on_devices
 from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, one_process_problems, read_rank_environment
 
 OVERVIEW = """usage: profiler.py COMMAND [flags]
@@ -99,9 +99,12 @@ class OverWorlds:
 
     def __call__(self, argv: Sequence[str], environment: RankEnvironment | None) -> int:
         """argv: begins with the name of the command. Raises BadInput."""
-        flags, problems = parse(of_world(argv[1:], World("ddp")), True, self.tool, self.about)
+        flags, problems = parse(for_several_devices(argv[1:]), True, self.tool, self.about)
         if one_process_problems(os.environ):
             problems.append(f"{argv[0]}: starts its processes by itself; leave the launcher out")
+        assert flags.multi is not None
+        if flags.multi.nproc is not None:
+            problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
         refuse([*problems, *not_measured(flags), *self.problems(flags)])
         self.measure(flags, argv[1:])
         return 0
@@ -130,14 +133,14 @@ def not_measured(flags: Flags) -> list[str]:
 
 def run_check(argv: Sequence[str], environment: RankEnvironment | None) -> int:
     """`profiler.py check`, which needs no task. Raises BadInput."""
-    (tool, devices), problems = parse_flags([CheckFlags, DeviceFlags], argv[1:], *check.ABOUT)
+    (tool,), problems = parse_flags([CheckFlags], argv[1:], *check.ABOUT)
     multi = MultiDeviceFlags("ddp", tool.gpu_ids, tool.nproc, tool.backend)
-    problems += multi.problems()
+    problems += [*DeviceFlags(tool.device).problems(), *multi.problems()]
     if environment is None:
         environment, contradictions = read_rank_environment(os.environ, multi)
         problems += contradictions
     refuse(problems)
-    return check.check(tool, devices, environment)
+    return check.check(tool, environment)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str], RankEnvironment | None], int]] = {

@@ -75,6 +75,7 @@ class PredictFlags(FlagGroup):
 class CheckFlags(FlagGroup):
     """Checking this machine"""
 
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes all GPUs, or the CPU if there is none")
     save_dir: Path = flag(Path("checkpoints"), "where runs are to be saved: the disk that is tested")
     nproc: int | None = flag(
         None, "processes that exchange data, without torchrun (default: one per GPU, 2 on the CPU)", at_least=1

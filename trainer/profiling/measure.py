@@ -1,7 +1,6 @@
 """What a run achieves on its devices: time and phases of a step, throughput, memory; of all its processes."""
 
 import time
-from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -22,8 +21,8 @@ from trainer.profiling.phases import (
 from trainer.profiling.timing import spread
 from trainer.run import Run
 
-NUM_BLOCKS = 5
-"""Parts of a measurement, between which the ones without exchange of gradients take their turns."""
+NUM_TURNS = 5
+"""Times that blocks of steps with and without the exchange of gradients take turns, to tell what it costs."""
 
 
 def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
@@ -36,11 +35,11 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     at the top are of the main process.
 
     With several processes the exchange of gradients overlaps the backward pass. Its share of "communication" is what
-    backward takes longer than without any exchange, which every other block of steps is trained for.
+    backward takes longer than without any exchange; to tell it, twice as many steps are trained once more.
     """
     train_steps(run, num_settling_steps)
     forget_peak(run.parallel.device)
-    total, steps, wall_ms, num_samples = _measured_blocks(run, num_steps)
+    total, steps, wall_ms, num_samples = _measured(run, num_steps)
     num_steps = len(steps)
     means = {phase: value / num_steps for phase, value in total.items()}
     durations = [sum(step.values()) for step in steps]
@@ -66,44 +65,38 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     }
 
 
-def _measured_blocks(run: Run, num_steps: int) -> tuple[Durations, list[Durations], float, int]:
-    """Of the blocks together: each phase's time, the same of every step, wall time in ms, and samples."""
-    exchanges = run.parallel.shard[1] > 1
-    num_blocks = min(NUM_BLOCKS, num_steps) if exchanges else 1
-    total, steps, wall_ms, num_samples = dict.fromkeys(PHASES, 0.0), [], 0.0, 0
-    alone_ms: list[float] = []
+def _measured(run: Run, num_steps: int) -> tuple[Durations, list[Durations], float, int]:
+    """Each phase's time, the same of every step, wall time in ms, and samples."""
     with watched(run) as clock:
-        for block in range(num_blocks):
-            size = num_steps * (block + 1) // num_blocks - num_steps * block // num_blocks
-            part, of_steps, duration, samples = _block(run, clock, size)
-            total = {phase: total[phase] + part[phase] for phase in PHASES}
-            steps += of_steps
-            wall_ms += duration
-            num_samples += samples
-            if exchanges:
-                _, of_steps, _, _ = _block(run, clock, size, exchange=False)
-                alone_ms += [step[BACKWARD] for step in of_steps]
-    if exchanges:
-        _set_apart_communication(total, steps, alone_ms)
-    return total, steps, wall_ms, num_samples
+        measured = _block(run, clock, num_steps)
+        if run.parallel.shard[1] > 1:
+            _set_apart_communication(run, clock, *measured[:2])
+    return measured
 
 
-def _block(
-    run: Run, clock: PhaseClock, num_steps: int, exchange: bool = True
-) -> tuple[Durations, list[Durations], float, int]:
-    with nullcontext() if exchange else without_gradient_exchange(run):
-        _wait_for(run.parallel.device)
-        started = time.perf_counter()
-        clock.start()
-        num_samples = train_steps(run, num_steps)
-        total, steps = clock.stop()
-        _wait_for(run.parallel.device)
-        return total, steps, 1e3 * (time.perf_counter() - started), num_samples
+def _block(run: Run, clock: PhaseClock, num_steps: int) -> tuple[Durations, list[Durations], float, int]:
+    _wait_for(run.parallel.device)
+    started = time.perf_counter()
+    clock.start()
+    num_samples = train_steps(run, num_steps)
+    total, steps = clock.stop()
+    _wait_for(run.parallel.device)
+    return total, steps, 1e3 * (time.perf_counter() - started), num_samples
 
 
-def _set_apart_communication(total: Durations, steps: list[Durations], alone_ms: list[float]) -> None:
-    """Moves from backward to communication what backward takes longer than alone, in the sum and in every step."""
-    share = max(0.0, 1 - median(alone_ms) / median(step[BACKWARD] for step in steps))
+def _set_apart_communication(run: Run, clock: PhaseClock, total: Durations, steps: list[Durations]) -> None:
+    """Moves the share of the exchange from backward to communication, in the sum and in every step.
+
+    It is what backward takes longer with the exchange than without; for that, blocks of steps take turns once more.
+    """
+    size = max(1, len(steps) // NUM_TURNS)
+    together_ms: list[float] = []
+    alone_ms: list[float] = []
+    for _ in range(NUM_TURNS):
+        together_ms += [step[BACKWARD] for step in _block(run, clock, size)[1]]
+        with without_gradient_exchange(run):
+            alone_ms += [step[BACKWARD] for step in _block(run, clock, size)[1]]
+    share = max(0.0, 1 - median(alone_ms) / median(together_ms))
     for durations in (total, *steps):
         exposed = share * durations[BACKWARD]
         durations[BACKWARD] -= exposed

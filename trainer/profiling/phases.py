@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainer import memory
 from trainer.parallel import EXCHANGE
 from trainer.profiling.timing import DeviceClock, Instant
 from trainer.run import Run
@@ -20,7 +21,7 @@ _PHASE_OF = {
     "data loading": DATA,
     "forward": FORWARD,
     "backward": BACKWARD,
-    "the optimizer": OPTIMIZER,
+    memory.OPTIMIZER: OPTIMIZER,
     EXCHANGE: COMMUNICATION,
     "waiting for rank 0": COMMUNICATION,
     "saving": SAVING,

@@ -17,7 +17,14 @@ from trainer.parallel import Parallel
 from trainer.profiling.exchange import LARGE_BYTES, large_sum_s, latency_s
 from trainer.profiling.flags import PredictFlags
 from trainer.profiling.phases import BACKWARD
-from trainer.profiling.processes import World, measure_world, num_usable_devices, of_world, on_devices, trains_on_gpus
+from trainer.profiling.processes import (
+    World,
+    for_several_devices,
+    measure_world,
+    num_usable_devices,
+    on_devices,
+    trains_on_gpus,
+)
 from trainer.profiling.report import table, write_json
 from trainer.profiling.step_model import Compute, Link, buckets, predict
 from trainer.ranks import RankEnvironment
@@ -135,7 +142,7 @@ def measured_link(flags: Flags, argv: Sequence[str], world: World) -> Link:
         return Link(latency / 1e6, bandwidth * 1e9)
     with tempfile.TemporaryDirectory(prefix="lockstep-link-") as folder:
         result = Path(folder) / "link.json"
-        status = launch(functools.partial(_measure_link, list(argv), world, result), world.num_devices)
+        status = launch(functools.partial(_measure_link, list(argv), result), world.num_devices)
         if status != 0:
             raise Failure(f"measuring the exchange ended with status {status}", status)
         small_s, large_s = json.loads(result.read_text())
@@ -147,8 +154,8 @@ def measured_link(flags: Flags, argv: Sequence[str], world: World) -> Link:
     return link
 
 
-def _measure_link(argv: list[str], world: World, result: Path, environment: RankEnvironment) -> int:
-    flags, found = parse(of_world(argv, world), True, PredictFlags)
+def _measure_link(argv: list[str], result: Path, environment: RankEnvironment) -> int:
+    flags, found = parse(for_several_devices(argv), True, PredictFlags)
     refuse(found)
 
     def work(parallel: Parallel) -> None:

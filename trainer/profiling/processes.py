@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from data.errors import BadInput
 from trainer.build import start_parallel
 from trainer.config import FlagGroup, refuse
-from trainer.failure import EXIT_BAD_INPUT, Failure
+from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
 from trainer.flags import Flags, parse
 from trainer.launch import launch
 from trainer.parallel import Parallel
@@ -44,11 +43,11 @@ def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
     try:
         work()
     except Failure as failure:
-        return failure.status
+        # Only a run with checkpoints can go on with less memory.
+        return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
     except BadInput as error:
         if speaks:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
+            tell_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -96,7 +95,7 @@ def _measure_here(
     result: Path,
     environment: RankEnvironment,
 ) -> int:
-    flags, problems = parse(of_world(argv, world), True, tool)
+    flags, problems = parse(for_several_devices(argv), True, tool)
     refuse(problems)
 
     def work(parallel: Parallel) -> None:
@@ -108,9 +107,9 @@ def _measure_here(
     return on_devices(placed(flags, world), environment, work)
 
 
-def of_world(argv: Sequence[str], world: World) -> list[str]:
-    """The command line as the flags of several devices belong to it: they are known, whatever the world is."""
-    return [*argv, "--multi-gpu", "dp" if world.mode == "dp" else "ddp"]
+def for_several_devices(argv: Sequence[str]) -> list[str]:
+    """The command line as one of several devices, so that their flags are known whatever the world is."""
+    return [*argv, "--multi-gpu", "ddp"]
 
 
 def placed(flags: Flags, world: World) -> Flags:
@@ -121,7 +120,7 @@ def placed(flags: Flags, world: World) -> Flags:
         return flags
     if world.mode == "dp":
         ids = (chosen or tuple(range(torch.cuda.device_count())))[: world.num_devices]
-        return dataclasses.replace(flags, multi=dataclasses.replace(flags.multi, gpu_ids=ids))
+        return dataclasses.replace(flags, multi=dataclasses.replace(flags.multi, multi_gpu="dp", gpu_ids=ids))
     devices = flags.devices
     if chosen and devices.device != "cpu":
         devices = dataclasses.replace(devices, device=f"cuda:{chosen[0]}")

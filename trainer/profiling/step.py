@@ -27,7 +27,7 @@ the same flags, in a folder that is thrown away: --save-dir is left alone.
 On a GPU times are the device's: an event is put into its queue wherever the loop goes on to another phase, and all are
 read at the end, so the loop is not slowed down. Work that the device does while the host waits for data is not counted
 as waiting. Gradients are exchanged during the backward pass; "communication" holds what backward takes longer with the
-exchange than without, for which every other block of steps is trained without it.""",
+exchange than without: to tell it, blocks of steps are trained both ways afterwards.""",
     """examples:
   python profiler.py step                                          the default task on its built-in data
   python profiler.py step --batch-size 128 --num-workers 2 --json step.json
@@ -84,7 +84,7 @@ def trace(run: Run, folder: Path) -> Path:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.parallel.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with watched(run, spans=True) as clock, torch.profiler.profile(activities=activities, acc_events=True) as profile:
+    with watched(run, spans=True) as clock, torch.profiler.profile(activities=activities) as profile:
         clock.start()
         train_steps(run, TRACED_STEPS)
         clock.stop()
