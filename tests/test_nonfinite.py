@@ -262,11 +262,11 @@ POLICIES_AND_POISONS = list(itertools.product(("skip", "rollback"), POISONS))
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("rollback", "gradient")]),
-        pytest.param(2, POLICIES_AND_POISONS, marks=pytest.mark.slow),
-        pytest.param(3, POLICIES_AND_POISONS, marks=pytest.mark.slow),
+        (2, POLICIES_AND_POISONS),
+        (3, POLICIES_AND_POISONS),
     ],
 )
+@pytest.mark.slow
 def test_one_rank_meets_the_poison_and_all_agree(world_size, cases, in_world, tmp_path):
     runs = {"other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH)))}
     for policy, poison in [*cases, ("stop", "flat_loss")]:

@@ -375,8 +375,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 @pytest.mark.parametrize("start", [
     ["profiler.py", "step", "--multi-gpu", "ddp", "--nproc", "2"],
-    pytest.param([*TORCHRUN, "profiler.py", "step", "--multi-gpu", "ddp"], marks=pytest.mark.slow),
+    [*TORCHRUN, "profiler.py", "step", "--multi-gpu", "ddp"],
 ])  # fmt: skip
+@pytest.mark.slow
 def test_step_of_two_processes(start, command, tmp_path):
     rests = ["--delay-s", "0.03", "--backward-s", "0.03"]
     out = command(

@@ -180,10 +180,11 @@ def test_a_stopped_rank_is_named(rank, faulty_run):
     ("world_size", "rank", "more"),
     [
         (2, 1, ["--num-workers", 1]),
-        pytest.param(3, 1, [], marks=slow),
-        pytest.param(3, 0, ["--num-workers", 2], marks=slow),
+        (3, 1, []),
+        (3, 0, ["--num-workers", 2]),
     ],
 )
+@slow
 def test_a_killed_rank_is_named(world_size, rank, more, faulty_run):
     run = faulty_run(f"kill forward {rank}", world_size=world_size, more=more)
     gone = rf"rank {rank} of {world_size} is gone \({PROCESS}\), noted \d+ s ago in .+"
