@@ -79,10 +79,6 @@ class CommandLine(Job):
     def statuses(self) -> list[int]:
         return [self._process.wait(GIVE_UP_S)]
 
-    def send(self, number: signal.Signals) -> None:
-        """A signal to the process that was started."""
-        self._process.send_signal(number)
-
     def kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -120,6 +116,11 @@ class Forks(Job):
 
     def is_running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to every rank."""
+        for process in self._processes:
+            os.kill(process.pid, number)
 
     def statuses(self) -> list[int]:
         for process in self._processes:

@@ -210,9 +210,10 @@ def assert_killed_and_back(run: Job, killed: int, unbroken: Life, world_size: in
     assert not (run.directory / "previous-1").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again(job, unbroken):
     """It goes on where it was, although there is `--fresh` in its command line."""
-    assert_killed_and_back(job(HARD, "--delay-s", 0.01, "--fresh"), 0, unbroken(HARD, 1), 1)
+    assert_killed_and_back(job(HARD, "--delay-s", 0.005, "--fresh"), 0, unbroken(HARD, 1), 1)
 
 
 @pytest.mark.slow

@@ -153,12 +153,13 @@ def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
     ("world_size", "where", "rank", "phase", "more"),
     [
         (2, "forward", 1, "forward at optimizer step 3", []),
-        pytest.param(3, "forward", 0, "forward at optimizer step 3", [], marks=slow),
-        pytest.param(2, "data", 1, "data loading at optimizer step 1", [], marks=slow),
-        pytest.param(2, "data", 1, "data loading at optimizer step 1", ["--num-workers", 1], marks=slow),
-        pytest.param(3, "evaluation", 2, "evaluation at optimizer step 4", [], marks=slow),
+        (3, "forward", 0, "forward at optimizer step 3", []),
+        (2, "data", 1, "data loading at optimizer step 1", []),
+        (2, "data", 1, "data loading at optimizer step 1", ["--num-workers", 1]),
+        (3, "evaluation", 2, "evaluation at optimizer step 4", []),
     ],
 )
+@slow
 def test_a_late_rank_is_named(world_size, where, rank, phase, more, faulty_run):
     """Also the late one itself leaves, though it hangs for ever."""
     run = faulty_run(f"sleep {where} {rank}", world_size=world_size, more=more)

@@ -32,9 +32,9 @@ def test_every_test_sample_is_scored_once(unbroken):
         assert results["world_size"] == world_size
 
 
-def test_stop_signal_saves_and_the_same_command_goes_on(tmp_path, typed, forked, unbroken):
+def test_stop_signal_saves_and_the_same_command_goes_on(tmp_path, forked, unbroken):
     life = Life(tmp_path / "run", HARD)
-    job = life.attempt(typed, 1, lambda job: job.send(signal.SIGTERM))
+    job = life.attempt(forked, 1, lambda job: job.send(signal.SIGTERM))
     assert life.statuses == [128 + signal.SIGTERM], job.output
     assert "everything is saved" in job.output
     life.attempt(forked, 1)
