@@ -308,11 +308,13 @@ class Distributed(Parallel):
     def _meet(self, environment: RankEnvironment, backend: str, timeout: timedelta) -> dist.Store:
         """Joins the others; returns the store at which they met. Raises BadInput if they do not come."""
         rank, world_size = self.shard
+        # torchrun's store may still hold the addresses of the attempt before, at which nobody is any more.
+        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         try:
             store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
             store.set_timeout(timeout)
             dist.init_process_group(
-                backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
+                backend, store=dist.PrefixStore(attempt, store), rank=rank, world_size=world_size, timeout=timeout
             )
             return store
         except RuntimeError as error:  # a DistError, or what a store in a file says
