@@ -308,8 +308,10 @@ class Distributed(Parallel):
     def _meet(self, environment: RankEnvironment, backend: str, timeout: timedelta) -> dist.Store:
         """Joins the others; returns the store at which they met. Raises BadInput if they do not come."""
         rank, world_size = self.shard
-        # torchrun's store may still hold the addresses of the attempt before, at which nobody is any more.
-        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        # The store of a single torchrun agent still holds the addresses of the attempt before, at which nobody is any
+        # more. Several agents meet at a new store each time, and do not count their restarts alike.
+        is_one_agent = environment.local_world_size == world_size
+        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if is_one_agent else 0}"
         try:
             store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
             store.set_timeout(timeout)
