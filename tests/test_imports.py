@@ -194,8 +194,8 @@ def test_arithmetic_needs_no_torch(module):
 @pytest.mark.parametrize(
     ("library", "home"),
     [
-        ("torch.distributed", "trainer.parallel"),
-        ("torch.nn.parallel", "trainer.parallel"),
+        ("torch.distributed", "trainer.distributed"),
+        ("torch.nn.parallel", "trainer.distributed"),
         ("torch.nn.DataParallel", "trainer.parallel"),
         ("torch.multiprocessing", "trainer.launch"),
     ],

@@ -15,11 +15,12 @@ from tests.test_parallel import ReplicasOnCpu, trained
 from trainer.build import build_run, build_task, set_up_torch
 from trainer.config import refuse
 from trainer.directory import RunDirectory
+from trainer.distributed import Distributed
 from trainer.flags import parse
 from trainer.launch import launch
 from trainer.memory import recut, rehearse
 from trainer.memory_limit import MEMORY, MemoryLimit
-from trainer.parallel import Distributed, SingleDevice
+from trainer.parallel import SingleDevice
 from trainer.plan import BatchFlags
 from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask

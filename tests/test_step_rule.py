@@ -10,9 +10,11 @@ import torch
 from data.loading import BatchLoader
 from data.order import SampleKeys, split_global_batch
 from tests.weighted_task import Weighted, WeightedFlags
+from trainer import distributed
+from trainer.distributed import Distributed
 from trainer.launch import launch
 from trainer.loop import counted, train_step, weighted
-from trainer.parallel import Distributed, SingleDevice
+from trainer.parallel import SingleDevice
 from trainer.precision import Precision, PrecisionForward
 from trainer.ranks import DeviceFlags, MultiDeviceFlags
 from trainer.tasks.har import HarFlags, HarTask
@@ -91,9 +93,11 @@ def measure(parallel, accumulation, cache_dir, make_task=make_task):
     return found
 
 
-def in_process(environment, folder, cache_dir):
-    """What each process of a world does."""
+def in_process(environment, folder, cache_dir, is_ring):
+    """What each process of a world does. is_ring: gradients go round as those of larger models do."""
     torch.set_num_threads(1)
+    if is_ring:
+        distributed.DIRECT_BYTES = 0
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     found = {accumulation: measure(parallel, accumulation, cache_dir) for accumulation in (1, 3)}
     found["sum"] = parallel.sum(torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double())
@@ -122,14 +126,17 @@ def reference_weights(cache_dir):
     return weights_after_run(build(make_task("weighted", cache_dir), SingleDevice(CPU)), 1)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids="world{}".format)
+@pytest.fixture(scope="module", params=["world1", "world2", "world3", "world3-ring"])
 def world(request, tmp_path_factory, cache_dir):
     """What every rank of a world found, by accumulation."""
-    if request.param == 1:
+    name, _, way = request.param.partition("-")
+    size = int(name.removeprefix("world"))
+    if size == 1:
         return [{a: measure(SingleDevice(CPU), a, cache_dir) for a in (1, 3)}]
-    folder = tmp_path_factory.mktemp(f"world{request.param}")
-    assert launch(functools.partial(in_process, folder=folder, cache_dir=cache_dir), request.param) == 0
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+    folder = tmp_path_factory.mktemp(request.param)
+    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, is_ring=way == "ring")
+    assert launch(process, size) == 0
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 
 
 def relative_difference(a, b):

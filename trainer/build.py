@@ -14,10 +14,11 @@ from data.order import SampleKeys
 from trainer.average import WeightAverage
 from trainer.background import BackgroundSaver
 from trainer.directory import CONFIG, RESULTS, RunDirectory
+from trainer.distributed import Distributed
 from trainer.flags import Flags
 from trainer.memory import rehearse
 from trainer.memory_limit import MemoryLimit
-from trainer.parallel import Distributed, Parallel, SingleDevice, data_parallel
+from trainer.parallel import Parallel, SingleDevice, data_parallel
 from trainer.plan import BatchSplit, Plan, split_batch
 from trainer.precision import Precision, PrecisionForward, choose_precision
 from trainer.ranks import RankEnvironment, pick_device, set_num_threads

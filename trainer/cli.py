@@ -12,11 +12,12 @@ from data.files import DISK_FULL
 from trainer.build import build_run, build_task, open_run, set_up_torch, start_parallel
 from trainer.config import refuse
 from trainer.directory import RunDirectory
+from trainer.distributed import Distributed
 from trainer.failure import EXIT_BAD_INPUT, Failure, tell_refusal
 from trainer.flags import Flags, RunFlags, parse
 from trainer.launch import launch, num_processes
 from trainer.loop import train
-from trainer.parallel import Distributed, Parallel
+from trainer.parallel import Parallel
 from trainer.precision import choose_precision
 from trainer.predict import find_run, predict, rebuild_task
 from trainer.ranks import RankEnvironment, one_process_problems, read_rank_environment

@@ -18,6 +18,7 @@ from trainer.failure import StartAgain
 from trainer.memory_limit import MEMORY, MemoryLimit
 from trainer.plan import BatchSplit, split_batch
 from trainer.run import Run
+from trainer.running_statistics import kept_buffers
 
 T = TypeVar("T")
 
@@ -175,10 +176,9 @@ def _fits_everywhere(run: Run) -> bool:
 
 def _fits(run: Run) -> bool:
     run.parallel.whereabouts.enter("the rehearsal of the largest batch")
-    buffers = [(buffer, buffer.clone()) for buffer in run.objective.buffers()]
     gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
     fits = True
-    with torch.random.fork_rng(gpus):
+    with kept_buffers(run.objective), torch.random.fork_rng(gpus):
         for phase in range(len(run.task.phases)):
             try:
                 _forward_and_backward(run, phase)
@@ -186,9 +186,6 @@ def _fits(run: Run) -> bool:
                 fits = False
             run.objective.zero_grad(set_to_none=True)
             _free()
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     return fits
 
 

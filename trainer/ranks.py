@@ -88,7 +88,8 @@ class RankEnvironment:
     """Who this process is among several.
 
     local_rank, local_world_size: among the processes of this machine; None where the launcher did not say.
-    init_method: where the processes meet; "env://" or a file.
+    init_method: where the processes meet; "env://" or a file. attempt: how often the same launcher has started all of
+    them again, with the addresses of the attempt before left where they meet.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class RankEnvironment:
     local_rank: int | None = None
     local_world_size: int | None = None
     init_method: str = "env://"
+    attempt: int = 0
 
     @property
     def meeting_place(self) -> str:
@@ -152,9 +154,13 @@ def read_rank_environment(
         problems.append(f"--nproc {flags.nproc}: RANK and WORLD_SIZE are set already, by a launcher; leave it out")
     if problems:
         return None, problems
+    # Several torchrun agents meet at a new store each time, and do not count their restarts alike.
+    is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
+    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_one_agent else 0
     return RankEnvironment(
-        numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
-    ), []
+        numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE"),
+        attempt=attempt,
+    ), []  # fmt: skip
 
 
 def torchrun_agent() -> str | None:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.running_statistics import kept_buffers
+
 LossFunction = Callable[[Any, Any], Tensor]
 """(output, targets) -> loss."""
 
@@ -80,11 +82,10 @@ def untouched(model: nn.Module, device: torch.device | None) -> Iterator[None]:
     home = device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     python, numpy_state = random.getstate(), np.random.get_state()
     gpus = [d for d in {device or home, home} if d.type == "cuda"]
     try:
-        with torch.random.fork_rng(gpus):
+        with kept_buffers(model), torch.random.fork_rng(gpus):
             model.zero_grad(set_to_none=True)
             if device is not None and device != home:
                 model.to(device)
@@ -96,10 +97,6 @@ def untouched(model: nn.Module, device: torch.device | None) -> Iterator[None]:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            by_place = zip(model.buffers(), buffers, strict=True)
-            for buffer, (_, before) in by_place:
-                buffer.copy_(before)
         random.setstate(python)
         np.random.set_state(numpy_state)
 

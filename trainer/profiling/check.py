@@ -19,9 +19,10 @@ import torch
 
 from data.loading import BatchLoader
 from data.order import SampleKeys
+from trainer.distributed import Distributed, available_backends
 from trainer.failure import Failure
 from trainer.launch import launch
-from trainer.parallel import Distributed, Parallel, available_backends
+from trainer.parallel import Parallel
 from trainer.profiling.exchange import LARGE_BYTES, large_sum_s, latency_s, sums_are_right
 from trainer.profiling.flags import CheckFlags
 from trainer.profiling.processes import exit_status

@@ -1,0 +1,196 @@
+"""What the exchange of gradients costs between CPU processes, and how much of it is only waiting for each other.
+
+    python benchmarks/exchange.py
+
+First the default model's training step in two processes that run four kinds of it in turns, a block of steps each:
+without any exchange; each waiting for the other once a step, without exchanging anything; a bare hand-written loop
+under DistributedDataParallel; Lockstep's step. Processes that wait for each other go at the pace of the slower one, and
+the speed of a shared machine's cores varies: the second is the most that any exchange could reach on it.
+
+Then the sum of a tensor over processes, by gloo's ring and sent directly to every other process.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.loading import BatchLoader
+from data.order import SampleKeys, epoch_permutation
+from trainer.distributed import NO_BUFFER_BROADCAST, Distributed, sum_directly
+from trainer.launch import launch
+from trainer.loop import WeightedBatch, train_step, weighted
+from trainer.parallel import Parallel, SingleDevice
+from trainer.precision import Precision, PrecisionForward
+from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.tasks.har import HarFlags, HarTask
+
+BATCH_SIZE = 32
+NUM_BATCHES = 16
+BLOCK_STEPS = 10
+WARM_UP_ROUNDS = 5
+WORLD_SIZES = (2, 3, 4)
+SIZES_KB = (64, 608, 1024, 4096)
+SUMS = 40
+CPU = torch.device("cpu")
+
+Step = Callable[[], None]
+
+
+def shuffled_batches(task: HarTask, rank: int) -> Iterator[WeightedBatch]:
+    """The same few batches again and again, in memory."""
+    dataset = task.splits()["train"]
+    order = epoch_permutation(0, 0, 0, len(dataset))[rank :: WORLD_SIZES[0]]
+    keys = [SampleKeys(order[i * BATCH_SIZE : (i + 1) * BATCH_SIZE], epoch=0) for i in range(NUM_BATCHES)]
+    return cycle([weighted(batch) for batch in BatchLoader(dataset, task.collate)(keys)])
+
+
+def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    params = list(model.parameters())
+    return torch.optim.AdamW(params, lr=1e-3, fused=True), params
+
+
+def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedBatch]) -> Step:
+    """The trainer's step, with the exchange of the next window's weight that its loop makes."""
+    precision = Precision("off", torch.float32, CPU)
+    objective = task.build_objective()
+    optimizer, params = optimized(objective)
+    net = parallel.wrap(PrecisionForward(objective, precision), next(batches)[0], "train")
+    window = [next(batches)]
+    pending = parallel.start_sum([window[0][1], 0.0])
+
+    def step() -> None:
+        nonlocal window, pending
+        (total_weight, _), current = pending.wait(), window
+        window = [next(batches)]
+        pending = parallel.start_sum([window[0][1], 0.0])
+        train_step(
+            net, current, total_weight, phase="train", optimizer=optimizer, params=params, parallel=parallel,
+            precision=precision, max_grad_norm=1.0, dropout_key=(0, 0, 0, 0),
+        )  # fmt: skip
+
+    return step
+
+
+def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
+    """The step of one process, and a look at the other's counter until it has come as far. counters: shared memory."""
+
+    def step() -> None:
+        alone()
+        counters[rank * 8] += 1
+        while counters[(1 - rank) * 8] < counters[rank * 8]:
+            time.sleep(0)
+
+    return step
+
+
+def bare_step(task: HarTask, batches: Iterator[WeightedBatch]) -> Step:
+    """What one would write by hand."""
+    model = nn.parallel.DistributedDataParallel(
+        task.build_objective(), gradient_as_bucket_view=True, **NO_BUFFER_BROADCAST
+    )
+    optimizer, params = optimized(model)
+
+    def step() -> None:
+        loss = model(next(batches)[0])["loss"] / BATCH_SIZE
+        loss.backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_steps(environment: RankEnvironment, folder: Path, rounds: int) -> int:
+    """What each of the two processes does; the first one writes the median times and efficiencies."""
+    torch.set_num_threads(1)
+    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    task = HarTask(HarFlags(), seed=0, cache_dir=folder)
+    batches = shuffled_batches(task, environment.rank)
+    counters = torch.from_file(str(folder / "counters"), shared=True, size=16, dtype=torch.int64)
+    alone = lockstep_step(task, SingleDevice(CPU), batches)
+    steps = {
+        "without_exchange": alone,
+        "waiting_only": waiting_step(alone, environment.rank, counters),
+        "bare_ddp": bare_step(task, batches),
+        "lockstep": lockstep_step(task, parallel, batches),
+    }
+    blocks: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + WARM_UP_ROUNDS):
+        for name, step in steps.items():
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(BLOCK_STEPS):
+                step()
+            blocks[name].append((time.perf_counter() - started) / BLOCK_STEPS)
+    means = {name: parallel.sum(torch.tensor(times[WARM_UP_ROUNDS:])) / 2 for name, times in blocks.items()}
+    if parallel.is_main:
+        alone_s = means["without_exchange"]
+        result = {
+            "step_ms": {name: round(1e3 * float(times.median()), 2) for name, times in means.items()},
+            "efficiency": {name: round(float((alone_s / times).median()), 3) for name, times in means.items()},
+            "lockstep_over_bare_ddp": round(float((means["lockstep"] / means["bare_ddp"]).median()), 3),
+        }
+        (folder / "steps.json").write_text(json.dumps(result))
+    parallel.close()
+    return 0
+
+
+def measure_sums(environment: RankEnvironment, folder: Path) -> int:
+    """Median milliseconds of a sum over the processes, in turns."""
+    torch.set_num_threads(1)
+    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    ways = {
+        "ring": dist.all_reduce,
+        "direct": partial(sum_directly, shard=parallel.shard, timeout=timedelta(minutes=1)),
+    }
+    found = {}
+    for size in SIZES_KB:
+        values = torch.zeros(size * 256)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(SUMS):
+            for name, way in ways.items():
+                dist.barrier()
+                started = time.perf_counter()
+                way(values)
+                times[name].append(1e3 * (time.perf_counter() - started))
+        found[f"{size} KB"] = {name: round(statistics.median(values), 2) for name, values in times.items()}
+    if parallel.is_main:
+        (folder / "sums.json").write_text(json.dumps(found))
+    parallel.close()
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind")
+    args = parser.parse_args()
+    result: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if launch(partial(measure_steps, folder=folder, rounds=args.rounds), WORLD_SIZES[0]):
+            sys.exit("a process failed; its message is above")
+        result |= json.loads((folder / "steps.json").read_text())
+        print("efficiency of two processes that do not talk:", result["efficiency"], flush=True)
+        for world_size in WORLD_SIZES:
+            if launch(partial(measure_sums, folder=folder), world_size):
+                sys.exit("a process failed; its message is above")
+            result[f"sum_ms_{world_size}_processes"] = json.loads((folder / "sums.json").read_text())
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
