@@ -41,7 +41,9 @@ class WeightAverage:
     def _update_without_waiting(self, grad_norm: Tensor) -> None:
         """The same where the host does not know the norm: the number of updates is kept on the device."""
         applied = torch.isfinite(grad_norm).double()
-        updates = torch.as_tensor(self._updates, dtype=torch.float64, device=grad_norm.device)
+        updates = self._updates
+        if not isinstance(updates, Tensor):
+            updates = torch.full((), updates, dtype=torch.float64, device=grad_norm.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
         changes = torch._foreach_sub(list(self._model.parameters()), self._average)
         torch._foreach_mul_(changes, weight.to(changes[0].dtype))

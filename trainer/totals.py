@@ -42,7 +42,8 @@ class Totals:
         counts = torch.isfinite(torch.stack(self._norms)) if self._norms else None
         device = next(iter(self._kept[0].values())).device
         parts = {name: torch.stack([sums[name] for sums in self._kept]) for name in self._kept[0]}
-        parts["weight"] = torch.tensor(self._weights, dtype=torch.float64, device=device)
+        weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device.type == "cuda")
+        parts["weight"] = weights.to(device, non_blocking=True)
         for name, part in parts.items():
             if counts is not None:
                 part = torch.where(counts.view(-1, *[1] * (part.dim() - 1)), part, 0)
