@@ -149,6 +149,33 @@ def test_own_task(tmp_path, command):
     assert results["metrics"]["test/accuracy"] > 0.9
 
 
+COMPILED = """
+from examples.own_task import Spirals
+
+class Compiled(Spirals):
+    def build_objective(self):
+        objective = super().build_objective()
+        objective.compile()
+        return objective
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_task_learns_the_same_and_goes_on_in_two_processes(tmp_path, command):
+    (tmp_path / "compiled_spirals.py").write_text(COMPILED)
+    compiled, plain = f"{tmp_path}/compiled_spirals.py:Compiled", "examples/own_task.py:Spirals"
+    found = {}
+    for task in (compiled, plain):
+        folder = tmp_path / task.rpartition(":")[2]
+        args = ["--num-threads", 1, "--lr", 0.01, "--dtype", "float64", "--save-dir", folder]
+        command("main.py", "--task", task, "--epochs", 2, *args, PYTHONPATH=str(ROOT), **NO_GPU)
+        found[task] = load(folder / "final.pth")
+    assert largest_difference(found[compiled], found[plain]) < 1e-9
+    args[-1] = tmp_path / "Compiled"
+    out = command(*launcher(2), "--task", compiled, "--epochs", 3, *args, PYTHONPATH=str(ROOT), **NO_GPU).stdout
+    assert "Resuming after" in out
+
+
 # --- a self-launched group, looked at while it runs --------------------------------------------------------------
 
 
