@@ -149,5 +149,8 @@ def train_in(
             return EXIT_FINISHED
         state.preempted()
         run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
+        if len(parallel.agents) > 1:
+            # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
+            run.stop.await_own()
         number = run.stop.signal_number
         return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number

@@ -4,9 +4,13 @@ import atexit
 import gc
 import signal
 import sys
+import time
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+AGENT_ASKS_WITHIN_S = 10.0
+"""A torchrun agent looks for new nodes every `--monitor-interval`, 0.1 s unless told, and then asks its processes."""
 
 
 class StopRequest:
@@ -23,6 +27,12 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
+
+    def await_own(self, timeout_s: float = AGENT_ASKS_WITHIN_S) -> None:
+        """Waits until this process has been asked itself, and not only another one of its group; or for that long."""
+        deadline = time.monotonic() + timeout_s
+        while not self and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_number is not None and number == signal.SIGINT:
