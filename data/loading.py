@@ -85,7 +85,13 @@ class BatchLoader:
         if self._workers is None:
             return self._in_process(keys)
         self._source.keys = keys
-        return iter(self._workers)
+        others = set(multiprocessing.active_children())
+        try:
+            return iter(self._workers)
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:  # `close` would not know of them
+                worker.kill()
+            raise
 
     def close(self) -> None:
         """Ends the workers, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM."""

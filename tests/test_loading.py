@@ -43,3 +43,24 @@ def test_a_worker_ends_with_a_trainer_that_is_killed(environment):
     while is_alive(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(worker)
+
+
+OUT_OF_FILES = """
+import resource
+from pathlib import Path
+import numpy as np
+from data.loading import BatchLoader
+from data.order import SampleKeys
+from tests.weighted_task import Sequences, Weighted, WeightedFlags
+
+loader = BatchLoader(Sequences(4, 0, False), Weighted(WeightedFlags(), 0, Path()).collate, num_workers=20)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+next(loader([SampleKeys(np.arange(2), epoch=0)]))
+"""
+
+
+def test_a_trainer_ends_when_only_some_workers_could_start(environment):
+    command = [sys.executable, "-c", OUT_OF_FILES]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Too many open files" in done.stderr
