@@ -43,7 +43,7 @@ NUM_BATCHES = 16
 BLOCK_STEPS = 10
 WARM_UP_ROUNDS = 5
 WORLD_SIZES = (2, 3, 4)
-SIZES_KB = (64, 608, 1024, 4096)
+SIZES_KB = (64, 608, 768, 1024, 4096)
 SUMS = 40
 CPU = torch.device("cpu")
 
@@ -136,7 +136,9 @@ def measure_steps(environment: RankEnvironment, folder: Path, rounds: int) -> in
             for _ in range(BLOCK_STEPS):
                 step()
             blocks[name].append((time.perf_counter() - started) / BLOCK_STEPS)
-    means = {name: parallel.sum(torch.tensor(times[WARM_UP_ROUNDS:])) / 2 for name, times in blocks.items()}
+    means = {
+        name: parallel.sum(torch.tensor(times[WARM_UP_ROUNDS:])) / WORLD_SIZES[0] for name, times in blocks.items()
+    }
     if parallel.is_main:
         alone_s = means["without_exchange"]
         result = {
@@ -161,13 +163,13 @@ def measure_sums(environment: RankEnvironment, folder: Path) -> int:
     for size in SIZES_KB:
         values = torch.zeros(size * 256)
         times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(SUMS):
+        for _ in range(SUMS + WARM_UP_ROUNDS):
             for name, way in ways.items():
                 dist.barrier()
                 started = time.perf_counter()
                 way(values)
                 times[name].append(1e3 * (time.perf_counter() - started))
-        found[f"{size} KB"] = {name: round(statistics.median(values), 2) for name, values in times.items()}
+        found[f"{size} KB"] = {name: round(statistics.median(seen[WARM_UP_ROUNDS:]), 2) for name, seen in times.items()}
     if parallel.is_main:
         (folder / "sums.json").write_text(json.dumps(found))
     parallel.close()
@@ -176,15 +178,17 @@ def measure_sums(environment: RankEnvironment, folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind")
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind, 1 or more")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be 1 or more")
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if launch(partial(measure_steps, folder=folder, rounds=args.rounds), WORLD_SIZES[0]):
             sys.exit("a process failed; its message is above")
         result |= json.loads((folder / "steps.json").read_text())
-        print("efficiency of two processes that do not talk:", result["efficiency"], flush=True)
+        print("efficiency relative to processes that do not talk:", result["efficiency"], flush=True)
         for world_size in WORLD_SIZES:
             if launch(partial(measure_sums, folder=folder), world_size):
                 sys.exit("a process failed; its message is above")

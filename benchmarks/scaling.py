@@ -60,13 +60,13 @@ def main() -> None:
     pairs = list(zip(found["one"], found["ddp"], found["two_independent"], strict=True))
     result = {
         "speedup_over_one_process": round(statistics.median(ddp / one for one, ddp, _ in pairs), 3),
-        "efficiency_of_two_independent": round(statistics.median(ddp / two for _, ddp, two in pairs), 3),
+        "efficiency_relative_to_two_independent": round(statistics.median(ddp / two for _, ddp, two in pairs), 3),
         "samples_per_second": {kind: round(statistics.median(values), 1) for kind, values in found.items()},
         "rounds": args.rounds,
     }
     print(
         f"2 ranks: {result['speedup_over_one_process']} times one process, "
-        f"{result['efficiency_of_two_independent']} of two independent processes"
+        f"{result['efficiency_relative_to_two_independent']} of two independent processes"
     )
     print(json.dumps(result))
 

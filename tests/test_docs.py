@@ -135,8 +135,12 @@ def test_reference_has_the_tasks_own_defaults_of_other_flags(task):
 # --- commands --------------------------------------------------------------------------------------------------
 
 
-def code_blocks(text: str) -> list[str]:
-    return re.findall(r"^[ ]*```[a-z]*\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^[ ]*```[a-z]*\n(.*?)^[ ]*```", re.MULTILINE | re.DOTALL)
+
+
+def code_in(text: str) -> list[str]:
+    """Fenced blocks, and what stands in the running text, but for what is written as a pattern."""
+    return [*BLOCK.findall(text), *re.findall(r"`([^`\n[]+)`", BLOCK.sub("", text))]
 
 
 def commands_in(block: str) -> list[tuple[str, list[str]]]:
@@ -162,7 +166,7 @@ def documented_commands() -> list[tuple[str, str, tuple[str, ...]]]:
     found = [
         (str(path.relative_to(ROOT)), script, tuple(arguments))
         for path in DOCUMENTS
-        for block in code_blocks(path.read_text())
+        for block in code_in(path.read_text())
         for script, arguments in commands_in(block)
     ]
     help_texts = [("--help", re.sub(r" {3,}\S.*", "", text)) for text in EXAMPLES.values()]

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from tests import forks
 from tests.conftest import ROOT, WEIGHTED
-from tests.test_docs import SCRIPTS
+from tests.test_docs import SCRIPTS, code_in
 from trainer.flags import parse
 from trainer.plan import split_batch
 from trainer.ranks import RankEnvironment
@@ -212,8 +212,9 @@ def test_marked_blocks_quote_no_output():
 
 
 def launches() -> list[tuple[str, ...]]:
-    """The arguments of every torchrun in a block of the guide."""
+    """The arguments of every torchrun in a block or in the text of the guide."""
     commands = [command for block in BLOCKS for command in commands_of(block)]
+    commands += [code for code in code_in(GUIDE) if code.startswith("torchrun ") and ".py" in code]
     tokens = [shlex.split(command, comments=True) for command in commands]
     return [tuple(t[t.index("torchrun") + 1 :]) for t in tokens if "torchrun" in t]
 

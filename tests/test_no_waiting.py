@@ -5,10 +5,12 @@ raises, and the code is that of a GPU, since the device is not a CPU.
 """
 
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models import ranking
 from tests.conftest import WEIGHTED
@@ -56,9 +58,20 @@ class Copies(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default:
             leaves_host = args[0].device.type == "cpu" and kwargs.get("device", args[0].device) != args[0].device
-            if leaves_host and not kwargs.get("non_blocking"):
-                self.waited_for.append(f"{func} of {tuple(args[0].shape)}")
+            waits = leaves_host and not kwargs.get("non_blocking")
+        elif func is torch.ops.aten.copy_.default:
+            waits = is_from_host(args[1]) and not is_from_host(args[0]) and not (args[2:] or kwargs.get("non_blocking"))
+        else:  # an index on the host, say
+            on_host = [is_from_host(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            waits = any(on_host) and not all(on_host)
+        if waits:
+            self.waited_for.append(str(func))
         return func(*args, **kwargs)
+
+
+def is_from_host(tensor: torch.Tensor) -> bool:
+    """Whether it has to be sent to the device. Numbers as such travel with the call."""
+    return tensor.device.type == "cpu" and tensor.dim() > 0
 
 
 @pytest.fixture
@@ -129,11 +142,20 @@ def test_a_fetched_loss_is_noticed(numberless, cache_dir, monkeypatch):
 
 
 def test_a_waiting_copy_is_noticed():
+    there = torch.zeros(3, device="meta")
     with Copies() as copies:
         torch.zeros(3).to("meta", non_blocking=True)
+        there.copy_(torch.zeros(3), non_blocking=True)
+        assert there.sum().add(1.0) is not None
         assert not copies.waited_for
         torch.zeros(3).to("meta")
-    assert copies.waited_for
+        there.copy_(torch.zeros(3))
+        there[:2] = torch.zeros(2)
+        there.index_select(0, torch.tensor([1]).to("meta", non_blocking=True))
+        assert len(copies.waited_for) == 3
+        with suppress(RuntimeError):
+            there[torch.tensor([1])]
+    assert len(copies.waited_for) == 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -513,6 +513,11 @@ def test_only_what_backward_does_not_hide_is_waited_for():
     assert predict(Compute(0.3, 0.2, [10**7]), link, 1).step_s == 0.3
 
 
+def test_only_the_last_backward_hides_the_exchange():
+    measured = {"step_ms_median": 20.0, "phases": {"backward": {"ms_median": 12.0}}, "gradient_bytes": [40, 2]}
+    assert prediction.compute_of([measured], 4) == Compute(0.02, 0.003, [42])
+
+
 def test_buckets_are_filled_from_the_last_gradient():
     assert buckets([100, FIRST_BUCKET_BYTES, 5]) == [FIRST_BUCKET_BYTES + 5, 100]
     assert buckets([7, 8]) == [15]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
 
-DIRECT_BYTES = 2**20
+DIRECT_BYTES = 3 * 2**18
 """So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
 
 # Buffers are agreed before evaluating and saving, not in every forward; newer releases renamed the option.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.config import refuse
 from trainer.failure import Failure
 from trainer.flags import Flags, parse
@@ -35,10 +37,10 @@ an all-reduce between the devices of this machine are measured; bandwidth and la
 those of a network.
 
 The model: t(n) = t(1) + what of the exchange is not hidden. A bucket of B bytes takes 2 (n-1)/n B / bandwidth +
-2 (n-1) latency, as in a ring. All buckets but the last are exchanged while backward runs; the last one, ready when
-backward ends, is always waited for. It assumes equally fast devices that do not disturb each other, as many samples
-per device as here, data and --log-interval that cost what they cost on one device, and a single ring: where NCCL
-builds trees, latency grows more slowly.""",
+2 (n-1) latency, as in a ring. All buckets but the last are exchanged while the backward of the last micro-batch runs;
+the last one, ready when it ends, is always waited for. It assumes equally fast devices that do not disturb each other,
+as many samples per device as here, data and --log-interval that cost what they cost on one device, and a single ring:
+where NCCL builds trees, latency grows more slowly, and CPU processes send a small model's gradients directly.""",
     """examples:
   python profiler.py predict --world-sizes 8,64,512
   python profiler.py predict --world-sizes 64 --bandwidth-gb-s 12 --latency-us 8
@@ -67,7 +69,7 @@ def predict_scaling(flags: Flags, argv: Sequence[str]) -> None:
     """One command line. Raises BadInput, and Failure when a measurement fails."""
     tool: PredictFlags = flags.tool
     largest = World("ddp", num_usable_devices(flags) if trains_on_gpus(flags) else 2)
-    if not trains_on_gpus(flags) and flags.devices.num_threads is None:
+    if not trains_on_gpus(flags) and flags.devices.num_threads is None and torch.get_num_threads() > 1:
         print("Without --num-threads 1 the one process that is measured takes all cores; several would share them.")
     link = measured_link(flags, argv, largest)
     worlds = [World("single"), *([largest] if tool.validate else [])]
@@ -76,21 +78,27 @@ def predict_scaling(flags: Flags, argv: Sequence[str]) -> None:
         for world in worlds:
             found[world].append(measure_world(world, argv, PredictFlags, tool.steps, tool.settling_steps))
     alone = found[worlds[0]]
-    compute = Compute(
-        step_s=statistics.median(m["step_ms_median"] for m in alone) / 1e3,
-        backward_s=statistics.median(m["phases"][BACKWARD]["ms_median"] for m in alone) / 1e3,
-        bucket_bytes=buckets(alone[0]["gradient_bytes"]),
-    )
+    compute = compute_of(alone, flags.batch.grad_accum_steps)
     sizes = sorted({*tool.world_sizes, *([largest.num_devices] if tool.validate else [])})
     rows = [row(compute, link, size, alone[0]["global_batch_size"]) for size in sizes]
     if tool.validate:
         compare(next(r for r in rows if r["num_devices"] == largest.num_devices), found[largest])
     print(report(compute, link, rows))
     write_json(tool.json, {
-        "command": "predict", "step_ms": 1e3 * compute.step_s, "backward_ms": 1e3 * compute.backward_s,
+        "command": "predict", "step_ms": 1e3 * compute.step_s, "last_backward_ms": 1e3 * compute.last_backward_s,
         "bucket_bytes": list(compute.bucket_bytes), "latency_us": 1e6 * link.latency_s,
         "bandwidth_gb_s": link.bandwidth / 1e9, "worlds": rows,
     })  # fmt: skip
+
+
+def compute_of(rounds: Sequence[dict[str, Any]], grad_accum_steps: int) -> Compute:
+    """From several measurements of one device, whose backward is that of all micro-batches of a step."""
+    backward_ms = statistics.median(m["phases"][BACKWARD]["ms_median"] for m in rounds)
+    return Compute(
+        step_s=statistics.median(m["step_ms_median"] for m in rounds) / 1e3,
+        last_backward_s=backward_ms / grad_accum_steps / 1e3,
+        bucket_bytes=buckets(rounds[0]["gradient_bytes"]),
+    )
 
 
 def row(compute: Compute, link: Link, world_size: int, batch_size: int) -> dict[str, Any]:
@@ -127,7 +135,8 @@ def report(compute: Compute, link: Link, rows: Sequence[dict[str, Any]]) -> str:
     sizes = ", ".join(f"{size / 2**20:.2f}" for size in compute.bucket_bytes[:4])
     more = f" and {len(compute.bucket_bytes) - 4} more" if len(compute.bucket_bytes) > 4 else ""
     return "\n".join([
-        f"One device: {1e3 * compute.step_s:.2f} ms a step, {1e3 * compute.backward_s:.2f} ms of it backward. "
+        f"One device: {1e3 * compute.step_s:.2f} ms a step, {1e3 * compute.last_backward_s:.2f} ms of it the last "
+        f"backward. "
         f"Gradients: buckets of {sizes} MiB{more}.",
         f"Link: {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency_s:.1f} us a message.",
         table([name for name, _, _ in shown], cells),

@@ -30,10 +30,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Compute:
-    """A step of one device on its own. bucket_bytes: of the gradients, in the order in which they are sent."""
+    """A step of one device on its own.
+
+    last_backward_s: of the last micro-batch, during which gradients are exchanged. bucket_bytes: of the gradients, in
+    the order in which they are sent.
+    """
 
     step_s: float
-    backward_s: float
+    last_backward_s: float
     bucket_bytes: Sequence[int]
 
 
@@ -49,10 +53,10 @@ class Predicted:
 def predict(compute: Compute, link: Link, world_size: int) -> Predicted:
     """A step of `world_size` devices, each with as many samples as the one.
 
-    All buckets but the last are exchanged while backward still runs; the last one is ready when backward ends.
+    All buckets but the last are exchanged while the last backward still runs; the last one is ready when it ends.
     """
     times = [link.all_reduce_s(size, world_size) for size in compute.bucket_bytes]
-    exposed = max(0.0, sum(times[:-1]) - compute.backward_s) + sum(times[-1:])
+    exposed = max(0.0, sum(times[:-1]) - compute.last_backward_s) + sum(times[-1:])
     return Predicted(compute.step_s + exposed, sum(times), exposed)
 
 
