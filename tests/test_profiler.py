@@ -24,7 +24,7 @@ from tests.test_docs import DOCUMENTS, code_blocks, reference, rows, shown_defau
 from tests.test_launch import free_port
 from trainer.config import FlagGroup, build_parser, flag_name
 from trainer.parallel import SingleDevice
-from trainer.profiling import check, command, prediction, scaling
+from trainer.profiling import check, command, prediction, scaling, step
 from trainer.profiling.batch_size import search
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.excerpt import opened, train_steps
@@ -370,6 +370,25 @@ def test_accumulated_steps_are_single_steps(run):
     assert measure(run, 3, 1)["steps"] == 3
 
 
+def test_batch_beyond_the_data_is_told_as_what_it_is(profile_here, tmp_path):
+    """There are 40 samples."""
+    arguments = [*TINY, *SHORT, "--batch-size", "64", "--json", tmp_path / "step.json"]
+    out = profile_here("step", *arguments).out
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert (result["requested_global_batch_size"], result["global_batch_size"]) == (64, 40)
+    assert result["samples_per_step"] == 40
+    assert "\n4 steps of 40 samples: " in out
+    assert "Steps of 64 samples were asked for; the training data has 40." in out
+
+
+def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
+    """40 samples are steps of 16, 16 and 8."""
+    result = measure(run, 3, 1)
+    assert result["samples_per_step"] == pytest.approx(40 / 3)
+    assert "3 steps of 13.3 samples on average: " in step.report(result)
+    assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -442,7 +461,8 @@ def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
 
 def measured(samples_per_second, memory=(100.0,)):
     return {
-        "samples_per_second": samples_per_second, "global_batch_size": 32, "step_ms_mean": 5.0,
+        "samples_per_second": samples_per_second, "global_batch_size": 32, "requested_global_batch_size": 32,
+        "step_ms_mean": 5.0,
         "phases": {"communication": {"ms_mean": 1.0}}, "ranks": [{"peak_memory_mib": m} for m in memory],
     }  # fmt: skip
 
@@ -471,6 +491,24 @@ def test_chart_shows_points_below_the_perfect_line():
     blue = (0, 114, 178)
     heights = [np.argwhere((draw_scaling(r) == blue).all(-1))[:, 0].min() for r in (rows, better)]
     assert heights[1] < heights[0] - 50
+
+
+@pytest.fixture
+def scaling_of(monkeypatch, profile_here):
+    """Runs `profiler.py scaling` on the CPU with one result for each world, by its number of devices."""
+
+    def run(results, *argv, **options):
+        monkeypatch.setattr(scaling, "measure_world", lambda world, *_: results[world.num_devices])
+        return profile_here("scaling", "--device", "cpu", "--rounds", "1", *argv, **options)
+
+    return run
+
+
+def test_scaling_says_where_the_data_bounds_the_batch(scaling_of):
+    bounded = {**measured(150), "requested_global_batch_size": 64}
+    out = scaling_of({1: measured(100), 2: bounded}).out
+    assert "\nddp 2: Steps of 64 samples were asked for; the training data has 32.\n" in out
+    assert "single: Steps" not in out
 
 
 @pytest.mark.slow

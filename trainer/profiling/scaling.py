@@ -14,7 +14,7 @@ from trainer.pictures import encode
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.flags import ScalingFlags
 from trainer.profiling.processes import World, measure_world, num_usable_devices, trains_on_gpus
-from trainer.profiling.report import table, write_json
+from trainer.profiling.report import note_of_cut_batch, table, write_json
 
 ABOUT = (
     """How speed grows with devices: throughput, speed-up, efficiency and memory per process on one device, under
@@ -60,6 +60,9 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
             print(f"round {round_ + 1}/{tool.rounds}  {world}: {rate:.0f} samples/s", flush=True)
     rows = summary(found)
     print(report(rows))
+    for world in chosen:
+        if note := note_of_cut_batch(found[world][0]):
+            print(f"{world}: {note}")
     if tool.board is not None:
         draw(rows, tool.board)
     write_json(tool.json, {"command": "scaling", "rounds": tool.rounds, "steps": tool.steps, "worlds": rows})

@@ -14,7 +14,7 @@ from trainer.profiling.excerpt import opened, train_steps
 from trainer.profiling.flags import StepFlags
 from trainer.profiling.measure import measure
 from trainer.profiling.phases import PHASES, watched
-from trainer.profiling.report import table, write_json
+from trainer.profiling.report import note_of_cut_batch, table, write_json
 from trainer.run import Run
 
 TRACED_STEPS = 5
@@ -61,9 +61,11 @@ def report(result: dict[str, Any]) -> str:
     ]
     rows.append(["step", *(f"{result[f'step_{key}']:.3f}" for key in keys), "100.0"])
     rate = f"{result['samples_per_second']:.0f} samples/s"
+    average = "" if result["samples_per_step"].is_integer() else " on average"
     lines = [
         table(["", "ms mean", "median", "p90", "%"], rows),
-        f"{result['steps']} steps of {result['global_batch_size']} samples: {rate}",
+        f"{result['steps']} steps of {round(result['samples_per_step'], 1):.10g} samples{average}: {rate}",
+        *filter(None, [note_of_cut_batch(result)]),
     ]
     ranks = result["ranks"]
     if len(ranks) == 1:
