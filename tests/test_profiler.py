@@ -682,6 +682,8 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
      ["--global-batch-size 64: leave it out", "--max-batch-size 4: must be at least --min-batch-size 8"]),
     (["batch-size", "--multi-gpu", "ddp"], ["--multi-gpu: batch-size measures one device"]),
     (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
+    (["scaling", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
+    (["predict", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
     (["predict", "--latency-us", "0", "--global-batch-size", "8"],
      ["--latency-us 0: must be above 0", "--global-batch-size 8: leave it out"]),
     (["scaling", "--nproc", "2"], ["--nproc 2: scaling chooses the number of processes"]),

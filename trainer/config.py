@@ -264,13 +264,21 @@ def _convert(field: Any, hint: Any, given: Any) -> Any:
     if isinstance(given, bool):
         return given
     if _is_tuple(hint):
-        if not given:
+        texts = _listed(given)
+        if not any(texts):
             raise ValueError(f"{name}: needs at least one value")
-        texts = [part for token in given for part in token.split(",") if part]
+        if not all(texts):
+            raise ValueError(f"{name} {' '.join(given)}: must have a value before and after each comma")
         return tuple(_convert_one(name, about, typing.get_args(_without_none(hint))[0], text) for text in texts)
     if given == _MISSING_VALUE:
         raise ValueError(f"{name}: needs a value")
     return _convert_one(name, about, _without_none(hint), given)
+
+
+def _listed(tokens: Sequence[str]) -> list[str]:
+    """The values of a list, which commas separate, or spaces, or a comma with a space after it."""
+    ends = [token.removesuffix(",") for token in tokens[:-1]]
+    return [text for token in (*ends, *tokens[-1:]) for text in token.split(",")]
 
 
 def _convert_one(name: str, about: _Flag, hint: Any, text: str) -> Any:
