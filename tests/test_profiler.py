@@ -703,6 +703,25 @@ def test_file_that_cannot_be_written(profile_here):
     assert err.startswith("error: --json /proc/none/step.json: ")
 
 
+@pytest.mark.parametrize(("argv", "message"), [
+    ("step --json {file}/x/step.json", "--json {file}/x/step.json: {file}: Not a directory; choose another file"),
+    ("step --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("step --trace {file}", "--trace {file}: Not a directory; choose another folder"),
+    ("batch-size --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("scaling --board {file}/board", "--board {file}/board: {file}: Not a directory; choose another folder"),
+    ("predict --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("check --json /proc/x.json", "--json /proc/x.json: /proc: No such file or directory; choose another file"),
+])  # fmt: skip
+def test_results_that_cannot_be_written_are_told_before_measuring(argv, message, profile_here, tmp_path):
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    places["file"].write_text("kept")
+    places["folder"].mkdir()
+    task = [] if argv.startswith("check") else ["--task", WEIGHTED]
+    done = profile_here(*argv.format(**places).split(), *task, "--device", "cpu", status=2)
+    assert (done.out, done.err) == ("", f"error: {message.format(**places)}\n")
+    assert places["file"].read_text() == "kept" and not list(places["folder"].iterdir())
+
+
 def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -14,6 +14,7 @@ from trainer.parallel import Parallel
 from trainer.profiling import batch_size, check, prediction, scaling, step
 from trainer.profiling.flags import BatchSizeFlags, CheckFlags, PredictFlags, ScalingFlags, StepFlags
 from trainer.profiling.processes import exit_status, for_several_devices, on_devices
+from trainer.profiling.targets import unusable_targets
 from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, one_process_problems, read_rank_environment
 
 OVERVIEW = """usage: profiler.py COMMAND [flags]
@@ -85,7 +86,12 @@ class OnDevices:
         refuse([*problems, *not_measured(flags), *self.problems(flags)])
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             return launch(functools.partial(main, list(argv)), num_processes(flags.multi, flags.devices.device))
-        return on_devices(flags, environment, lambda parallel: self.measure(flags, argv[1:], parallel))
+
+        def work(parallel: Parallel) -> None:
+            parallel.together(lambda: refuse(unusable_targets(flags.tool, parallel.is_main)))
+            self.measure(flags, argv[1:], parallel)
+
+        return on_devices(flags, environment, work)
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class OverWorlds:
         assert flags.multi is not None
         if flags.multi.nproc is not None:
             problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
-        refuse([*problems, *not_measured(flags), *self.problems(flags)])
+        refuse([*problems, *not_measured(flags), *self.problems(flags), *unusable_targets(flags.tool)])
         self.measure(flags, argv[1:])
         return 0
 
@@ -139,7 +145,7 @@ def run_check(argv: Sequence[str], environment: RankEnvironment | None) -> int:
     if environment is None:
         environment, contradictions = read_rank_environment(os.environ, multi)
         problems += contradictions
-    refuse(problems)
+    refuse([*problems, *unusable_targets(tool, environment is None or environment.rank == 0)])
     return check.check(tool, environment)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from data.errors import BadInput
 from data.files import replace_text
+from trainer.profiling.targets import unusable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -36,5 +37,5 @@ def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:
-        raise BadInput(f"--json {path}: {error.strerror}; choose another file") from None
+        raise BadInput(unusable(f"--json {path}", error, "file")) from None
     print(f"Results: {path}")

@@ -15,6 +15,7 @@ from trainer.profiling.chart import draw_scaling
 from trainer.profiling.flags import ScalingFlags
 from trainer.profiling.processes import World, measure_world, num_usable_devices, trains_on_gpus
 from trainer.profiling.report import note_of_cut_batch, table, write_json
+from trainer.profiling.targets import unusable
 
 ABOUT = (
     """How speed grows with devices: throughput, speed-up, efficiency and memory per process on one device, under
@@ -125,7 +126,7 @@ def draw(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     try:
         board = SummaryWriter(str(folder))
     except OSError as error:
-        raise BadInput(f"--board {folder}: {error.strerror}; choose another folder") from None
+        raise BadInput(unusable(f"--board {folder}", error, "folder")) from None
     for row in rows:
         mode = "ddp" if row["mode"] == "single" else row["mode"]
         for name in ("samples_per_second", "speedup", "efficiency"):

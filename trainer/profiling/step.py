@@ -15,6 +15,7 @@ from trainer.profiling.flags import StepFlags
 from trainer.profiling.measure import measure
 from trainer.profiling.phases import PHASES, watched
 from trainer.profiling.report import note_of_cut_batch, table, write_json
+from trainer.profiling.targets import unusable
 from trainer.run import Run
 
 TRACED_STEPS = 5
@@ -94,5 +95,5 @@ def trace(run: Run, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
     except OSError as error:
-        raise BadInput(f"--trace {folder}: {error.strerror}; choose another folder") from None
+        raise BadInput(unusable(f"--trace {folder}", error, "folder")) from None
     return path
