@@ -136,6 +136,20 @@ def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
     assert all(math.isfinite(value) and value >= 0 for value in numbers)
 
 
+def test_full_profile_makes_the_folder_of_its_file(tmp_path):
+    path = tmp_path / "deep" / "missing" / "profile.json"
+    report = quick(nn.Linear(3, 2), loader("tensor"), repeats=1).run_full_profile(path)
+    assert json.loads(path.read_text()) == report
+
+
+def test_full_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    (tmp_path / "file").touch()
+    batches = loader("tensor")
+    with pytest.raises(NotADirectoryError, match=re.escape(f"'{tmp_path / 'file'}'")):
+        quick(nn.Linear(3, 2), batches).run_full_profile(tmp_path / "file" / "profile.json")
+    assert len(list(batches)) == 3  # none was read
+
+
 def test_memory_is_that_of_the_tensors():
     second = nn.Linear(512, 512, bias=False)
     model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False), second)

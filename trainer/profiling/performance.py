@@ -25,6 +25,7 @@ from trainer.profiling.any_model import (
     untouched,
 )
 from trainer.profiling.memory import MIB, forget_peak, peak_memory_mib
+from trainer.profiling.targets import probe_file
 from trainer.profiling.timing import Timer, spread
 
 MOST_BATCHES = 8
@@ -173,7 +174,12 @@ class PerformanceProfiler:
         }
 
     def run_full_profile(self, save_path: str | Path | None = None) -> dict[str, Any]:
-        """All of the above, with batch sizes from a quarter to four times the loader's. Written as JSON if asked to."""
+        """All of the above, with batch sizes from a quarter to four times the loader's. Written as JSON if asked to.
+
+        Folders that the path lacks are made. Raises OSError, before anything is measured, if it cannot be written.
+        """
+        if save_path is not None:
+            probe_file(Path(save_path))
         with self._measuring() as batches:
             size = num_samples(batches[0])
         # Not a single sample, of which batch norm refuses to train.
@@ -188,6 +194,7 @@ class PerformanceProfiler:
             "timings": self.timings(),
         }
         if save_path is not None:
+            Path(save_path).parent.mkdir(parents=True, exist_ok=True)
             replace_text(Path(save_path), json.dumps(report, indent=2) + "\n")
         return report
 
