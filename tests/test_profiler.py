@@ -742,6 +742,15 @@ def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypat
     assert "scaling: starts its processes by itself" in profile_here("scaling", status=2).err
 
 
+@pytest.mark.parametrize("argv", [["step", "--multi-gpu", "ddp", "--bogus"], ["scaling"], ["stpe"]])
+@pytest.mark.parametrize(("local_rank", "count"), [("0", 1), ("1", 0), (None, 1)])
+def test_one_process_of_a_launcher_tells_of_mistakes(argv, local_rank, count, profile_here, monkeypatch):
+    around = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for variable, value in {**around, **({"LOCAL_RANK": local_rank} if local_rank else {})}.items():
+        monkeypatch.setenv(variable, value)
+    assert profile_here(*argv, status=2).err.count("error: ") == count
+
+
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_help_teaches(name, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["profiler.py"])

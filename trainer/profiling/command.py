@@ -50,7 +50,8 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int
         return 0
     if name not in COMMANDS:
         given = f"{name}: no such command" if name else "nothing to measure"
-        print(f"error: {given}; give one of {', '.join(COMMANDS)}, or --help", file=sys.stderr)
+        if speaks(environment):
+            print(f"error: {given}; give one of {', '.join(COMMANDS)}, or --help", file=sys.stderr)
         return EXIT_BAD_INPUT
     status = 0
 
@@ -58,7 +59,17 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int
         nonlocal status
         status = COMMANDS[name](argv, environment)
 
-    return exit_status(work, environment is None or environment.rank == 0) or status
+    return exit_status(work, speaks(environment)) or status
+
+
+def speaks(environment: RankEnvironment | None) -> bool:
+    """Whether this process tells of mistakes: those of one launcher share a console and are wrong alike.
+
+    environment: as `main` gets it. Processes started by hand have a terminal each, and all of them speak.
+    """
+    if environment is None:
+        environment, _ = read_rank_environment(os.environ, MultiDeviceFlags("ddp"))
+    return environment is None or environment.local_rank in (None, 0)
 
 
 # --- commands that measure on the devices of one world -----------------------------------------------------------
