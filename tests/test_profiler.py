@@ -525,6 +525,16 @@ def test_scaling_says_where_the_data_bounds_the_batch(scaling_of):
     assert "single: Steps" not in out
 
 
+@pytest.mark.parametrize(("argv", "num_threads", "warns"), [
+    ([], 4, True), ([], 1, False), (["--num-threads", "1"], 4, False),
+])  # fmt: skip
+def test_scaling_warns_of_one_process_on_all_cores(argv, num_threads, warns, scaling_of, monkeypatch):
+    """OMP_NUM_THREADS=1 is as good as --num-threads 1."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    out = scaling_of({1: measured(100), 2: measured(150)}, *argv).out
+    assert ("Without --num-threads 1" in out) == warns
+
+
 @pytest.mark.slow
 def test_scaling_command(command, tmp_path):
     arguments = [*TINY, *SHORT, "--delay-s", "0.05", "--rounds", "2", "--world-sizes", "1,2"]

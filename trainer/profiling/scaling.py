@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
@@ -73,7 +74,8 @@ def say_what_is_special(flags: Flags, chosen: Sequence[World]) -> None:
     """What a reader of the table has to know of this machine."""
     if not trains_on_gpus(flags):
         print("DataParallel needs at least two GPUs and none is in use: it is left out.")
-        if flags.devices.num_threads is None:
+        # OMP_NUM_THREADS may say it as well.
+        if flags.devices.num_threads is None and torch.get_num_threads() > 1:
             print("Without --num-threads 1 one process takes all cores, and several share them.")
         most, cores = max(world.num_devices for world in chosen), num_usable_devices(flags)
         if most > cores:
