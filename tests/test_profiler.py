@@ -37,7 +37,8 @@ from trainer.profiling.step_model import FIRST_BUCKET_BYTES, Compute, Link, buck
 from trainer.ranks import RankEnvironment
 
 SLEEPY = f"{ROOT / 'tests' / 'sleepy_task.py'}:Sleepy"
-TINY = ["--task", WEIGHTED, "--num-train", "40", "--batch-size", "8", "--num-threads", "1", "--device", "cpu"]
+ANY_BATCH = ["--task", WEIGHTED, "--num-train", "40", "--num-threads", "1", "--device", "cpu"]
+TINY = [*ANY_BATCH, "--batch-size", "8"]
 SHORT = ["--steps", "4", "--settling-steps", "1"]
 CPU = torch.device("cpu")
 
@@ -450,18 +451,23 @@ def test_search_finds_the_limit_to_a_sixteenth(limit):
 
 def test_batch_size_command(profile_here, tmp_path):
     """A forward of 20 ms whatever the batch: the largest is the fastest. There are 40 samples, so no batch of 64."""
-    arguments = [*TINY, *SHORT, "--delay-s", "0.02", "--json", tmp_path / "sizes.json"]
+    arguments = [*ANY_BATCH, *SHORT, "--delay-s", "0.02", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out
     result = json.loads((tmp_path / "sizes.json").read_text())
     assert [row["batch_size"] for row in result["batch_sizes"]] == [8, 16, 32, 40]
     assert all(row["step_ms_median"] >= 20 and row["peak_memory_mib"] > 50 for row in result["batch_sizes"])
     assert (result["largest_batch_size"], result["larger_ones_do_not_fit"]) == (40, False)
     assert result["fastest_batch_size"] in (32, 40)
-    assert out.splitlines()[-2].startswith("Fastest: ")
+    assert out.splitlines()[-2].endswith("Largest: 40 (all training samples; all fit).")
+
+
+def test_batch_size_command_says_that_the_data_bounds_the_smallest(profile_here):
+    out = profile_here("batch-size", *ANY_BATCH, *SHORT, "--min-batch-size", "50", "--max-batch-size", "60").out
+    assert "--min-batch-size 50: the training data has 40 samples; all are tried.\nbatch of 40: " in out
 
 
 def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
-    arguments = ["--task", SLEEPY, *TINY[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
+    arguments = ["--task", SLEEPY, *ANY_BATCH[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out
     result = json.loads((tmp_path / "sizes.json").read_text())
     fits = {row["batch_size"]: row["fits"] for row in result["batch_sizes"]}
@@ -704,6 +710,7 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     (["step", "--nproc", "2"], ["--multi-gpu: needs a value"]),
     (["batch-size", "--global-batch-size", "64", "--max-batch-size", "4"],
      ["--global-batch-size 64: leave it out", "--max-batch-size 4: must be at least --min-batch-size 8"]),
+    (["batch-size", "--batch_size=64"], ["--batch-size 64: leave it out; batch-size varies the batch"]),
     (["batch-size", "--multi-gpu", "ddp"], ["--multi-gpu: batch-size measures one device"]),
     (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
     (["scaling", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),

@@ -236,6 +236,11 @@ def _with_dashes(argv: Sequence[str]) -> list[str]:
     return tokens
 
 
+def names_given(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line, spelled with dashes."""
+    return {token.partition("=")[0] for token in _with_dashes(argv) if token.startswith("--")}
+
+
 def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     known = [option for action in parser._actions for option in action.option_strings]
     found = []

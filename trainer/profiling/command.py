@@ -79,13 +79,13 @@ def speaks(environment: RankEnvironment | None) -> bool:
 class OnDevices:
     """A command that runs on the devices that its flags name, in one process or in several.
 
-    problems: of its flags, besides those of any command.
+    problems: of its flags and its command line, besides those of any command.
     """
 
     tool: type[FlagGroup]
     about: tuple[str, str]
     measure: Callable[[Flags, Sequence[str], Parallel], None]
-    problems: Callable[[Flags], list[str]] = lambda flags: []
+    problems: Callable[[Flags, Sequence[str]], list[str]] = lambda flags, argv: []
 
     def __call__(self, argv: Sequence[str], environment: RankEnvironment | None) -> int:
         """argv: begins with the name of the command. Raises BadInput."""
@@ -94,7 +94,7 @@ class OnDevices:
         if flags.multi is not None and environment is None:
             environment, contradictions = read_rank_environment(os.environ, flags.multi)
             problems += contradictions
-        refuse([*problems, *not_measured(flags), *self.problems(flags)])
+        refuse([*problems, *not_measured(flags), *self.problems(flags, argv[1:])])
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             return launch(functools.partial(main, list(argv)), num_processes(flags.multi, flags.devices.device))
 
