@@ -171,16 +171,25 @@ def test_batch_sizes_are_compared_by_samples_per_second():
     assert result["fastest_batch_size"] == result["largest_batch_size"] == 16
 
 
-def test_batch_that_does_not_fit_is_told_as_such():
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("no room"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+])  # fmt: skip
+def test_batch_that_does_not_fit_is_told_as_such(error):
     class Small(nn.Linear):
         def forward(self, x):
             if len(x) > 8:
-                raise torch.OutOfMemoryError("no room")
+                raise error
             return super().forward(x)
 
     result = quick(Small(3, 2), loader("tensor")).benchmark_batch_sizes([4, 8, 16])
     assert [row["fits"] for row in result["batch_sizes"]] == [True, True, False]
     assert result["largest_batch_size"] == 8
+
+
+def test_failure_that_is_not_for_want_of_memory_is_not_taken_for_it():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        quick(nn.Linear(4, 2), loader("tensor")).benchmark_batch_sizes([4])
 
 
 def state_of(model):
@@ -253,15 +262,46 @@ def test_amp_is_compared_on_the_same_batches():
     assert found["bf16"]["speedup"] == pytest.approx(ratio)
 
 
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+class Named(nn.Linear):
+    def forward(self, x):
+        return {"output": super().forward(x)}
+
+
 def test_mistakes_of_the_caller_are_named():
     with pytest.raises(ValueError, match="yields no batch"):
         quick(nn.Linear(3, 2), []).profile_forward_pass()
     with pytest.raises(TypeError, match="pass a loss function"):
-        quick(nn.Softmax(-1), loader("tensor")).profile_backward_pass()
+        quick(Detached(3, 2), loader("tensor")).profile_backward_pass()
+    with pytest.raises(
+        TypeError, match=r"\['output'\]; let it return its \"loss\" too, or pass a loss function with bat"
+    ):
+        quick(Named(3, 2), loader("tensor")).profile_backward_pass()
+    with pytest.raises(TypeError, match=r"\(inputs, targets\), not a dict; or let the model return its \"loss\""):
+        quick(Sums(), loader("mapping"), loss=F.cross_entropy).profile_backward_pass()
     with pytest.raises(TypeError, match=r"needs batches of \(inputs, targets\)"):
         quick(nn.Linear(3, 2), loader("tensor"), loss=F.cross_entropy).profile_backward_pass()
     with pytest.raises(ValueError, match="at least 1"):
         quick(nn.Linear(3, 2), loader("tensor")).benchmark_batch_sizes([0])
+
+
+@pytest.mark.parametrize("method", ["profile_backward_pass", "profile_memory"])
+@pytest.mark.parametrize("loss", [None, F.cross_entropy])
+def test_model_without_parameters_to_train_is_named(method, loss):
+    profiler = quick(nn.Linear(3, 2).requires_grad_(False), loader("pair"), loss=loss)
+    with pytest.raises(ValueError, match="the Linear has no parameter to train"):
+        getattr(profiler, method)()
+
+
+def test_empty_first_batch_is_named():
+    with pytest.raises(ValueError, match="first batch is empty"):
+        quick(nn.Linear(3, 2), loader("tensor", size=0)).run_full_profile()
+    with pytest.raises(ValueError, match="first batch is empty"):
+        quick(nn.Linear(3, 2), loader("tensor", size=0)).benchmark_batch_sizes([4])
 
 
 # --- a step ------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from trainer.profiling.any_model import (
     LossFunction,
     call,
     device_of,
+    forward_loss,
     mapped,
     num_samples,
     resized,
-    training_loss,
     untouched,
 )
 from trainer.profiling.memory import MIB, forget_peak, peak_memory_mib
@@ -139,7 +139,7 @@ class PerformanceProfiler:
 
             forget_peak(self._device)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = training_loss(call(self._model, batches[0]), batches[0], self._loss)
+                loss = forward_loss(self._model, batches[0], self._loss)
             loss.backward()
             peak = peak_memory_mib(self._device)
             gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
@@ -182,6 +182,8 @@ class PerformanceProfiler:
             probe_file(Path(save_path))
         with self._measuring() as batches:
             size = num_samples(batches[0])
+            if not size:
+                raise ValueError("the loader's first batch is empty")
         # Not a single sample, of which batch norm refuses to train.
         sizes = sorted({max(size // 4, min(size, 2)), max(size // 2, min(size, 2)), size, 2 * size, 4 * size})
         report = {
@@ -248,7 +250,9 @@ class PerformanceProfiler:
             forget_peak(self._device)
             timer = self._timed_training([resized(batch, size)])
             durations = spread("forward_backward", timer.milliseconds("both"))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             self._model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             return {"fits": False}
@@ -269,7 +273,7 @@ def train_once(model: nn.Module, batch: Any, loss: LossFunction | None, timer: T
     kind = device_of(model).type
     with timer("both"):
         with torch.autocast(kind, dtype) if dtype is not None else nullcontext():
-            result = training_loss(call(model, batch), batch, loss)
+            result = forward_loss(model, batch, loss)
         with timer("backward"):
             result.backward()
     model.zero_grad(set_to_none=True)
@@ -320,6 +324,11 @@ def compare_amp_performance(
         )
         found[name]["loss_relative_difference"] = abs(first_losses[name] - exact) / max(abs(exact), 1e-30)
     return found
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was not enough. For the CPU's torch has no exception of its own, only the allocator's name."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _mean_size(batches: Sequence[Any]) -> float:
