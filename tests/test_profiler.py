@@ -162,6 +162,22 @@ def test_memory_is_that_of_the_tensors():
     assert memory["peak_memory_mib"] > 50
 
 
+def test_warm_up_does_not_count():
+    class SlowAtFirst(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            time.sleep(0.03 if self.calls <= 2 else 0)
+            return super().forward(x)
+
+    def longest(method):
+        profiler = quick(SlowAtFirst(3, 2), loader("tensor"), warm_up=2, repeats=2)
+        return max(value for name, value in getattr(profiler, method)().items() if name.endswith("_p90"))
+
+    assert longest("profile_forward_pass") < 20 and longest("profile_backward_pass") < 20
+
+
 def test_batch_sizes_are_compared_by_samples_per_second():
     """A forward that costs 8 ms and 1 ms a sample: the more samples, the faster."""
     profiler = quick(Resting(forward_s=0.008, per_sample_s=0.001), loader("tensor"), repeats=3)

@@ -31,11 +31,19 @@ def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def num_samples(batch: Any) -> int:
     """The size of dim 0 of its first tensor. Raises TypeError if there is none."""
-    sizes: list[int] = []
-    mapped(batch, lambda tensor: sizes.append(len(tensor) if tensor.dim() else 1) or tensor)  # type: ignore[func-returns-value]
-    if not sizes:
+    first = next(_tensors(batch), None)
+    if first is None:
         raise TypeError(f"a batch must be a tensor, or a mapping or sequence of tensors, not {type(batch).__name__}")
-    return sizes[0]
+    return len(first) if first.dim() else 1
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The batch's tensors, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
 
 
 def resized(batch: Any, size: int) -> Any:

@@ -110,13 +110,11 @@ class PerformanceProfiler:
         Also `samples_per_second` of both together, and `batch_size`.
         """
         with self._measuring() as batches:
-            timer = self._timed_training(batches)
+            durations = self._timed_training(batches)
         size = _mean_size(batches)
-        both = spread("forward_backward", timer.milliseconds("both"))
         return {
-            **spread("backward", timer.milliseconds("backward")),
-            **both,
-            "samples_per_second": 1e3 * size / both["forward_backward_ms_median"],
+            **durations,
+            "samples_per_second": 1e3 * size / durations["forward_backward_ms_median"],
             "batch_size": size,
         }
 
@@ -155,9 +153,9 @@ class PerformanceProfiler:
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> dict[str, Any]:
         """Forward and backward for batches of other sizes, made of the samples of the first batch.
 
-        `batch_sizes`: for each its `batch_size`, `fits`, and if so `forward_backward_ms_*`, `samples_per_second` and
-        `peak_memory_mib`. `fastest_batch_size`: the one of most samples per second; `largest_batch_size`: the largest
-        that fits; None if none does.
+        `batch_sizes`: for each its `batch_size`, `fits`, and if so `forward_backward_ms_*`, `backward_ms_*`,
+        `samples_per_second` and `peak_memory_mib`. `fastest_batch_size`: the one of most samples per second;
+        `largest_batch_size`: the largest that fits; None if none does.
         """
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")
@@ -236,20 +234,21 @@ class PerformanceProfiler:
                 work(batches[i % len(batches)])
         return spread(name, timer.milliseconds(name)[self._warm_up :])
 
-    def _timed_training(self, batches: Sequence[Any], precision: str = "float32") -> Timer:
-        """Forward and backward, `repeats` times after the warm-up, under the names "both" and "backward"."""
+    def _timed_training(self, batches: Sequence[Any]) -> dict[str, float]:
+        """`forward_backward_ms_*` of a forward and a backward pass, `backward_ms_*` of the backward pass alone."""
         self._model.train()
         timer = Timer(self._device)
-        for i in range(-self._warm_up, self._repeats):
-            timer = Timer(self._device) if i <= 0 else timer
-            train_once(self._model, batches[i % len(batches)], self._loss, timer, precision)
-        return timer
+        for i in range(self._warm_up + self._repeats):
+            train_once(self._model, batches[i % len(batches)], self._loss, timer, "float32")
+        return {
+            **spread("backward", timer.milliseconds("backward")[self._warm_up :]),
+            **spread("forward_backward", timer.milliseconds("both")[self._warm_up :]),
+        }
 
     def _of_size(self, batch: Any, size: int) -> dict[str, Any]:
         try:
             forget_peak(self._device)
-            timer = self._timed_training([resized(batch, size)])
-            durations = spread("forward_backward", timer.milliseconds("both"))
+            durations = self._timed_training([resized(batch, size)])
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
