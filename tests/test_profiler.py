@@ -831,7 +831,8 @@ def test_help_teaches(name, capsys, monkeypatch):
         profile([name, "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert "examples:" in out and f"profiler.py {name}" in out
+    assert out.startswith(f"usage: profiler.py {name} [flags]\n")
+    assert "examples:" in out and f"python profiler.py {name}" in out
     assert "--json" in out and "--device" in out
 
 

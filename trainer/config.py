@@ -109,15 +109,17 @@ def parse_flags(
     epilog: str = "",
     ignore_unknown: bool = False,
     defaults: Mapping[str, Any] = {},
+    command: str = "",
 ) -> tuple[list[Any], list[str]]:
     """Builds one object per group from the command line.
 
+    command: what stands before the flags, for a program of several commands; `--help` shows it.
     defaults: what replaces the fields' own defaults, by field name; see `checked_defaults`.
 
     Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
     whatever else is wrong can still be found. `--help` prints and exits with status 0.
     """
-    parser = build_parser(group_types, description, epilog, defaults)
+    parser = build_parser(group_types, description, epilog, defaults, command)
     parsed, unknown = parser.parse_known_args(_with_dashes(argv))
     problems = [] if ignore_unknown else _unknown_problems(unknown, parser)
     groups = []
@@ -163,14 +165,18 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
 
 
 def build_parser(
-    group_types: Sequence[type], description: str, epilog: str = "", defaults: Mapping[str, Any] = {}
+    group_types: Sequence[type],
+    description: str,
+    epilog: str = "",
+    defaults: Mapping[str, Any] = {},
+    command: str = "",
 ) -> argparse.ArgumentParser:
     """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later.
 
-    defaults: what `--help` shows instead of the fields' own, by field name.
+    defaults: what `--help` shows instead of the fields' own, by field name. command: see `parse_flags`.
     """
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]",
+        usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
         description=description,
         epilog=epilog,
         allow_abbrev=False,

@@ -90,7 +90,7 @@ class OnDevices:
     def __call__(self, argv: Sequence[str], environment: RankEnvironment | None) -> int:
         """argv: begins with the name of the command. Raises BadInput."""
         several = names_several_devices(argv)
-        flags, problems = parse(argv[1:], several, self.tool, self.about)
+        flags, problems = parse(argv[1:], several, self.tool, self.about, command=argv[0])
         if flags.multi is not None and environment is None:
             environment, contradictions = read_rank_environment(os.environ, flags.multi)
             problems += contradictions
@@ -116,7 +116,7 @@ class OverWorlds:
 
     def __call__(self, argv: Sequence[str], environment: RankEnvironment | None) -> int:
         """argv: begins with the name of the command. Raises BadInput."""
-        flags, problems = parse(for_several_devices(argv[1:]), True, self.tool, self.about)
+        flags, problems = parse(for_several_devices(argv[1:]), True, self.tool, self.about, command=argv[0])
         if one_process_problems(os.environ):
             problems.append(f"{argv[0]}: starts its processes by itself; leave the launcher out")
         assert flags.multi is not None
@@ -150,7 +150,7 @@ def not_measured(flags: Flags) -> list[str]:
 
 def run_check(argv: Sequence[str], environment: RankEnvironment | None) -> int:
     """`profiler.py check`, which needs no task. Raises BadInput."""
-    (tool,), problems = parse_flags([CheckFlags], argv[1:], *check.ABOUT)
+    (tool,), problems = parse_flags([CheckFlags], argv[1:], *check.ABOUT, command=argv[0])
     multi = MultiDeviceFlags("ddp", tool.gpu_ids, tool.nproc, tool.backend)
     problems += [*DeviceFlags(tool.device).problems(), *multi.problems()]
     if environment is None:
