@@ -460,6 +460,12 @@ def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
     assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
 
 
+def test_phases_of_several_processes_are_told_as_those_of_rank_0(run):
+    result = measure(run, 2, 1)
+    assert step.report(result).startswith("      ")
+    assert step.report({**result, "ranks": 2 * result["ranks"]}).startswith("rank 0 ")
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -553,6 +559,7 @@ def test_speedup_is_taken_within_rounds(tmp_path):
     assert (single["speedup"], single["efficiency"]) == (1, 1)
     assert (ddp["speedup"], ddp["efficiency"]) == (pytest.approx(1.8), pytest.approx(0.9))
     assert ddp["peak_memory_mib_per_process"] == 120
+    assert scaling.report([single]).splitlines()[0].endswith("  peak MiB/process")
     assert re.search(r"ddp +2 +32 +180 +1\.80 +90%", scaling.report([single, ddp]))
     scaling.draw([single, ddp], tmp_path)
     board = EventAccumulator(str(tmp_path)).Reload()

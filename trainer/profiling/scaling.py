@@ -106,7 +106,10 @@ def summary(found: dict[World, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
-    header = ["mode", "devices", "batch", "samples/s", "speed-up", "efficiency", "step ms", "communication ms", "MiB"]
+    header = [
+        "mode", "devices", "batch", "samples/s", "speed-up", "efficiency", "step ms", "communication ms",
+        "peak MiB/process",
+    ]  # fmt: skip
     return table(header, [
         [
             row["mode"],

@@ -54,7 +54,8 @@ def profile_step(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The results as text."""
+    """The results as text. Of several processes the first table is the main one's."""
+    ranks = result["ranks"]
     keys = ("ms_mean", "ms_median", "ms_p90")
     rows = [
         [phase, *(f"{part[key]:.3f}" for key in keys), f"{part['percent']:.1f}"]
@@ -64,11 +65,10 @@ def report(result: dict[str, Any]) -> str:
     rate = f"{result['samples_per_second']:.0f} samples/s"
     average = "" if result["samples_per_step"].is_integer() else " on average"
     lines = [
-        table(["", "ms mean", "median", "p90", "%"], rows),
+        table(["" if len(ranks) == 1 else "rank 0", "ms mean", "median", "p90", "%"], rows),
         f"{result['steps']} steps of {round(result['samples_per_step'], 1):.10g} samples{average}: {rate}",
         *filter(None, [note_of_cut_batch(result)]),
     ]
-    ranks = result["ranks"]
     if len(ranks) == 1:
         return "\n".join([*lines, f"Peak memory: {ranks[0]['peak_memory_mib']:.0f} MiB"])
     cells = [
