@@ -22,7 +22,7 @@ OVERVIEW = """usage: profiler.py COMMAND [flags]
 Measures where time and memory of a training run go, and what this machine can do. Every command takes the flags of
 training (main_multi_gpu.py --help) and measures the trainer's own loop with them; none touches --save-dir.
 
-  step         where the time of a training step goes, phase by phase; a trace for TensorBoard on request
+  step         where the time of a training step goes, phase by phase; a trace on request
   scaling      throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices
   batch-size   the largest batch that fits, and the fastest one
   predict      the speed to expect of more devices than there are here

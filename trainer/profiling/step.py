@@ -32,7 +32,7 @@ exchange than without: to tell it, blocks of steps are trained both ways afterwa
     """examples:
   python profiler.py step                                          the default task on its built-in data
   python profiler.py step --batch-size 128 --num-workers 2 --json step.json
-  python profiler.py step --trace traces --steps 20                then: tensorboard --logdir traces
+  python profiler.py step --trace traces --steps 20                then: open the file in https://ui.perfetto.dev
   python profiler.py step --multi-gpu ddp --nproc 2 --device cpu
   torchrun --nproc_per_node=2 profiler.py step --multi-gpu ddp""",
 )
@@ -49,7 +49,9 @@ def profile_step(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
         if tool.trace is not None:
             written = trace(run, tool.trace)
             if parallel.is_main:
-                print(f"Trace of {TRACED_STEPS} steps: {written}")
+                print(
+                    f"Trace of {TRACED_STEPS} steps: {written} (open it in https://ui.perfetto.dev or chrome://tracing)"
+                )
         parallel.on_main(lambda: write_json(tool.json, {"command": "step", **result}))
 
 
