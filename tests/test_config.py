@@ -43,6 +43,11 @@ def test_every_type_is_read():
     assert example == Example(0.1, 4, "b", (3, 4, 5), (0, 1), Path("x/y"), True, False)
 
 
+@pytest.mark.parametrize("given", ["3,4,5", "3 4 5", "3, 4, 5", "3,4 5"])
+def test_lists_have_commas_or_spaces(given):
+    assert read("--sizes", *given.split())[0].sizes == (3, 4, 5)
+
+
 def test_underscores_and_equals_signs():
     assert read("--big_count=4", "--no_extra", "--file=a_b")[0] == Example(big_count=4, extra=False, file=Path("a_b"))
 
@@ -59,6 +64,10 @@ def test_underscores_and_equals_signs():
         ("--kind c", "--kind c: must be one of a, b"),
         ("--sizes 3 0", "--sizes 0: must be at least 1"),
         ("--sizes", "--sizes: needs at least one value"),
+        ("--sizes=", "--sizes: needs at least one value"),
+        ("--sizes ,", "--sizes: needs at least one value"),
+        ("--sizes 1,,2", "--sizes 1,,2: must have a value before and after each comma"),
+        ("--sizes 1 2,", "--sizes 1 2,: must have a value before and after each comma"),
         ("--rate", "--rate: needs a value"),
         ("--rat 1", "--rat: no such flag; did you mean --rate?"),
         ("stray", "stray: not expected here; every setting is a flag, see --help"),

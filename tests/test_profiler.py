@@ -24,7 +24,7 @@ from tests.test_docs import DOCUMENTS, code_blocks, reference, rows, shown_defau
 from tests.test_launch import free_port
 from trainer.config import FlagGroup, build_parser, flag_name
 from trainer.parallel import SingleDevice
-from trainer.profiling import check, command, prediction, scaling
+from trainer.profiling import check, command, prediction, scaling, step
 from trainer.profiling.batch_size import search
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.excerpt import opened, train_steps
@@ -37,7 +37,8 @@ from trainer.profiling.step_model import FIRST_BUCKET_BYTES, Compute, Link, buck
 from trainer.ranks import RankEnvironment
 
 SLEEPY = f"{ROOT / 'tests' / 'sleepy_task.py'}:Sleepy"
-TINY = ["--task", WEIGHTED, "--num-train", "40", "--batch-size", "8", "--num-threads", "1", "--device", "cpu"]
+ANY_BATCH = ["--task", WEIGHTED, "--num-train", "40", "--num-threads", "1", "--device", "cpu"]
+TINY = [*ANY_BATCH, "--batch-size", "8"]
 SHORT = ["--steps", "4", "--settling-steps", "1"]
 CPU = torch.device("cpu")
 
@@ -136,6 +137,20 @@ def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
     assert all(math.isfinite(value) and value >= 0 for value in numbers)
 
 
+def test_full_profile_makes_the_folder_of_its_file(tmp_path):
+    path = tmp_path / "deep" / "missing" / "profile.json"
+    report = quick(nn.Linear(3, 2), loader("tensor"), repeats=1).run_full_profile(path)
+    assert json.loads(path.read_text()) == report
+
+
+def test_full_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    (tmp_path / "file").touch()
+    batches = loader("tensor")
+    with pytest.raises(NotADirectoryError, match=re.escape(f"'{tmp_path / 'file'}'")):
+        quick(nn.Linear(3, 2), batches).run_full_profile(tmp_path / "file" / "profile.json")
+    assert len(list(batches)) == 3  # none was read
+
+
 def test_memory_is_that_of_the_tensors():
     second = nn.Linear(512, 512, bias=False)
     model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False), second)
@@ -147,6 +162,22 @@ def test_memory_is_that_of_the_tensors():
     assert memory["peak_memory_mib"] > 50
 
 
+def test_warm_up_does_not_count():
+    class SlowAtFirst(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            time.sleep(0.03 if self.calls <= 2 else 0)
+            return super().forward(x)
+
+    def longest(method):
+        profiler = quick(SlowAtFirst(3, 2), loader("tensor"), warm_up=2, repeats=2)
+        return max(value for name, value in getattr(profiler, method)().items() if name.endswith("_p90"))
+
+    assert longest("profile_forward_pass") < 20 and longest("profile_backward_pass") < 20
+
+
 def test_batch_sizes_are_compared_by_samples_per_second():
     """A forward that costs 8 ms and 1 ms a sample: the more samples, the faster."""
     profiler = quick(Resting(forward_s=0.008, per_sample_s=0.001), loader("tensor"), repeats=3)
@@ -156,16 +187,25 @@ def test_batch_sizes_are_compared_by_samples_per_second():
     assert result["fastest_batch_size"] == result["largest_batch_size"] == 16
 
 
-def test_batch_that_does_not_fit_is_told_as_such():
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("no room"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+])  # fmt: skip
+def test_batch_that_does_not_fit_is_told_as_such(error):
     class Small(nn.Linear):
         def forward(self, x):
             if len(x) > 8:
-                raise torch.OutOfMemoryError("no room")
+                raise error
             return super().forward(x)
 
     result = quick(Small(3, 2), loader("tensor")).benchmark_batch_sizes([4, 8, 16])
     assert [row["fits"] for row in result["batch_sizes"]] == [True, True, False]
     assert result["largest_batch_size"] == 8
+
+
+def test_failure_that_is_not_for_want_of_memory_is_not_taken_for_it():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        quick(nn.Linear(4, 2), loader("tensor")).benchmark_batch_sizes([4])
 
 
 def state_of(model):
@@ -238,15 +278,46 @@ def test_amp_is_compared_on_the_same_batches():
     assert found["bf16"]["speedup"] == pytest.approx(ratio)
 
 
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+class Named(nn.Linear):
+    def forward(self, x):
+        return {"output": super().forward(x)}
+
+
 def test_mistakes_of_the_caller_are_named():
     with pytest.raises(ValueError, match="yields no batch"):
         quick(nn.Linear(3, 2), []).profile_forward_pass()
     with pytest.raises(TypeError, match="pass a loss function"):
-        quick(nn.Softmax(-1), loader("tensor")).profile_backward_pass()
+        quick(Detached(3, 2), loader("tensor")).profile_backward_pass()
+    with pytest.raises(
+        TypeError, match=r"\['output'\]; let it return its \"loss\" too, or pass a loss function with bat"
+    ):
+        quick(Named(3, 2), loader("tensor")).profile_backward_pass()
+    with pytest.raises(TypeError, match=r"\(inputs, targets\), not a dict; or let the model return its \"loss\""):
+        quick(Sums(), loader("mapping"), loss=F.cross_entropy).profile_backward_pass()
     with pytest.raises(TypeError, match=r"needs batches of \(inputs, targets\)"):
         quick(nn.Linear(3, 2), loader("tensor"), loss=F.cross_entropy).profile_backward_pass()
     with pytest.raises(ValueError, match="at least 1"):
         quick(nn.Linear(3, 2), loader("tensor")).benchmark_batch_sizes([0])
+
+
+@pytest.mark.parametrize("method", ["profile_backward_pass", "profile_memory"])
+@pytest.mark.parametrize("loss", [None, F.cross_entropy])
+def test_model_without_parameters_to_train_is_named(method, loss):
+    profiler = quick(nn.Linear(3, 2).requires_grad_(False), loader("pair"), loss=loss)
+    with pytest.raises(ValueError, match="the Linear has no parameter to train"):
+        getattr(profiler, method)()
+
+
+def test_empty_first_batch_is_named():
+    with pytest.raises(ValueError, match="first batch is empty"):
+        quick(nn.Linear(3, 2), loader("tensor", size=0)).run_full_profile()
+    with pytest.raises(ValueError, match="first batch is empty"):
+        quick(nn.Linear(3, 2), loader("tensor", size=0)).benchmark_batch_sizes([4])
 
 
 # --- a step ------------------------------------------------------------------------------------------------------
@@ -370,6 +441,31 @@ def test_accumulated_steps_are_single_steps(run):
     assert measure(run, 3, 1)["steps"] == 3
 
 
+def test_batch_beyond_the_data_is_told_as_what_it_is(profile_here, tmp_path):
+    """There are 40 samples."""
+    arguments = [*TINY, *SHORT, "--batch-size", "64", "--json", tmp_path / "step.json"]
+    out = profile_here("step", *arguments).out
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert (result["requested_global_batch_size"], result["global_batch_size"]) == (64, 40)
+    assert result["samples_per_step"] == 40
+    assert "\n4 steps of 40 samples: " in out
+    assert "Steps of 64 samples were asked for; the training data has 40." in out
+
+
+def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
+    """40 samples are steps of 16, 16 and 8."""
+    result = measure(run, 3, 1)
+    assert result["samples_per_step"] == pytest.approx(40 / 3)
+    assert "3 steps of 13.3 samples on average: " in step.report(result)
+    assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
+
+
+def test_phases_of_several_processes_are_told_as_those_of_rank_0(run):
+    result = measure(run, 2, 1)
+    assert step.report(result).startswith("      ")
+    assert step.report({**result, "ranks": 2 * result["ranks"]}).startswith("rank 0 ")
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -417,18 +513,23 @@ def test_search_finds_the_limit_to_a_sixteenth(limit):
 
 def test_batch_size_command(profile_here, tmp_path):
     """A forward of 20 ms whatever the batch: the largest is the fastest. There are 40 samples, so no batch of 64."""
-    arguments = [*TINY, *SHORT, "--delay-s", "0.02", "--json", tmp_path / "sizes.json"]
+    arguments = [*ANY_BATCH, *SHORT, "--delay-s", "0.02", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out
     result = json.loads((tmp_path / "sizes.json").read_text())
     assert [row["batch_size"] for row in result["batch_sizes"]] == [8, 16, 32, 40]
     assert all(row["step_ms_median"] >= 20 and row["peak_memory_mib"] > 50 for row in result["batch_sizes"])
     assert (result["largest_batch_size"], result["larger_ones_do_not_fit"]) == (40, False)
     assert result["fastest_batch_size"] in (32, 40)
-    assert out.splitlines()[-2].startswith("Fastest: ")
+    assert out.splitlines()[-2].endswith("Largest: 40 (all training samples; all fit).")
+
+
+def test_batch_size_command_says_that_the_data_bounds_the_smallest(profile_here):
+    out = profile_here("batch-size", *ANY_BATCH, *SHORT, "--min-batch-size", "50", "--max-batch-size", "60").out
+    assert "--min-batch-size 50: the training data has 40 samples; all are tried.\nbatch of 40: " in out
 
 
 def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
-    arguments = ["--task", SLEEPY, *TINY[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
+    arguments = ["--task", SLEEPY, *ANY_BATCH[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out
     result = json.loads((tmp_path / "sizes.json").read_text())
     fits = {row["batch_size"]: row["fits"] for row in result["batch_sizes"]}
@@ -442,7 +543,8 @@ def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
 
 def measured(samples_per_second, memory=(100.0,)):
     return {
-        "samples_per_second": samples_per_second, "global_batch_size": 32, "step_ms_mean": 5.0,
+        "samples_per_second": samples_per_second, "global_batch_size": 32, "requested_global_batch_size": 32,
+        "step_ms_mean": 5.0,
         "phases": {"communication": {"ms_mean": 1.0}}, "ranks": [{"peak_memory_mib": m} for m in memory],
     }  # fmt: skip
 
@@ -457,6 +559,7 @@ def test_speedup_is_taken_within_rounds(tmp_path):
     assert (single["speedup"], single["efficiency"]) == (1, 1)
     assert (ddp["speedup"], ddp["efficiency"]) == (pytest.approx(1.8), pytest.approx(0.9))
     assert ddp["peak_memory_mib_per_process"] == 120
+    assert scaling.report([single]).splitlines()[0].endswith("  peak MiB/process")
     assert re.search(r"ddp +2 +32 +180 +1\.80 +90%", scaling.report([single, ddp]))
     scaling.draw([single, ddp], tmp_path)
     board = EventAccumulator(str(tmp_path)).Reload()
@@ -471,6 +574,34 @@ def test_chart_shows_points_below_the_perfect_line():
     blue = (0, 114, 178)
     heights = [np.argwhere((draw_scaling(r) == blue).all(-1))[:, 0].min() for r in (rows, better)]
     assert heights[1] < heights[0] - 50
+
+
+@pytest.fixture
+def scaling_of(monkeypatch, profile_here):
+    """Runs `profiler.py scaling` on the CPU with one result for each world, by its number of devices."""
+
+    def run(results, *argv, **options):
+        monkeypatch.setattr(scaling, "measure_world", lambda world, *_: results[world.num_devices])
+        return profile_here("scaling", "--device", "cpu", "--rounds", "1", *argv, **options)
+
+    return run
+
+
+def test_scaling_says_where_the_data_bounds_the_batch(scaling_of):
+    bounded = {**measured(150), "requested_global_batch_size": 64}
+    out = scaling_of({1: measured(100), 2: bounded}).out
+    assert "\nddp 2: Steps of 64 samples were asked for; the training data has 32.\n" in out
+    assert "single: Steps" not in out
+
+
+@pytest.mark.parametrize(("argv", "num_threads", "warns"), [
+    ([], 4, True), ([], 1, False), (["--num-threads", "1"], 4, False),
+])  # fmt: skip
+def test_scaling_warns_of_one_process_on_all_cores(argv, num_threads, warns, scaling_of, monkeypatch):
+    """OMP_NUM_THREADS=1 is as good as --num-threads 1."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    out = scaling_of({1: measured(100), 2: measured(150)}, *argv).out
+    assert ("Without --num-threads 1" in out) == warns
 
 
 @pytest.mark.slow
@@ -647,8 +778,11 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     (["step", "--nproc", "2"], ["--multi-gpu: needs a value"]),
     (["batch-size", "--global-batch-size", "64", "--max-batch-size", "4"],
      ["--global-batch-size 64: leave it out", "--max-batch-size 4: must be at least --min-batch-size 8"]),
+    (["batch-size", "--batch_size=64"], ["--batch-size 64: leave it out; batch-size varies the batch"]),
     (["batch-size", "--multi-gpu", "ddp"], ["--multi-gpu: batch-size measures one device"]),
     (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
+    (["scaling", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
+    (["predict", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
     (["predict", "--latency-us", "0", "--global-batch-size", "8"],
      ["--latency-us 0: must be above 0", "--global-batch-size 8: leave it out"]),
     (["scaling", "--nproc", "2"], ["--nproc 2: scaling chooses the number of processes"]),
@@ -668,10 +802,38 @@ def test_file_that_cannot_be_written(profile_here):
     assert err.startswith("error: --json /proc/none/step.json: ")
 
 
+@pytest.mark.parametrize(("argv", "message"), [
+    ("step --json {file}/x/step.json", "--json {file}/x/step.json: {file}: Not a directory; choose another file"),
+    ("step --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("step --trace {file}", "--trace {file}: Not a directory; choose another folder"),
+    ("batch-size --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("scaling --board {file}/board", "--board {file}/board: {file}: Not a directory; choose another folder"),
+    ("predict --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("check --json /proc/x.json", "--json /proc/x.json: /proc: No such file or directory; choose another file"),
+])  # fmt: skip
+def test_results_that_cannot_be_written_are_told_before_measuring(argv, message, profile_here, tmp_path):
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    places["file"].write_text("kept")
+    places["folder"].mkdir()
+    task = [] if argv.startswith("check") else ["--task", WEIGHTED]
+    done = profile_here(*argv.format(**places).split(), *task, "--device", "cpu", status=2)
+    assert (done.out, done.err) == ("", f"error: {message.format(**places)}\n")
+    assert places["file"].read_text() == "kept" and not list(places["folder"].iterdir())
+
+
 def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "scaling: starts its processes by itself" in profile_here("scaling", status=2).err
+
+
+@pytest.mark.parametrize("argv", [["step", "--multi-gpu", "ddp", "--bogus"], ["scaling"], ["stpe"]])
+@pytest.mark.parametrize(("local_rank", "count"), [("0", 1), ("1", 0), (None, 1)])
+def test_one_process_of_a_launcher_tells_of_mistakes(argv, local_rank, count, profile_here, monkeypatch):
+    around = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for variable, value in {**around, **({"LOCAL_RANK": local_rank} if local_rank else {})}.items():
+        monkeypatch.setenv(variable, value)
+    assert profile_here(*argv, status=2).err.count("error: ") == count
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
@@ -681,8 +843,19 @@ def test_help_teaches(name, capsys, monkeypatch):
         profile([name, "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert "examples:" in out and f"profiler.py {name}" in out
+    assert out.startswith(f"usage: profiler.py {name} [flags]\n")
+    assert "examples:" in out and f"python profiler.py {name}" in out
     assert "--json" in out and "--device" in out
+
+
+def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
+    """TensorBoard shows nothing of it without a package that is not among the requirements."""
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        profile(["step", "--help"])
+    out = capsys.readouterr().out
+    assert "tensorboard --logdir" not in out and "then: open the file in https://ui.perfetto.dev" in out
+    assert "TensorBoard shows it only with the package torch-tb-profiler" in out
 
 
 # --- documents ---------------------------------------------------------------------------------------------------

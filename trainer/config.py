@@ -109,15 +109,17 @@ def parse_flags(
     epilog: str = "",
     ignore_unknown: bool = False,
     defaults: Mapping[str, Any] = {},
+    command: str = "",
 ) -> tuple[list[Any], list[str]]:
     """Builds one object per group from the command line.
 
+    command: what stands before the flags, for a program of several commands; `--help` shows it.
     defaults: what replaces the fields' own defaults, by field name; see `checked_defaults`.
 
     Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
     whatever else is wrong can still be found. `--help` prints and exits with status 0.
     """
-    parser = build_parser(group_types, description, epilog, defaults)
+    parser = build_parser(group_types, description, epilog, defaults, command)
     parsed, unknown = parser.parse_known_args(_with_dashes(argv))
     problems = [] if ignore_unknown else _unknown_problems(unknown, parser)
     groups = []
@@ -163,14 +165,18 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
 
 
 def build_parser(
-    group_types: Sequence[type], description: str, epilog: str = "", defaults: Mapping[str, Any] = {}
+    group_types: Sequence[type],
+    description: str,
+    epilog: str = "",
+    defaults: Mapping[str, Any] = {},
+    command: str = "",
 ) -> argparse.ArgumentParser:
     """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later.
 
-    defaults: what `--help` shows instead of the fields' own, by field name.
+    defaults: what `--help` shows instead of the fields' own, by field name. command: see `parse_flags`.
     """
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags]",
+        usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
         description=description,
         epilog=epilog,
         allow_abbrev=False,
@@ -236,6 +242,11 @@ def _with_dashes(argv: Sequence[str]) -> list[str]:
     return tokens
 
 
+def names_given(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line, spelled with dashes."""
+    return {token.partition("=")[0] for token in _with_dashes(argv) if token.startswith("--")}
+
+
 def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     known = [option for action in parser._actions for option in action.option_strings]
     found = []
@@ -264,13 +275,21 @@ def _convert(field: Any, hint: Any, given: Any) -> Any:
     if isinstance(given, bool):
         return given
     if _is_tuple(hint):
-        if not given:
+        texts = _listed(given)
+        if not any(texts):
             raise ValueError(f"{name}: needs at least one value")
-        texts = [part for token in given for part in token.split(",") if part]
+        if not all(texts):
+            raise ValueError(f"{name} {' '.join(given)}: must have a value before and after each comma")
         return tuple(_convert_one(name, about, typing.get_args(_without_none(hint))[0], text) for text in texts)
     if given == _MISSING_VALUE:
         raise ValueError(f"{name}: needs a value")
     return _convert_one(name, about, _without_none(hint), given)
+
+
+def _listed(tokens: Sequence[str]) -> list[str]:
+    """The values of a list, which commas separate, or spaces, or a comma with a space after it."""
+    ends = [token.removesuffix(",") for token in tokens[:-1]]
+    return [text for token in (*ends, *tokens[-1:]) for text in token.split(",")]
 
 
 def _convert_one(name: str, about: _Flag, hint: Any, text: str) -> Any:

@@ -100,11 +100,12 @@ def parse(
     several_devices: bool,
     tool: type[FlagGroup] | None = None,
     about: tuple[str, str] | None = None,
+    command: str = "",
 ) -> tuple[Flags, list[str]]:
     """The flags and everything that is wrong with them.
 
     tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
-    that one's `--help` says: a description, and examples.
+    that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
     """
     (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], "", ignore_unknown=True)
     problems = []
@@ -131,6 +132,7 @@ def parse(
         examples,
         ignore_unknown=task_type is None,
         defaults=_task_defaults(task_type, argv) if task_type is not None else {},
+        command=command,
     )
     tool_flags = groups.pop(0) if tool is not None else None
     multi = groups[8] if several_devices else None

@@ -15,6 +15,9 @@ LossFunction = Callable[[Any, Any], Tensor]
 """(output, targets) -> loss."""
 
 
+_LOSS_OF_PAIRS = "pass a loss function with batches of (inputs, targets)"
+
+
 def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The batch with the function applied to each of its tensors."""
     if isinstance(batch, Tensor):
@@ -28,16 +31,26 @@ def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def num_samples(batch: Any) -> int:
     """The size of dim 0 of its first tensor. Raises TypeError if there is none."""
-    sizes: list[int] = []
-    mapped(batch, lambda tensor: sizes.append(len(tensor) if tensor.dim() else 1) or tensor)  # type: ignore[func-returns-value]
-    if not sizes:
+    first = next(_tensors(batch), None)
+    if first is None:
         raise TypeError(f"a batch must be a tensor, or a mapping or sequence of tensors, not {type(batch).__name__}")
-    return sizes[0]
+    return len(first) if first.dim() else 1
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The batch's tensors, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
 
 
 def resized(batch: Any, size: int) -> Any:
-    """A batch of so many samples: those of the batch, again and again."""
+    """A batch of so many samples: those of the batch, again and again. Raises ValueError if it has none."""
     available = num_samples(batch)
+    if not available:
+        raise ValueError("the loader's first batch is empty: there is no sample to make other batches of")
     index = torch.arange(size) % available
     return mapped(
         batch,
@@ -52,6 +65,16 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch[: max(1, len(batch) - 1)])
 
 
+def forward_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
+    """A scalar to run backward from, of one forward pass: see `training_loss`.
+
+    Raises ValueError if the model has nothing to train, and TypeError if it returns nothing to run backward from.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
+    return training_loss(call(model, batch), batch, loss)
+
+
 def training_loss(output: Any, batch: Any, loss: LossFunction | None) -> Tensor:
     """A scalar to run backward from: loss(output, targets); or the output's "loss"; or its sum, if it has none.
 
@@ -59,16 +82,19 @@ def training_loss(output: Any, batch: Any, loss: LossFunction | None) -> Tensor:
     """
     if loss is not None:
         if not isinstance(batch, list | tuple) or len(batch) < 2:
-            raise TypeError("a loss function needs batches of (inputs, targets)")
+            raise TypeError(
+                f"a loss function needs batches of (inputs, targets), not a {type(batch).__name__}; or let the model "
+                'return its "loss", and pass no loss function'
+            )
         return loss(output, batch[-1]).sum()
     if isinstance(output, Mapping):
         if "loss" not in output:
-            raise TypeError(f'the model returned {sorted(output)}: without "loss" among them, pass a loss function')
+            raise TypeError(f'the model returned {sorted(output)}; let it return its "loss" too, or {_LOSS_OF_PAIRS}')
         return output["loss"].sum()
     if isinstance(output, list | tuple):
         output = output[0]
     if not isinstance(output, Tensor) or not output.requires_grad:
-        raise TypeError(f"cannot run backward from the model's {type(output).__name__}; pass a loss function")
+        raise TypeError(f"cannot run backward from the model's {type(output).__name__}; {_LOSS_OF_PAIRS}")
     return output.float().sum()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.build import build_task, set_up_torch
+from trainer.config import names_given
 from trainer.flags import Flags
 from trainer.parallel import Parallel
 from trainer.profiling.excerpt import opened
@@ -30,11 +31,14 @@ The fastest is not the best to train with: see --global-batch-size, and --scale-
 )
 
 
-def problems(flags: Flags) -> list[str]:
-    """Flags that do not go with it."""
-    found = []
+def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
+    """Flags that do not go with it. argv: tells a --batch-size that was given from the default."""
+    given = {}
     if flags.batch.global_batch_size is not None:
-        found.append(f"--global-batch-size {flags.batch.global_batch_size}: leave it out; batch-size varies the batch")
+        given["--global-batch-size"] = flags.batch.global_batch_size
+    if "--batch-size" in names_given(argv):
+        given["--batch-size"] = flags.batch.batch_size
+    found = [f"{name} {value}: leave it out; batch-size varies the batch" for name, value in given.items()]
     if flags.multi is not None:
         found.append("--multi-gpu: batch-size measures one device, as each of several needs the same; leave it out")
     return found
@@ -46,7 +50,11 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -
     set_up_torch(flags, parallel)
     task = build_task(flags)
     print(f"Device: {parallel.describe()}")
-    most = min(tool.max_batch_size, *(task.num_samples(phase) for phase in task.phases))
+    available = min(task.num_samples(phase) for phase in task.phases)
+    most = min(tool.max_batch_size, available)
+    smallest = min(tool.min_batch_size, most)
+    if smallest < tool.min_batch_size:
+        print(f"--min-batch-size {tool.min_batch_size}: the training data has {available} samples; all are tried.")
     rows: list[dict[str, Any]] = []
 
     def fits(size: int) -> bool:
@@ -56,15 +64,16 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -
         print(f"batch of {size}: {rate}", flush=True)
         return row["fits"]
 
-    largest, is_limit = search(fits, tool.min_batch_size, most)
+    largest, is_limit = search(fits, smallest, most)
     rows.sort(key=lambda row: row["batch_size"])
     print(report(rows))
     fitting = [row for row in rows if row["fits"]]
     fastest = max(fitting, key=lambda row: row["samples_per_second"], default=None)
     if fastest is None:
-        print(f"Not even --min-batch-size {tool.min_batch_size} fits.")
+        print(f"Not even a batch of {smallest} fits.")
     else:
-        why = "the largest that fits" if is_limit else "the largest tried; all fit"
+        bound = "all training samples" if largest == available else "the largest tried"
+        why = "the largest that fits" if is_limit else f"{bound}; all fit"
         print(f"Fastest: {fastest['batch_size']}. Largest: {largest} ({why}).")
     write_json(tool.json, {
         "command": "batch-size", "device": parallel.describe(), "batch_sizes": rows, "largest_batch_size": largest,
@@ -75,9 +84,9 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -
 def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int | None, bool]:
     """The largest size that fits, or None, to one part in FINEST; and whether there is any that does not.
 
-    smallest: the first to try; doubled up to `most`, which is tried too.
+    smallest: the first to try, at most `most`; doubled up to `most`, which is tried too.
     """
-    size, good = min(smallest, most), None
+    size, good = smallest, None
     while fits(size):
         good = size
         if size == most:

@@ -14,6 +14,7 @@ from trainer.parallel import Parallel
 from trainer.profiling import batch_size, check, prediction, scaling, step
 from trainer.profiling.flags import BatchSizeFlags, CheckFlags, PredictFlags, ScalingFlags, StepFlags
 from trainer.profiling.processes import exit_status, for_several_devices, on_devices
+from trainer.profiling.targets import unusable_targets
 from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, one_process_problems, read_rank_environment
 
 OVERVIEW = """usage: profiler.py COMMAND [flags]
@@ -21,7 +22,7 @@ OVERVIEW = """usage: profiler.py COMMAND [flags]
 Measures where time and memory of a training run go, and what this machine can do. Every command takes the flags of
 training (main_multi_gpu.py --help) and measures the trainer's own loop with them; none touches --save-dir.
 
-  step         where the time of a training step goes, phase by phase; a trace for TensorBoard on request
+  step         where the time of a training step goes, phase by phase; a trace on request
   scaling      throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices
   batch-size   the largest batch that fits, and the fastest one
   predict      the speed to expect of more devices than there are here
@@ -49,7 +50,8 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int
         return 0
     if name not in COMMANDS:
         given = f"{name}: no such command" if name else "nothing to measure"
-        print(f"error: {given}; give one of {', '.join(COMMANDS)}, or --help", file=sys.stderr)
+        if speaks(environment):
+            print(f"error: {given}; give one of {', '.join(COMMANDS)}, or --help", file=sys.stderr)
         return EXIT_BAD_INPUT
     status = 0
 
@@ -57,7 +59,17 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int
         nonlocal status
         status = COMMANDS[name](argv, environment)
 
-    return exit_status(work, environment is None or environment.rank == 0) or status
+    return exit_status(work, speaks(environment)) or status
+
+
+def speaks(environment: RankEnvironment | None) -> bool:
+    """Whether this process tells of mistakes: those of one launcher share a console and are wrong alike.
+
+    environment: as `main` gets it. Processes started by hand have a terminal each, and all of them speak.
+    """
+    if environment is None:
+        environment, _ = read_rank_environment(os.environ, MultiDeviceFlags("ddp"))
+    return environment is None or environment.local_rank in (None, 0)
 
 
 # --- commands that measure on the devices of one world -----------------------------------------------------------
@@ -67,25 +79,30 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int
 class OnDevices:
     """A command that runs on the devices that its flags name, in one process or in several.
 
-    problems: of its flags, besides those of any command.
+    problems: of its flags and its command line, besides those of any command.
     """
 
     tool: type[FlagGroup]
     about: tuple[str, str]
     measure: Callable[[Flags, Sequence[str], Parallel], None]
-    problems: Callable[[Flags], list[str]] = lambda flags: []
+    problems: Callable[[Flags, Sequence[str]], list[str]] = lambda flags, argv: []
 
     def __call__(self, argv: Sequence[str], environment: RankEnvironment | None) -> int:
         """argv: begins with the name of the command. Raises BadInput."""
         several = names_several_devices(argv)
-        flags, problems = parse(argv[1:], several, self.tool, self.about)
+        flags, problems = parse(argv[1:], several, self.tool, self.about, command=argv[0])
         if flags.multi is not None and environment is None:
             environment, contradictions = read_rank_environment(os.environ, flags.multi)
             problems += contradictions
-        refuse([*problems, *not_measured(flags), *self.problems(flags)])
+        refuse([*problems, *not_measured(flags), *self.problems(flags, argv[1:])])
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             return launch(functools.partial(main, list(argv)), num_processes(flags.multi, flags.devices.device))
-        return on_devices(flags, environment, lambda parallel: self.measure(flags, argv[1:], parallel))
+
+        def work(parallel: Parallel) -> None:
+            parallel.together(lambda: refuse(unusable_targets(flags.tool, parallel.is_main)))
+            self.measure(flags, argv[1:], parallel)
+
+        return on_devices(flags, environment, work)
 
 
 @dataclass(frozen=True)
@@ -99,13 +116,13 @@ class OverWorlds:
 
     def __call__(self, argv: Sequence[str], environment: RankEnvironment | None) -> int:
         """argv: begins with the name of the command. Raises BadInput."""
-        flags, problems = parse(for_several_devices(argv[1:]), True, self.tool, self.about)
+        flags, problems = parse(for_several_devices(argv[1:]), True, self.tool, self.about, command=argv[0])
         if one_process_problems(os.environ):
             problems.append(f"{argv[0]}: starts its processes by itself; leave the launcher out")
         assert flags.multi is not None
         if flags.multi.nproc is not None:
             problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
-        refuse([*problems, *not_measured(flags), *self.problems(flags)])
+        refuse([*problems, *not_measured(flags), *self.problems(flags), *unusable_targets(flags.tool)])
         self.measure(flags, argv[1:])
         return 0
 
@@ -133,13 +150,13 @@ def not_measured(flags: Flags) -> list[str]:
 
 def run_check(argv: Sequence[str], environment: RankEnvironment | None) -> int:
     """`profiler.py check`, which needs no task. Raises BadInput."""
-    (tool,), problems = parse_flags([CheckFlags], argv[1:], *check.ABOUT)
+    (tool,), problems = parse_flags([CheckFlags], argv[1:], *check.ABOUT, command=argv[0])
     multi = MultiDeviceFlags("ddp", tool.gpu_ids, tool.nproc, tool.backend)
     problems += [*DeviceFlags(tool.device).problems(), *multi.problems()]
     if environment is None:
         environment, contradictions = read_rank_environment(os.environ, multi)
         problems += contradictions
-    refuse(problems)
+    refuse([*problems, *unusable_targets(tool, environment is None or environment.rank == 0)])
     return check.check(tool, environment)
 
 

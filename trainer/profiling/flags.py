@@ -18,8 +18,8 @@ class StepFlags(FlagGroup):
     steps: int = flag(100, _STEPS, at_least=1)
     settling_steps: int = flag(10, _SETTLING, at_least=1)
     trace: Path | None = flag(
-        None, "also write a trace of a few more steps to this folder, for TensorBoard, chrome://tracing or "
-        "ui.perfetto.dev", metavar="DIR",
+        None, "also write a trace of a few more steps to this folder, for https://ui.perfetto.dev or chrome://tracing; "
+        "TensorBoard shows it only with the package torch-tb-profiler", metavar="DIR",
     )  # fmt: skip
     json: Path | None = flag(None, _JSON, metavar="FILE")
 

@@ -30,9 +30,10 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
 
     Returns `steps` that were measured; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
     `samples_per_second` of all processes together; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
-    `ms_p90`, `percent`); `world_size`, `num_devices`, `global_batch_size`; `gradient_bytes` of each parameter in the
-    model's order; and under `ranks` of each process its `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean`. Times
-    at the top are of the main process.
+    `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, which is smaller than
+    `requested_global_batch_size` where there are no more training samples; `samples_per_step` on average, for the last
+    step of an epoch may be short; `gradient_bytes` of each parameter in the model's order; and under `ranks` of each
+    process its `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean`. Times at the top are of the main process.
 
     With several processes the exchange of gradients overlaps the backward pass. Its share of "communication" is what
     backward takes longer than without any exchange; to tell it, twice as many steps are trained once more.
@@ -59,7 +60,9 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
         },
         "world_size": run.parallel.shard[1],
         "num_devices": run.parallel.num_devices,
-        "global_batch_size": run.batches.global_batch_size,
+        "global_batch_size": min(run.batches.global_batch_size, max(run.plan.phase_sizes)),
+        "requested_global_batch_size": run.batches.global_batch_size,
+        "samples_per_step": num_samples / num_steps,
         "gradient_bytes": [p.nbytes for p in run.objective.parameters() if p.requires_grad],
         "ranks": _of_every_rank(run.parallel, step_ms, means),
     }

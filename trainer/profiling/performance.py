@@ -18,13 +18,14 @@ from trainer.profiling.any_model import (
     LossFunction,
     call,
     device_of,
+    forward_loss,
     mapped,
     num_samples,
     resized,
-    training_loss,
     untouched,
 )
 from trainer.profiling.memory import MIB, forget_peak, peak_memory_mib
+from trainer.profiling.targets import probe_file
 from trainer.profiling.timing import Timer, spread
 
 MOST_BATCHES = 8
@@ -109,13 +110,11 @@ class PerformanceProfiler:
         Also `samples_per_second` of both together, and `batch_size`.
         """
         with self._measuring() as batches:
-            timer = self._timed_training(batches)
+            durations = self._timed_training(batches)
         size = _mean_size(batches)
-        both = spread("forward_backward", timer.milliseconds("both"))
         return {
-            **spread("backward", timer.milliseconds("backward")),
-            **both,
-            "samples_per_second": 1e3 * size / both["forward_backward_ms_median"],
+            **durations,
+            "samples_per_second": 1e3 * size / durations["forward_backward_ms_median"],
             "batch_size": size,
         }
 
@@ -138,7 +137,7 @@ class PerformanceProfiler:
 
             forget_peak(self._device)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = training_loss(call(self._model, batches[0]), batches[0], self._loss)
+                loss = forward_loss(self._model, batches[0], self._loss)
             loss.backward()
             peak = peak_memory_mib(self._device)
             gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
@@ -154,9 +153,9 @@ class PerformanceProfiler:
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> dict[str, Any]:
         """Forward and backward for batches of other sizes, made of the samples of the first batch.
 
-        `batch_sizes`: for each its `batch_size`, `fits`, and if so `forward_backward_ms_*`, `samples_per_second` and
-        `peak_memory_mib`. `fastest_batch_size`: the one of most samples per second; `largest_batch_size`: the largest
-        that fits; None if none does.
+        `batch_sizes`: for each its `batch_size`, `fits`, and if so `forward_backward_ms_*`, `backward_ms_*`,
+        `samples_per_second` and `peak_memory_mib`. `fastest_batch_size`: the one of most samples per second;
+        `largest_batch_size`: the largest that fits; None if none does.
         """
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")
@@ -173,9 +172,16 @@ class PerformanceProfiler:
         }
 
     def run_full_profile(self, save_path: str | Path | None = None) -> dict[str, Any]:
-        """All of the above, with batch sizes from a quarter to four times the loader's. Written as JSON if asked to."""
+        """All of the above, with batch sizes from a quarter to four times the loader's. Written as JSON if asked to.
+
+        Folders that the path lacks are made. Raises OSError, before anything is measured, if it cannot be written.
+        """
+        if save_path is not None:
+            probe_file(Path(save_path))
         with self._measuring() as batches:
             size = num_samples(batches[0])
+            if not size:
+                raise ValueError("the loader's first batch is empty")
         # Not a single sample, of which batch norm refuses to train.
         sizes = sorted({max(size // 4, min(size, 2)), max(size // 2, min(size, 2)), size, 2 * size, 4 * size})
         report = {
@@ -188,6 +194,7 @@ class PerformanceProfiler:
             "timings": self.timings(),
         }
         if save_path is not None:
+            Path(save_path).parent.mkdir(parents=True, exist_ok=True)
             replace_text(Path(save_path), json.dumps(report, indent=2) + "\n")
         return report
 
@@ -227,21 +234,24 @@ class PerformanceProfiler:
                 work(batches[i % len(batches)])
         return spread(name, timer.milliseconds(name)[self._warm_up :])
 
-    def _timed_training(self, batches: Sequence[Any], precision: str = "float32") -> Timer:
-        """Forward and backward, `repeats` times after the warm-up, under the names "both" and "backward"."""
+    def _timed_training(self, batches: Sequence[Any]) -> dict[str, float]:
+        """`forward_backward_ms_*` of a forward and a backward pass, `backward_ms_*` of the backward pass alone."""
         self._model.train()
         timer = Timer(self._device)
-        for i in range(-self._warm_up, self._repeats):
-            timer = Timer(self._device) if i <= 0 else timer
-            train_once(self._model, batches[i % len(batches)], self._loss, timer, precision)
-        return timer
+        for i in range(self._warm_up + self._repeats):
+            train_once(self._model, batches[i % len(batches)], self._loss, timer, "float32")
+        return {
+            **spread("backward", timer.milliseconds("backward")[self._warm_up :]),
+            **spread("forward_backward", timer.milliseconds("both")[self._warm_up :]),
+        }
 
     def _of_size(self, batch: Any, size: int) -> dict[str, Any]:
         try:
             forget_peak(self._device)
-            timer = self._timed_training([resized(batch, size)])
-            durations = spread("forward_backward", timer.milliseconds("both"))
-        except torch.OutOfMemoryError:
+            durations = self._timed_training([resized(batch, size)])
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             self._model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             return {"fits": False}
@@ -262,7 +272,7 @@ def train_once(model: nn.Module, batch: Any, loss: LossFunction | None, timer: T
     kind = device_of(model).type
     with timer("both"):
         with torch.autocast(kind, dtype) if dtype is not None else nullcontext():
-            result = training_loss(call(model, batch), batch, loss)
+            result = forward_loss(model, batch, loss)
         with timer("backward"):
             result.backward()
     model.zero_grad(set_to_none=True)
@@ -313,6 +323,11 @@ def compare_amp_performance(
         )
         found[name]["loss_relative_difference"] = abs(first_losses[name] - exact) / max(abs(exact), 1e-30)
     return found
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was not enough. For the CPU's torch has no exception of its own, only the allocator's name."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _mean_size(batches: Sequence[Any]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from data.errors import BadInput
 from data.files import replace_text
+from trainer.profiling.targets import unusable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -22,6 +23,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def note_of_cut_batch(measured: Mapping[str, Any]) -> str | None:
+    """What to say where a step has fewer samples than asked for, as there are no more. measured: of `measure`."""
+    asked, full = measured["requested_global_batch_size"], measured["global_batch_size"]
+    return f"Steps of {asked} samples were asked for; the training data has {full}." if full < asked else None
+
+
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
     """Writes the results if there is a file to write them to. Raises BadInput if it cannot be written."""
     if path is None:
@@ -30,5 +37,5 @@ def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:
-        raise BadInput(f"--json {path}: {error.strerror}; choose another file") from None
+        raise BadInput(unusable(f"--json {path}", error, "file")) from None
     print(f"Results: {path}")

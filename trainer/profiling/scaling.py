@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
@@ -14,7 +15,8 @@ from trainer.pictures import encode
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.flags import ScalingFlags
 from trainer.profiling.processes import World, measure_world, num_usable_devices, trains_on_gpus
-from trainer.profiling.report import table, write_json
+from trainer.profiling.report import note_of_cut_batch, table, write_json
+from trainer.profiling.targets import unusable
 
 ABOUT = (
     """How speed grows with devices: throughput, speed-up, efficiency and memory per process on one device, under
@@ -60,6 +62,9 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
             print(f"round {round_ + 1}/{tool.rounds}  {world}: {rate:.0f} samples/s", flush=True)
     rows = summary(found)
     print(report(rows))
+    for world in chosen:
+        if note := note_of_cut_batch(found[world][0]):
+            print(f"{world}: {note}")
     if tool.board is not None:
         draw(rows, tool.board)
     write_json(tool.json, {"command": "scaling", "rounds": tool.rounds, "steps": tool.steps, "worlds": rows})
@@ -69,7 +74,8 @@ def say_what_is_special(flags: Flags, chosen: Sequence[World]) -> None:
     """What a reader of the table has to know of this machine."""
     if not trains_on_gpus(flags):
         print("DataParallel needs at least two GPUs and none is in use: it is left out.")
-        if flags.devices.num_threads is None:
+        # OMP_NUM_THREADS may say it as well.
+        if flags.devices.num_threads is None and torch.get_num_threads() > 1:
             print("Without --num-threads 1 one process takes all cores, and several share them.")
         most, cores = max(world.num_devices for world in chosen), num_usable_devices(flags)
         if most > cores:
@@ -100,7 +106,10 @@ def summary(found: dict[World, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
-    header = ["mode", "devices", "batch", "samples/s", "speed-up", "efficiency", "step ms", "communication ms", "MiB"]
+    header = [
+        "mode", "devices", "batch", "samples/s", "speed-up", "efficiency", "step ms", "communication ms",
+        "peak MiB/process",
+    ]  # fmt: skip
     return table(header, [
         [
             row["mode"],
@@ -122,7 +131,7 @@ def draw(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     try:
         board = SummaryWriter(str(folder))
     except OSError as error:
-        raise BadInput(f"--board {folder}: {error.strerror}; choose another folder") from None
+        raise BadInput(unusable(f"--board {folder}", error, "folder")) from None
     for row in rows:
         mode = "ddp" if row["mode"] == "single" else row["mode"]
         for name in ("samples_per_second", "speedup", "efficiency"):

@@ -14,7 +14,8 @@ from trainer.profiling.excerpt import opened, train_steps
 from trainer.profiling.flags import StepFlags
 from trainer.profiling.measure import measure
 from trainer.profiling.phases import PHASES, watched
-from trainer.profiling.report import table, write_json
+from trainer.profiling.report import note_of_cut_batch, table, write_json
+from trainer.profiling.targets import unusable
 from trainer.run import Run
 
 TRACED_STEPS = 5
@@ -31,7 +32,7 @@ exchange than without: to tell it, blocks of steps are trained both ways afterwa
     """examples:
   python profiler.py step                                          the default task on its built-in data
   python profiler.py step --batch-size 128 --num-workers 2 --json step.json
-  python profiler.py step --trace traces --steps 20                then: tensorboard --logdir traces
+  python profiler.py step --trace traces --steps 20                then: open the file in https://ui.perfetto.dev
   python profiler.py step --multi-gpu ddp --nproc 2 --device cpu
   torchrun --nproc_per_node=2 profiler.py step --multi-gpu ddp""",
 )
@@ -48,12 +49,15 @@ def profile_step(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
         if tool.trace is not None:
             written = trace(run, tool.trace)
             if parallel.is_main:
-                print(f"Trace of {TRACED_STEPS} steps: {written}")
+                print(
+                    f"Trace of {TRACED_STEPS} steps: {written} (open it in https://ui.perfetto.dev or chrome://tracing)"
+                )
         parallel.on_main(lambda: write_json(tool.json, {"command": "step", **result}))
 
 
 def report(result: dict[str, Any]) -> str:
-    """The results as text."""
+    """The results as text. Of several processes the first table is the main one's."""
+    ranks = result["ranks"]
     keys = ("ms_mean", "ms_median", "ms_p90")
     rows = [
         [phase, *(f"{part[key]:.3f}" for key in keys), f"{part['percent']:.1f}"]
@@ -61,11 +65,12 @@ def report(result: dict[str, Any]) -> str:
     ]
     rows.append(["step", *(f"{result[f'step_{key}']:.3f}" for key in keys), "100.0"])
     rate = f"{result['samples_per_second']:.0f} samples/s"
+    average = "" if result["samples_per_step"].is_integer() else " on average"
     lines = [
-        table(["", "ms mean", "median", "p90", "%"], rows),
-        f"{result['steps']} steps of {result['global_batch_size']} samples: {rate}",
+        table(["" if len(ranks) == 1 else "rank 0", "ms mean", "median", "p90", "%"], rows),
+        f"{result['steps']} steps of {round(result['samples_per_step'], 1):.10g} samples{average}: {rate}",
+        *filter(None, [note_of_cut_batch(result)]),
     ]
-    ranks = result["ranks"]
     if len(ranks) == 1:
         return "\n".join([*lines, f"Peak memory: {ranks[0]['peak_memory_mib']:.0f} MiB"])
     cells = [
@@ -92,5 +97,5 @@ def trace(run: Run, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
     except OSError as error:
-        raise BadInput(f"--trace {folder}: {error.strerror}; choose another folder") from None
+        raise BadInput(unusable(f"--trace {folder}", error, "folder")) from None
     return path
