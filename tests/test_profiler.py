@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.nn import functional as F
 
+from data.errors import BadInput
 from profiler import PerformanceProfiler, compare_amp_performance
 from profiler import main as profile
 from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
@@ -23,6 +24,7 @@ from tests.sleepy_task import Rest
 from tests.test_docs import DOCUMENTS, code_blocks, reference, rows, shown_default
 from tests.test_launch import free_port
 from trainer.config import FlagGroup, build_parser, flag_name
+from trainer.distributed import Distributed
 from trainer.parallel import SingleDevice
 from trainer.profiling import check, command, prediction, scaling
 from trainer.profiling.batch_size import search
@@ -34,7 +36,7 @@ from trainer.profiling.measure import measure
 from trainer.profiling.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, PHASES, REST, watched
 from trainer.profiling.processes import World
 from trainer.profiling.step_model import FIRST_BUCKET_BYTES, Compute, Link, buckets, predict
-from trainer.ranks import RankEnvironment
+from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment
 
 SLEEPY = f"{ROOT / 'tests' / 'sleepy_task.py'}:Sleepy"
 TINY = ["--task", WEIGHTED, "--num-train", "40", "--batch-size", "8", "--num-threads", "1", "--device", "cpu"]
@@ -627,6 +629,18 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", status=1)
     assert "BROKEN   exchange" in done.out
     assert "rank 1 of 2 could not meet the others" in done.err
+
+
+def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, monkeypatch):
+    def lost(self, value):
+        raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
+
+    monkeypatch.setattr(Distributed, "_gather", lost)
+    try:
+        with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
+            Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --- command lines -----------------------------------------------------------------------------------------------
