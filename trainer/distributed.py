@@ -249,6 +249,10 @@ class Distributed(Parallel):
         self._failure_status = explained.status if isinstance(explained, Failure) else EXIT_BAD_INPUT
         return explained
 
+    def has_no_checkpoints(self) -> None:
+        """What this process tells the user will not promise that the same command goes on."""
+        self._explainer.has_checkpoints = False
+
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         self._bulletin.before_the_end = lambda words: record(failure_from(words))
 
