@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import random
 import re
 import resource
+import signal
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +28,7 @@ from tests.test_launch import free_port
 from trainer.config import FlagGroup, build_parser, flag_name
 from trainer.distributed import Distributed
 from trainer.parallel import SingleDevice
-from trainer.profiling import check, command, prediction, scaling
+from trainer.profiling import check, command, prediction, processes, scaling
 from trainer.profiling.batch_size import search
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.excerpt import opened, train_steps
@@ -395,6 +397,29 @@ def test_step_of_two_processes(start, command, tmp_path):
         assert phases[FORWARD] >= 30 and phases[BACKWARD] >= 25
         assert phases["communication"] > 0
         assert sum(phases.values()) == pytest.approx(rank["step_ms_mean"], rel=0.1)
+
+
+def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone, monkeypatch):
+    told = []
+    monkeypatch.setattr(Distributed, "has_no_checkpoints", lambda parallel: told.append(parallel.shard))
+    flags, _ = command.parse([*TINY, "--multi-gpu", "ddp"], True, StepFlags)
+    assert processes.on_devices(flags, alone, lambda parallel: None) == 0
+    assert told == [(0, 1)]
+
+
+def test_sigterm_ends_a_measurement_in_order():
+    before, left = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            left.append("in order")
+
+    assert processes.exit_status(work) == 128 + signal.SIGTERM
+    assert left == ["in order"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # --- batch sizes -------------------------------------------------------------------------------------------------
