@@ -668,6 +668,35 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
         torch.distributed.destroy_process_group()
 
 
+def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    beside = RankEnvironment(1, 2, 1, 2)
+    done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", environment=beside)
+    assert done.out == ""
+    assert done.err.startswith("error: rank 1 of 2 could not meet the others")
+
+
+def test_exchange_is_not_kept_waiting_by_the_tests_of_a_machine(profile_here, alone, monkeypatch):
+    monkeypatch.setattr(check, "of_this_machine", lambda tool: iter([check.Finding("OK", "disk", "slow")]))
+    lines = profile_here("check", "--device", "cpu", environment=alone).out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["exchange:", "disk:"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_check_that_is_stopped_finds_nothing(number, profile_here, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(check, "launch", lambda job, world_size: sizes.append(world_size) or 128 + number)
+    assert "BROKEN" not in profile_here("check", "--device", "cpu", status=128 + number).out
+    assert sizes == [2]
+
+
+def test_process_that_crashes_in_the_exchange_is_broken(profile_here, monkeypatch):
+    monkeypatch.setattr(check, "of_this_machine", lambda tool: iter([]))
+    monkeypatch.setattr(check, "launch", lambda job, world_size: 128 + signal.SIGSEGV)
+    assert profile_here("check", "--device", "cpu", status=1).out.count("BROKEN   exchange") == 1
+
+
 # --- command lines -----------------------------------------------------------------------------------------------
 
 
