@@ -138,9 +138,13 @@ def test_reference_has_the_tasks_own_defaults_of_other_flags(task):
 BLOCK = re.compile(r"^[ ]*```[a-z]*\n(.*?)^[ ]*```", re.MULTILINE | re.DOTALL)
 
 
+def code_blocks(text: str) -> list[str]:
+    return BLOCK.findall(text)
+
+
 def code_in(text: str) -> list[str]:
     """Fenced blocks, and what stands in the running text, but for what is written as a pattern."""
-    return [*BLOCK.findall(text), *re.findall(r"`([^`\n[]+)`", BLOCK.sub("", text))]
+    return [*code_blocks(text), *re.findall(r"`([^`\n[]+)`", BLOCK.sub("", text))]
 
 
 def commands_in(block: str) -> list[tuple[str, list[str]]]:

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.multiprocessing import ProcessExitedException
 
 from tests.conftest import ROOT, WEIGHTED, largest_difference, launcher, load
+from trainer import launch as launching
 
 # Three steps of 10, 10 and 4 samples.
 TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
@@ -300,3 +302,45 @@ def test_same_command_goes_on_after_the_signal(stopped):
     assert f"Resuming after optimizer step {stopped.saved[-1]['step']}:" in stopped.again.stdout
     results = json.loads((stopped.directory / "results.json").read_text())
     assert (results["world_size"], results["epochs"], results["step"]) == (2, 6, 36)
+
+
+# --- what ends a group -------------------------------------------------------------------------------------------
+
+
+def rest(environment):
+    """A job for `launch` that nothing but a signal ends soon."""
+    time.sleep(60)
+    return 0
+
+
+@pytest.fixture
+def launch_variables(monkeypatch):
+    """What `launch` sets is taken back after the test."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+
+
+def test_ctrl_c_while_processes_start_is_no_traceback(launch_variables, monkeypatch, capfd):
+    """As in a terminal, it comes to all of them, which are about to import torch."""
+    start_processes = launching.mp.start_processes
+
+    def interrupted(*args, **options):
+        context = start_processes(*args, **options)
+        for pid in (*context.pids(), os.getpid()):
+            os.kill(pid, signal.SIGINT)
+        return context
+
+    monkeypatch.setattr(launching.mp, "start_processes", interrupted)
+    assert launching.launch(rest, 2) == 128 + signal.SIGINT
+    assert capfd.readouterr().err == ""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("again", "end"), [(None, ""), (rest, "; the same command goes on from the last checkpoint")])
+def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, launch_variables, monkeypatch, capsys):
+    def join(grace_period):
+        raise ProcessExitedException("", error_index=1, error_pid=1, exit_code=-signal.SIGKILL)
+
+    monkeypatch.setattr(launching.mp, "start_processes", lambda *_, **__: SimpleNamespace(processes=[], join=join))
+    assert launching.launch(rest, 2, again) == 128 + signal.SIGKILL
+    assert capsys.readouterr().err == f"rank 1 was killed by signal 9{end}\n"

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import random
 import re
 import resource
+import signal
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.nn import functional as F
 
+from data.errors import BadInput
 from profiler import PerformanceProfiler, compare_amp_performance
 from profiler import main as profile
 from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
@@ -23,8 +26,9 @@ from tests.sleepy_task import Rest
 from tests.test_docs import DOCUMENTS, code_blocks, reference, rows, shown_default
 from tests.test_launch import free_port
 from trainer.config import FlagGroup, build_parser, flag_name
+from trainer.distributed import Distributed
 from trainer.parallel import SingleDevice
-from trainer.profiling import check, command, prediction, scaling, step
+from trainer.profiling import check, command, prediction, processes, scaling, step
 from trainer.profiling.batch_size import search
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.excerpt import opened, train_steps
@@ -34,7 +38,7 @@ from trainer.profiling.measure import measure
 from trainer.profiling.phases import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER, PHASES, REST, watched
 from trainer.profiling.processes import World
 from trainer.profiling.step_model import FIRST_BUCKET_BYTES, Compute, Link, buckets, predict
-from trainer.ranks import RankEnvironment
+from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment
 
 SLEEPY = f"{ROOT / 'tests' / 'sleepy_task.py'}:Sleepy"
 ANY_BATCH = ["--task", WEIGHTED, "--num-train", "40", "--num-threads", "1", "--device", "cpu"]
@@ -491,6 +495,29 @@ def test_step_of_two_processes(start, command, tmp_path):
         assert sum(phases.values()) == pytest.approx(rank["step_ms_mean"], rel=0.1)
 
 
+def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone, monkeypatch):
+    told = []
+    monkeypatch.setattr(Distributed, "has_no_checkpoints", lambda parallel: told.append(parallel.shard))
+    flags, _ = command.parse([*TINY, "--multi-gpu", "ddp"], True, StepFlags)
+    assert processes.on_devices(flags, alone, lambda parallel: None) == 0
+    assert told == [(0, 1)]
+
+
+def test_sigterm_ends_a_measurement_in_order():
+    before, left = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            left.append("in order")
+
+    assert processes.exit_status(work) == 128 + signal.SIGTERM
+    assert left == ["in order"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 # --- batch sizes -------------------------------------------------------------------------------------------------
 
 
@@ -763,6 +790,47 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", status=1)
     assert "BROKEN   exchange" in done.out
     assert "rank 1 of 2 could not meet the others" in done.err
+
+
+def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, monkeypatch):
+    def lost(self, value):
+        raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
+
+    monkeypatch.setattr(Distributed, "_gather", lost)
+    try:
+        with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
+            Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    beside = RankEnvironment(1, 2, 1, 2)
+    done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", environment=beside)
+    assert done.out == ""
+    assert done.err.startswith("error: rank 1 of 2 could not meet the others")
+
+
+def test_exchange_is_not_kept_waiting_by_the_tests_of_a_machine(profile_here, alone, monkeypatch):
+    monkeypatch.setattr(check, "of_this_machine", lambda tool: iter([check.Finding("OK", "disk", "slow")]))
+    lines = profile_here("check", "--device", "cpu", environment=alone).out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["exchange:", "disk:"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_check_that_is_stopped_finds_nothing(number, profile_here, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(check, "launch", lambda job, world_size: sizes.append(world_size) or 128 + number)
+    assert "BROKEN" not in profile_here("check", "--device", "cpu", status=128 + number).out
+    assert sizes == [2]
+
+
+def test_process_that_crashes_in_the_exchange_is_broken(profile_here, monkeypatch):
+    monkeypatch.setattr(check, "of_this_machine", lambda tool: iter([]))
+    monkeypatch.setattr(check, "launch", lambda job, world_size: 128 + signal.SIGSEGV)
+    assert profile_here("check", "--device", "cpu", status=1).out.count("BROKEN   exchange") == 1
 
 
 # --- command lines -----------------------------------------------------------------------------------------------

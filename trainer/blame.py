@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from trainer.bulletin import Note
 
+GOES_ON = "the same command goes on from the last checkpoint"
+
 
 @dataclass(frozen=True)
 class Break:
     """An exchange between processes that failed.
 
     rank: whose account this is. waited_s: how long it has waited; None if the connection broke. waiting: in what.
-    flag: which limit the wait has exceeded, as on the command line. error: what the library said.
+    flag: which limit the wait has exceeded, as on the command line. error: what the library said. has_checkpoints:
+    whether the run can go on.
     """
 
     rank: int
@@ -20,6 +23,7 @@ class Break:
     waited_s: float | None
     flag: str
     error: str
+    has_checkpoints: bool = True
 
 
 def blame(found: Break, answers: Mapping[int, Note], notes: Mapping[int, Note], members: Sequence[str]) -> str:
@@ -45,20 +49,22 @@ def blame(found: Break, answers: Mapping[int, Note], notes: Mapping[int, Note], 
             for rank in late
         ]
     if found.waited_s is None:
-        end = "the same command goes on from the last checkpoint"
+        end = _way_on(found)
     else:
         flag = f" ({found.flag})" if found.flag else ""
-        end = f"rank {found.rank} waited {found.waited_s:.0f} s for it in {found.waiting}{flag}"
-    return "; ".join([*accounts, end])
+        end = [f"rank {found.rank} waited {found.waited_s:.0f} s for it in {found.waiting}{flag}"]
+    return "; ".join([*accounts, *end])
 
 
 def blame_store_host(found: Break, members: Sequence[str]) -> str:
     """The same when the store itself is gone: it was kept by rank 0, unless the launcher keeps it."""
     how = "is gone" if found.waited_s is None else "gives no sign of life"
-    return (
-        f"{_name(0, members)} {how} ({members[0]}), and with it the notes about the others; rank {found.rank} was in "
-        f"{found.waiting}; the same command goes on from the last checkpoint"
-    )
+    lost = f"{_name(0, members)} {how} ({members[0]}), and with it the notes about the others"
+    return "; ".join([lost, f"rank {found.rank} was in {found.waiting}", *_way_on(found)])
+
+
+def _way_on(found: Break) -> list[str]:
+    return [GOES_ON] if found.has_checkpoints else []
 
 
 def _name(rank: int, members: Sequence[str]) -> str:

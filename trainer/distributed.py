@@ -6,8 +6,8 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
@@ -69,45 +69,54 @@ class Distributed(Parallel):
         self._timeout = timeout = timedelta(seconds=flags.dist_timeout_s)
         on_gpu = torch.cuda.is_available() and devices.device != "cpu"
         self.backend = flags.backend or ("nccl" if on_gpu else "gloo")
-        store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if on_gpu else "gloo", timeout)
-        # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
-        # process does for all, which may take long.
-        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        self._step_group = dist.new_group(backend="gloo", timeout=timeout)
-        local_rank, self.local_world_size = self._place_on_host(environment)
-        try:
-            self.device = self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))
-        except BadInput as error:
-            raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+        with self._meeting(environment):
+            store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if on_gpu else "gloo")
+            # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
+            # process does for all, which may take long.
+            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+            self._step_group = dist.new_group(backend="gloo", timeout=timeout)
+            local_rank, self.local_world_size = self._place_on_host(environment)
+            try:
+                self.device = self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))
+            except BadInput as error:
+                raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
         if on_gpu:
             torch.cuda.set_device(self.device)
         host = socket.gethostname()
-        self._labels = self._gather(f"{host} {device_label(self.device)}")
-        members = self._gather(f"process {os.getpid()} on {host}")
-        # A store may outlive a group of processes, and must not confuse the next one by what this one noted.
-        notes = dist.PrefixStore(self._gather(uuid.uuid4().hex)[0], store)
+        label = device_label(self.device)
+        with self._meeting(environment):
+            self._labels = self._gather(f"{host} {label}")
+            members = self._gather(f"process {os.getpid()} on {host}")
+            # A store may outlive a group of processes, and must not confuse the next one by what this one noted.
+            notes = dist.PrefixStore(self._gather(uuid.uuid4().hex)[0], store)
         self._bulletin = Bulletin(notes, self.shard, self.whereabouts)
         speaks_for_host = local_rank == 0 or environment.rank == 1
         self._explainer = Explainer(
             self._bulletin, self.shard, self.whereabouts, members, self._patience_s, speaks_for_host
         )
 
-    def _meet(self, environment: RankEnvironment, backend: str, timeout: timedelta) -> dist.Store:
-        """Joins the others; returns the store at which they met. Raises BadInput if they do not come."""
-        rank, world_size = self.shard
+    @contextmanager
+    def _meeting(self, environment: RankEnvironment) -> Iterator[None]:
+        """Makes a BadInput of what the libraries raise when the others do not come, or leave before all are there."""
         try:
-            store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
-            store.set_timeout(timeout)
-            dist.init_process_group(
-                backend, store=dist.PrefixStore(f"attempt {environment.attempt}", store), rank=rank,
-                world_size=world_size, timeout=timeout,
-            )  # fmt: skip
-            return store
-        except RuntimeError as error:  # a DistError, or what a store in a file says
+            yield
+        except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
+            rank, world_size = self.shard
             raise BadInput(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
-                f"--dist-timeout-s {timeout.total_seconds():g}: {str(error).splitlines()[0]}"
+                f"--dist-timeout-s {self._timeout.total_seconds():g}: {str(error).splitlines()[0]}"
             ) from None
+
+    def _meet(self, environment: RankEnvironment, backend: str) -> dist.Store:
+        """Joins the others; returns the store at which they met."""
+        rank, world_size = self.shard
+        store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=self._timeout))
+        store.set_timeout(self._timeout)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore(f"attempt {environment.attempt}", store), rank=rank, world_size=world_size,
+            timeout=self._timeout,
+        )  # fmt: skip
+        return store
 
     def _place_on_host(self, environment: RankEnvironment) -> tuple[int, int]:
         """(local rank, local world size); a launcher that did not say is replaced by comparing host names."""
@@ -239,6 +248,10 @@ class Distributed(Parallel):
         explained = explain(error)
         self._failure_status = explained.status if isinstance(explained, Failure) else EXIT_BAD_INPUT
         return explained
+
+    def has_no_checkpoints(self) -> None:
+        """What this process tells the user will not promise that the same command goes on."""
+        self._explainer.has_checkpoints = False
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         self._bulletin.before_the_end = lambda words: record(failure_from(words))

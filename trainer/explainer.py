@@ -33,17 +33,19 @@ class Explainer:
         self._members = members
         self._patience_s = patience_s
         self._speaks_for_host = speaks_for_host
+        self.has_checkpoints = True
+        """Whether the same command goes on after a process is lost, and the user should know."""
 
     def of_own(self, error: BaseException) -> BaseException:
         """What to raise instead of an exception of this process, which the others are told about."""
         self._bulletin.may_be_ended = False
-        words = counts = self._words_on(error)
+        words = first_words = self._words_on(error)
         with suppress(StoreLost):
-            counts = self._bulletin.speak(words)
+            first_words = self._bulletin.speak(words)
         if isinstance(error, BadInput) or not isinstance(error, Exception):
             return error
-        if counts != words:
-            return self._follow(counts)
+        if first_words != words:
+            return self._follow(first_words)
         tell(words.message, None if isinstance(error, StartAgain) else error)
         return failure_from(words)
 
@@ -63,7 +65,7 @@ class Explainer:
         timeout = re.search(r"Timed out waiting (\d+)ms", str(error))
         waited = int(timeout[1]) / 1000 if timeout else None
         flag = next((f"{name} {limit:g}" for name, limit in self._patience_s.items() if limit == waited), "")
-        found = Break(self._rank, str(self._whereabouts), waited, flag, reason(error))
+        found = Break(self._rank, str(self._whereabouts), waited, flag, reason(error), self.has_checkpoints)
 
         def compose(answers: Mapping[int, Note], notes: Mapping[int, Note]) -> LastWords:
             return LastWords(self._rank, EXIT_FAILED, blame(found, answers, notes, self._members))

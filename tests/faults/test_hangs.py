@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -295,6 +296,12 @@ def test_nobody_is_blamed_when_all_are_alive_and_equally_far():
 def test_without_the_store_its_keeper_is_missing():
     assert blame_store_host(BROKEN, MEMBERS).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
     assert "no sign of life" in blame_store_host(WAITED, MEMBERS)
+
+
+def test_a_job_without_checkpoints_is_not_said_to_go_on():
+    found = replace(BROKEN, has_checkpoints=False)
+    for said in (blame(found, {0: note(9), 1: note(9)}, {}, MEMBERS), blame_store_host(found, MEMBERS)):
+        assert "is gone" in said and "checkpoint" not in said
 
 
 def test_a_process_that_hangs_for_ever_loses_its_data_loading_processes(tmp_path):

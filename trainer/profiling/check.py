@@ -21,18 +21,19 @@ from data.loading import BatchLoader
 from data.order import SampleKeys
 from trainer.distributed import Distributed, available_backends
 from trainer.failure import Failure
-from trainer.launch import launch
+from trainer.launch import launch, num_processes
 from trainer.parallel import Parallel
 from trainer.profiling.exchange import LARGE_BYTES, large_sum_s, latency_s, sums_are_right
 from trainer.profiling.flags import CheckFlags
 from trainer.profiling.processes import exit_status
 from trainer.profiling.report import write_json
 from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, num_cores
+from trainer.stop import STOP_SIGNALS
 
 ABOUT = (
-    """Is this machine ready? Looks at GPUs, versions, what processes can talk through, peer-to-peer copies between
-GPUs, the disk of --save-dir, data-loading workers, shared memory and limits; then starts processes as training would,
-and verifies and times an all-reduce between them. Every line says OK, warning (with advice) or BROKEN; the exit status
+    """Is this machine ready? Starts processes as training would, and verifies and times an all-reduce between them;
+then looks at GPUs, versions, what processes can talk through, peer-to-peer copies between GPUs, the disk of --save-dir,
+data-loading workers, shared memory and limits. Every line says OK, warning (with advice) or BROKEN; the exit status
 is 0 unless something is broken. Under torchrun each machine checks itself, and all of them exchange data.""",
     """examples:
   python profiler.py check
@@ -41,6 +42,8 @@ is 0 unless something is broken. Under torchrun each machine checks itself, and 
 )
 
 EXIT_BROKEN = 1
+PROCESSES_ON_CPU = 2
+"""Unless told, so that there is something to exchange."""
 DISK_BYTES = 64 * 2**20
 COPY_BYTES = 256 * 2**20
 LEAST_DISK_MIB_S, LEAST_FREE_GIB = 20, 1
@@ -68,29 +71,45 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
 
     environment: who this process is among those that torchrun started; None starts them here.
     """
-    findings: list[Finding] = []
     speaks_for_host = environment is None or environment.local_rank in (0, None)
     if speaks_for_host:
-        print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}")
-        findings = told(of_this_machine(tool))
+        print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}", flush=True)
+    # First, while all processes are at the same place: how long a machine's own tests take is not the network's fault.
+    status, findings = exchange(tool, environment)
+    if status - 128 in STOP_SIGNALS:
+        return status
+    if not speaks_for_host:
+        # Its host tells, and a launcher that sees a failure here would end that process in the middle of its tests.
+        return 0
+    if status != 0 and not is_broken(findings):
+        advice = "see the message above; NCCL_DEBUG=INFO tells more about GPUs, GLOO_SOCKET_IFNAME chooses a network"
+        findings += told([Finding("BROKEN", "exchange", "the processes could not exchange data", advice)])
+    findings += told(of_this_machine(tool))
+    if tool.json is not None:
+        result = {"host": socket.gethostname(), "findings": [asdict(finding) for finding in findings]}
+        status_of_file = exit_status(lambda: write_json(tool.json, result))
+        if status_of_file != 0:
+            return status_of_file
+    return EXIT_BROKEN if is_broken(findings) else 0
+
+
+def is_broken(findings: Iterable[Finding]) -> bool:
+    """Whether a part is."""
+    return any(finding.level == "BROKEN" for finding in findings)
+
+
+def exchange(tool: CheckFlags, environment: RankEnvironment | None) -> tuple[int, list[Finding]]:
+    """Exchanges data with the other processes; returns the exit status of that, and what this host's found."""
+    on_cpu = tool.device == "cpu" or not torch.cuda.is_available()
     multi = MultiDeviceFlags(
-        "ddp", gpu_ids=tool.gpu_ids, backend=tool.backend, dist_timeout_s=tool.dist_timeout_s,
-        hang_timeout_s=tool.dist_timeout_s,
+        "ddp", gpu_ids=tool.gpu_ids, nproc=tool.nproc or (PROCESSES_ON_CPU if on_cpu else None), backend=tool.backend,
+        dist_timeout_s=tool.dist_timeout_s, hang_timeout_s=tool.dist_timeout_s,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         path = Path(folder) / "exchange.json"
         job = partial(_exchange, multi, DeviceFlags(tool.device), path)
-        status = launch(job, num_processes(tool)) if environment is None else job(environment)
-        exchange = [Finding(**values) for values in json.loads(path.read_text())] if path.exists() else []
-    if status != 0:
-        advice = "see the message above; NCCL_DEBUG=INFO tells more about GPUs, GLOO_SOCKET_IFNAME chooses a network"
-        findings += told([Finding("BROKEN", "exchange", "the processes could not exchange data", advice)])
-    findings += exchange
-    if tool.json is not None and speaks_for_host:
-        status_of_file = exit_status(lambda: write_json(tool.json, {"findings": [asdict(f) for f in findings]}))
-        if status_of_file != 0:
-            return status_of_file
-    return EXIT_BROKEN if any(finding.level == "BROKEN" for finding in findings) else 0
+        status = launch(job, num_processes(multi, tool.device)) if environment is None else job(environment)
+        return status, [Finding(**values) for values in json.loads(path.read_text())] if path.exists() else []
 
 
 def told(findings: Iterable[Finding]) -> list[Finding]:
@@ -100,15 +119,6 @@ def told(findings: Iterable[Finding]) -> list[Finding]:
         print(finding, flush=True)
         kept.append(finding)
     return kept
-
-
-def num_processes(tool: CheckFlags) -> int:
-    """`--nproc`, or one per GPU, or 2 on the CPU, so that there is something to exchange."""
-    if tool.nproc is not None:
-        return tool.nproc
-    if tool.device == "cpu" or not torch.cuda.is_available():
-        return 2
-    return len(tool.gpu_ids) if tool.gpu_ids is not None else torch.cuda.device_count()
 
 
 # --- this machine ------------------------------------------------------------------------------------------------
@@ -293,21 +303,27 @@ def loader() -> Iterator[Finding]:
 
 
 def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, environment: RankEnvironment) -> int:
-    """One process of those that exchange data; the main one tells, and leaves its findings in a file."""
+    """One process of those that exchange data; the main one tells, and each host's first leaves its findings in a file.
+
+    Whoever fails says why: which one of them can is not known.
+    """
     parallel: Parallel | None = None
 
     def work() -> None:
         nonlocal parallel
         parallel = Distributed(environment, multi, devices)
+        parallel.has_no_checkpoints()
         with parallel.explaining():
             findings = list(of_exchange(parallel))
             if parallel.is_main:
-                result.write_text(json.dumps([asdict(finding) for finding in told(findings)]))
-            if any(finding.level == "BROKEN" for finding in findings):
+                told(findings)
+            if environment.local_rank in (0, None):
+                result.write_text(json.dumps([asdict(finding) for finding in findings]))
+            if is_broken(findings):
                 raise Failure("the exchange is broken")
 
     try:
-        return exit_status(work, environment.local_rank in (0, None))
+        return exit_status(work)
     finally:
         if parallel is not None:
             parallel.close()

@@ -5,16 +5,19 @@ import functools
 import json
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from data.errors import BadInput
 from trainer.build import start_parallel
 from trainer.config import FlagGroup, refuse
+from trainer.distributed import Distributed
 from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
 from trainer.flags import Flags, parse
 from trainer.launch import launch
@@ -41,7 +44,8 @@ def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
     speaks: this process, and not another one, tells the user of a BadInput.
     """
     try:
-        work()
+        with _ending_at_sigterm():
+            work()
     except Failure as failure:
         # Only a run with checkpoints can go on with less memory.
         return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
@@ -51,7 +55,27 @@ def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except _Terminated:
+        return 128 + signal.SIGTERM
     return 0
+
+
+class _Terminated(SystemExit):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does, so that folders for the time of a measurement are removed."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def on_devices(flags: Flags, environment: RankEnvironment | None, work: Callable[[Parallel], None]) -> int:
@@ -61,6 +85,8 @@ def on_devices(flags: Flags, environment: RankEnvironment | None, work: Callable
     def explained() -> None:
         nonlocal parallel
         parallel = start_parallel(flags, environment)
+        if isinstance(parallel, Distributed):
+            parallel.has_no_checkpoints()
         with parallel.explaining():
             work(parallel)
 
