@@ -1,4 +1,4 @@
-"""DistributedDataParallel: one process per device. This is the only file that talks to other processes."""
+"""DistributedDataParallel: one process per device. This is the only file that uses torch.distributed."""
 
 import inspect
 import os
@@ -66,15 +66,15 @@ class Distributed(Parallel):
         self._patience_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         self._is_prompt = False
         self._failure_status: int | None = None
-        self._timeout = timeout = timedelta(seconds=flags.dist_timeout_s)
+        self._timeout = timedelta(seconds=flags.dist_timeout_s)
         on_gpu = torch.cuda.is_available() and devices.device != "cpu"
         self.backend = flags.backend or ("nccl" if on_gpu else "gloo")
         with self._meeting(environment):
             store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if on_gpu else "gloo")
             # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
             # process does for all, which may take long.
-            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-            self._step_group = dist.new_group(backend="gloo", timeout=timeout)
+            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._step_group = dist.new_group(backend="gloo", timeout=self._timeout)
             local_rank, self.local_world_size = self._place_on_host(environment)
             try:
                 self.device = self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import BadInput
-from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, parse_flags
+from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, names_given, parse_flags
 from trainer.directory_flags import CheckpointFlags
 from trainer.plan import BatchFlags
 from trainer.precision import PrecisionFlags
@@ -155,7 +155,7 @@ def _task_defaults(task_type: type[Task], argv: Sequence[str]) -> dict[str, Any]
         defaults = checked_defaults(TRAINER_GROUPS, task_type.defaults)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
-    given = {token.partition("=")[0].replace("_", "-") for token in argv}
+    given = names_given(argv)
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
             if flag_name(one) in given:

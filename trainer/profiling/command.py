@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from trainer.config import FlagGroup, flag_name, parse_flags, refuse
+from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
 from trainer.failure import EXIT_BAD_INPUT
 from trainer.flags import Flags, parse
 from trainer.launch import launch, num_processes
@@ -129,9 +129,8 @@ class OverWorlds:
 
 def names_several_devices(argv: Sequence[str]) -> bool:
     """Whether a command line, or a launcher, is about several devices. `--help` shows their flags too."""
-    own = {flag_name(field.name) for field in fields(MultiDeviceFlags)} | {"--help", "-h"}
-    given = {token.partition("=")[0].replace("_", "-") for token in argv}
-    return bool(own & given) or bool(one_process_problems(os.environ))
+    own = {flag_name(field.name) for field in fields(MultiDeviceFlags)} | {"--help"}
+    return bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
 
 
 def not_measured(flags: Flags) -> list[str]:
