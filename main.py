@@ -3,7 +3,7 @@
 import sys
 
 from trainer.cli import main
-from trainer.stop import exit_quickly
+from trainer.parallel.signals import exit_quickly
 
 if __name__ == "__main__":
     exit_quickly()

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.autoencoder import Autoencoder
 from benchmarks.opened_run import opened_run
-from trainer.loop import train_epoch
-from trainer.run import Run
-from trainer.snapshot import state_bytes
+from trainer.checkpoint.snapshot import state_bytes
+from trainer.loop.run import Run
+from trainer.loop.train import train_epoch
 
 BATCH_SIZE = 8
 

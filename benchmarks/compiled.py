@@ -24,8 +24,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.opened_run import opened_run
-from trainer.loop import train_step, training_windows
-from trainer.run import Run
+from trainer.loop.run import Run
+from trainer.loop.train import train_step, training_windows
 
 COMMAND_LINES = {
     "har": [],

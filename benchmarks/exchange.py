@@ -28,14 +28,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.loading import BatchLoader
-from data.order import SampleKeys, epoch_permutation
-from trainer.distributed import NO_BUFFER_BROADCAST, Distributed, sum_directly
-from trainer.launch import launch
-from trainer.loop import WeightedBatch, train_step, weighted
-from trainer.parallel import Parallel, SingleDevice
-from trainer.precision import Precision, PrecisionForward
-from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import SampleKeys, epoch_permutation
+from trainer.loop.precision import Precision, PrecisionForward
+from trainer.loop.train import WeightedBatch, train_step, weighted
+from trainer.parallel.base import Parallel, SingleDevice
+from trainer.parallel.ddp import NO_BUFFER_BROADCAST, Distributed, sum_directly
+from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
 
 BATCH_SIZE = 32

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data.windows import SIGNALS
+from data.har.windows import SIGNALS
 from trainer.tasks.har import HarObjective, HarTask
 from trainer.tasks.har_encoder import harnet_of
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from trainer.build import build_run, build_task, open_run, set_up_torch
+from trainer.checkpoint.directory import RunDirectory
+from trainer.commands.build import build_run, build_task, open_run, set_up_torch
+from trainer.commands.flags import parse
 from trainer.config import refuse
-from trainer.directory import RunDirectory
-from trainer.flags import parse
-from trainer.parallel import SingleDevice
-from trainer.run import Run
+from trainer.loop.run import Run
+from trainer.parallel.base import SingleDevice
 
 
 def opened_run(folder: Path, argv: Sequence[str]) -> Run:

@@ -28,12 +28,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.opened_run import opened_run
-from data.loading import KeyedDataset
-from data.order import SampleKeys, epoch_permutation
-from data.windows import SIGNALS, HarDataset, HarRecordings
-from models.har import HarNet
-from models.standardised import Standardised
-from trainer.loop import train
+from data.har.windows import SIGNALS, HarDataset, HarRecordings
+from models.har.harnet import HarNet
+from models.layers.standardised import Standardised
+from trainer.loading.batches import KeyedDataset
+from trainer.loading.order import SampleKeys, epoch_permutation
+from trainer.loop.train import train
 from trainer.tasks.har import HarObjective, HarTask
 
 BATCH_SIZE = 16

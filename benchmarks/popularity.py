@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.loading import BatchLoader
-from data.order import SampleKeys, evaluation_keys
-from data.sequences import TrainSequences
-from trainer.build import build_task
+from data.interactions.sequences import TrainSequences
+from trainer.commands.build import build_task
+from trainer.commands.flags import parse
 from trainer.config import refuse
-from trainer.flags import parse
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import SampleKeys, evaluation_keys
 from trainer.tasks.seqrec import SeqrecObjective, SeqrecTask
 
 USERS_PER_BATCH = 256

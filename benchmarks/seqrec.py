@@ -57,15 +57,15 @@ from benchmarks.seqrec_reference import (
     interval_matrix,
     training_step,
 )
-from data.interactions import Interactions, load_interactions
-from data.loading import Batch
-from data.order import SampleKeys, epoch_permutation, evaluation_keys, split_global_batch
-from models.sasrec import SASRec, SequentialRecommender
-from models.tisasrec import TiSASRec
-from trainer.build import build_task, set_up_torch
+from data.interactions.reader import Interactions, load_interactions
+from models.sequential.sasrec import SASRec, SequentialRecommender
+from models.sequential.tisasrec import TiSASRec
+from trainer.commands.build import build_task, set_up_torch
+from trainer.commands.flags import Flags, parse
 from trainer.config import refuse
-from trainer.flags import Flags, parse
-from trainer.parallel import SingleDevice
+from trainer.loading.batches import Batch
+from trainer.loading.order import SampleKeys, epoch_permutation, evaluation_keys, split_global_batch
+from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task
 
 K_CORE = 5

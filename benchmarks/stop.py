@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.autoencoder import Autoencoder, AutoencoderFlags, Reproduction
 from benchmarks.opened_run import opened_run
 from trainer.config import flag
-from trainer.loop import train_epoch
-from trainer.stop import STOP_SIGNALS
+from trainer.loop.train import train_epoch
+from trainer.parallel.signals import STOP_SIGNALS
 
 BATCH_SIZE = 4
 LOG = "LOCKSTEP_STEPS"

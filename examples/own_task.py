@@ -12,9 +12,9 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.loading import Batch
-from data.order import SampleKeys
 from trainer.config import FlagGroup, flag
+from trainer.loading.batches import Batch
+from trainer.loading.order import SampleKeys
 from trainer.task import Objective, Sums, Task
 
 NUM_ARMS = 3

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import forks
-from tests.forks import ROOT
-from trainer.stop import STOP_SIGNALS
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from trainer.parallel.signals import STOP_SIGNALS
 
-WEIGHTED = f"{ROOT / 'tests' / 'weighted_task.py'}:Weighted"
+WEIGHTED = f"{ROOT / 'tests' / 'helpers' / 'weighted_task.py'}:Weighted"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

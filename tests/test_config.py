@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
+from trainer.commands.flags import parse
 from trainer.config import FlagGroup, flag, flag_values, parse_flags
-from trainer.flags import parse
 from trainer.tasks import TASKS
 
 
@@ -111,8 +111,8 @@ def test_help_names_every_task(capsys):
     [
         ("nope", "must be one of har"),
         ("no/such/file.py:Task", "there is no file"),
-        ("tests/weighted_task.py:Nothing", "defines no Nothing"),
-        ("tests/weighted_task.py:Network", "is not a subclass"),
+        ("tests/helpers/weighted_task.py:Nothing", "defines no Nothing"),
+        ("tests/helpers/weighted_task.py:Network", "is not a subclass"),
     ],
 )
 def test_wrong_task_does_not_hide_other_mistakes(task, message):

@@ -7,23 +7,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from data.errors import BadInput
-from data.files import DISK_FULL
-from trainer.build import build_run, build_task, open_run, set_up_torch, start_parallel
+from trainer.checkpoint.directory import RunDirectory
+from trainer.commands.build import build_run, build_task, open_run, set_up_torch, start_parallel
+from trainer.commands.evaluate import evaluate_only, score
+from trainer.commands.flags import Flags, RunFlags, parse
+from trainer.commands.predict import find_run, predict, rebuild_task
+from trainer.commands.several import train_several
+from trainer.commands.state import RunState, recorded
 from trainer.config import refuse
-from trainer.directory import RunDirectory
-from trainer.distributed import Distributed
-from trainer.failure import EXIT_BAD_INPUT, Failure, tell_refusal
-from trainer.flags import Flags, RunFlags, parse
-from trainer.launch import launch, num_processes
-from trainer.loop import train
-from trainer.parallel import Parallel
-from trainer.precision import choose_precision
-from trainer.predict import find_run, predict, rebuild_task
-from trainer.ranks import RankEnvironment, one_process_problems, read_rank_environment
-from trainer.score import evaluate_only, score
-from trainer.several import train_several
-from trainer.state import RunState, recorded
+from trainer.loading.errors import BadInput
+from trainer.loading.files import DISK_FULL
+from trainer.loop.precision import choose_precision
+from trainer.loop.train import train
+from trainer.parallel.base import Parallel
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, tell_refusal
+from trainer.parallel.launch import launch, num_processes
 from trainer.task import Task
 
 EXIT_FINISHED = 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from data.errors import BadInput
+from trainer.loading.errors import BadInput
 
 _MISSING_VALUE = "\0"
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.errors import BadInput
-from data.loading import Batch, KeyedDataset
-from data.order import SampleKeys
+from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
 
 Sums = dict[str, Tensor]
 ParamGroup = dict[str, Any]

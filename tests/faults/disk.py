@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.directory import RunDirectory
-from trainer.directory_lock import LOCK
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.lock import LOCK
 
 LOGS = ("train.log", "val.log", "metrics.jsonl")
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests import forks
 from tests.conftest import ROOT, launcher
-from trainer.ranks import RankEnvironment
+from tests.helpers import forks
+from trainer.parallel.environment import RankEnvironment
 
 GIVE_UP_S = 180
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import trainer.checkpoint
-import trainer.directory
-import trainer.run
-import trainer.runlog
-from trainer.average import WeightAverage
-from trainer.directory import RunDirectory
-from trainer.parallel import Parallel
-from trainer.plan import Position
-from trainer.run import Run
+import trainer.checkpoint.directory
+import trainer.checkpoint.file
+import trainer.logs.run_log
+import trainer.loop.run
+from trainer.checkpoint.directory import RunDirectory
+from trainer.loop.ema import WeightAverage
+from trainer.loop.plan import Position
+from trainer.loop.run import Run
+from trainer.parallel.base import Parallel
 
 
 def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
@@ -52,38 +52,38 @@ def sums_not_restored() -> None:
 
 
 def metrics_not_cut_back() -> None:
-    trainer.runlog._truncated = lambda path, step, num_epochs: path.open("a", buffering=1)
+    trainer.logs.run_log._truncated = lambda path, step, num_epochs: path.open("a", buffering=1)
 
 
 def checkpoint_not_flushed() -> None:
-    real = trainer.checkpoint.os.fsync
+    real = trainer.checkpoint.file.os.fsync
 
     def write(state: dict[str, Any], path: Path) -> Any:
-        trainer.checkpoint.os.fsync = lambda descriptor: None
+        trainer.checkpoint.file.os.fsync = lambda descriptor: None
         try:
-            return trainer.checkpoint.write_checkpoint(state, path)
+            return trainer.checkpoint.file.write_checkpoint(state, path)
         finally:
-            trainer.checkpoint.os.fsync = real
+            trainer.checkpoint.file.os.fsync = real
 
-    trainer.directory.write_checkpoint = write
+    trainer.checkpoint.directory.write_checkpoint = write
 
 
 def named_before_flushed() -> None:
     """The checkpoint gets its name, and its content is flushed afterwards."""
     checkpoint_not_flushed()
-    flush = trainer.directory.flush_path
+    flush = trainer.checkpoint.directory.flush_path
 
     def flush_late(path: Path) -> None:
         for checkpoint in path.glob("checkpoint_*.pth"):
             flush(checkpoint)
         flush(path)
 
-    trainer.directory.flush_path = flush_late
+    trainer.checkpoint.directory.flush_path = flush_late
 
 
 def listed_after_named() -> None:
     """The checkpoint gets its name before the manifest knows it."""
-    write, flush = trainer.directory.write_manifest, trainer.directory.flush_path
+    write, flush = trainer.checkpoint.directory.write_manifest, trainer.checkpoint.directory.flush_path
     late: list[tuple[Path, Any]] = []
 
     def flush_and_write(path: Path) -> None:
@@ -91,13 +91,13 @@ def listed_after_named() -> None:
         while late:
             write(*late.pop())
 
-    trainer.directory.write_manifest = lambda path, entries: late.append((path, entries))
-    trainer.directory.flush_path = flush_and_write
+    trainer.checkpoint.directory.write_manifest = lambda path, entries: late.append((path, entries))
+    trainer.checkpoint.directory.flush_path = flush_and_write
 
 
 def folder_not_flushed() -> None:
-    flush = trainer.directory.flush_path
-    trainer.directory.flush_path = lambda path: None if path.is_dir() else flush(path)
+    flush = trainer.checkpoint.directory.flush_path
+    trainer.checkpoint.directory.flush_path = lambda path: None if path.is_dir() else flush(path)
 
 
 def evicted_first() -> None:

@@ -10,7 +10,7 @@ from tests.faults.disk import KillPoint, record_disk
 
 @dataclass(frozen=True)
 class Prepared:
-    """A `tests.forks.Preparation`.
+    """A `tests.helpers.forks.Preparation`.
 
     mutant: a function of `tests.faults.mutants`, by name. watched: the run directory whose operations are recorded into
     the file `trace`, or up to the one before which the process kills itself.

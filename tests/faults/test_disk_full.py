@@ -18,7 +18,7 @@ LIMIT_BYTES = 200_000
 # Lifts its own limit on the size of files when the epoch begins: somebody has freed some space.
 FREED_AFTER = """
 import resource, sys
-from tests.weighted_task import *
+from tests.helpers.weighted_task import *
 
 class Freed(Weighted):
     def on_epoch_start(self, objective, epoch):

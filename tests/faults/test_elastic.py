@@ -18,14 +18,14 @@ import pytest
 from tests.conftest import ROOT, load
 from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
 from tests.faults.samples import Part, global_batches, promised_step, whole_lines
-from tests.test_launch import free_port
-from trainer.state import STATE
+from tests.parallel.test_launch import free_port
+from trainer.commands.state import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 REFUSES = """
-from data.errors import BadInput
-from tests.weighted_task import Weighted
+from trainer.loading.errors import BadInput
+from tests.helpers.weighted_task import Weighted
 
 class Refuses(Weighted):
     def on_epoch_start(self, objective, epoch):

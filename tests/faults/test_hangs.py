@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, launcher
-from tests.test_launch import NO_GPU, end_session, free_port, left_of_session, session_members
-from trainer.blame import Break, blame, blame_store_host
-from trainer.bulletin import Note
+from tests.parallel.test_launch import NO_GPU, end_session, free_port, left_of_session, session_members
+from trainer.parallel.diagnosis import Break, blame, blame_store_host
+from trainer.parallel.heartbeat import Note
 
-FAULTY = f"{ROOT / 'tests' / 'faulty_task.py'}:Faulty"
+FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
 TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
         "--hang-timeout-s", 3, "--save-every-steps", 2]  # fmt: skip
 TRACEBACK = "Traceback (most recent call last)"
@@ -310,8 +310,8 @@ def test_a_process_that_hangs_for_ever_loses_its_data_loading_processes(tmp_path
 import os, sys, time
 from pathlib import Path
 import numpy as np, torch
-from data.loading import BatchLoader
-from data.order import SampleKeys
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import SampleKeys
 
 class Stuck:
     def __len__(self): return 4

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.cache import cached_arrays
-from data.errors import BadInput
-from data.har import load_uci_har
-from data.interactions import load_interactions
+from data.har.uci_har import load_uci_har
+from data.interactions.reader import load_interactions
 from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
-from tests.test_har_data import write_layout
-from trainer.checkpoint import size_and_sum
+from tests.data.har.test_har_data import write_layout
+from trainer.checkpoint.file import size_and_sum
 from trainer.cli import main
+from trainer.loading.cache import cached_arrays
+from trainer.loading.errors import BadInput
 
 TINY = ["--task", WEIGHTED, "--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
 HAR = ["--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 256, "--num-threads", 1, "--device", "cpu"]

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, launcher
-from tests.test_launch import end_session, left_of_session, num_training_ranks
-from trainer.stop import STOP_SIGNALS
+from tests.parallel.test_launch import end_session, left_of_session, num_training_ranks
+from trainer.parallel.signals import STOP_SIGNALS
 
 MICRO_BATCHES = 3
 """Forwards of a step on each process."""
@@ -19,7 +19,7 @@ LONG_S = 8
 ASKS = """
 import os, signal, time
 import torch
-from tests.weighted_task import *
+from tests.helpers.weighted_task import *
 
 class Counted(WeightedObjective):
     num_training = num_evaluation = 0

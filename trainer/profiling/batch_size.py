@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.build import build_task, set_up_torch
+from trainer.commands.build import build_task, set_up_torch
+from trainer.commands.flags import Flags
 from trainer.config import names_given
-from trainer.flags import Flags
-from trainer.parallel import Parallel
+from trainer.loop.run import Run
+from trainer.parallel.base import Parallel
 from trainer.profiling.excerpt import opened
 from trainer.profiling.flags import BatchSizeFlags
 from trainer.profiling.measure import measure
 from trainer.profiling.report import table, write_json
-from trainer.run import Run
 from trainer.task import Task
 
 FINEST = 16

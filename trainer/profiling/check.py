@@ -17,18 +17,18 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data.loading import BatchLoader
-from data.order import SampleKeys
-from trainer.distributed import Distributed, available_backends
-from trainer.failure import Failure
-from trainer.launch import launch, num_processes
-from trainer.parallel import Parallel
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import SampleKeys
+from trainer.parallel.base import Parallel
+from trainer.parallel.ddp import Distributed, available_backends
+from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment, num_cores
+from trainer.parallel.errors import Failure
+from trainer.parallel.launch import launch, num_processes
+from trainer.parallel.signals import STOP_SIGNALS
 from trainer.profiling.exchange import LARGE_BYTES, large_sum_s, latency_s, sums_are_right
 from trainer.profiling.flags import CheckFlags
 from trainer.profiling.processes import exit_status
 from trainer.profiling.report import write_json
-from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, num_cores
-from trainer.stop import STOP_SIGNALS
 
 ABOUT = (
     """Is this machine ready? Starts processes as training would, and verifies and times an all-reduce between them;

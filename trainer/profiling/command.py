@@ -6,16 +6,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+from trainer.commands.flags import Flags, parse
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
-from trainer.failure import EXIT_BAD_INPUT
-from trainer.flags import Flags, parse
-from trainer.launch import launch, num_processes
-from trainer.parallel import Parallel
+from trainer.parallel.base import Parallel
+from trainer.parallel.environment import (
+    DeviceFlags,
+    MultiDeviceFlags,
+    RankEnvironment,
+    one_process_problems,
+    read_rank_environment,
+)
+from trainer.parallel.errors import EXIT_BAD_INPUT
+from trainer.parallel.launch import launch, num_processes
 from trainer.profiling import batch_size, check, prediction, scaling, step
 from trainer.profiling.flags import BatchSizeFlags, CheckFlags, PredictFlags, ScalingFlags, StepFlags
 from trainer.profiling.processes import exit_status, for_several_devices, on_devices
 from trainer.profiling.targets import unusable_targets
-from trainer.ranks import DeviceFlags, MultiDeviceFlags, RankEnvironment, one_process_problems, read_rank_environment
 
 OVERVIEW = """usage: profiler.py COMMAND [flags]
 

@@ -7,15 +7,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.errors import BadInput
-from trainer.build import build_run, build_task, open_run, set_up_torch
-from trainer.directory import RunDirectory
-from trainer.flags import Flags
-from trainer.loop import Outcome, train_epoch
-from trainer.nonfinite import prepare
-from trainer.parallel import Parallel
-from trainer.plan import Position
-from trainer.run import Run
+from trainer.checkpoint.directory import RunDirectory
+from trainer.commands.build import build_run, build_task, open_run, set_up_torch
+from trainer.commands.flags import Flags
+from trainer.loading.errors import BadInput
+from trainer.loop.nonfinite import prepare
+from trainer.loop.plan import Position
+from trainer.loop.run import Run
+from trainer.loop.train import Outcome, train_epoch
+from trainer.parallel.base import Parallel
 from trainer.task import Task
 
 

@@ -4,7 +4,7 @@ import statistics
 
 import torch
 
-from trainer.parallel import Parallel
+from trainer.parallel.base import Parallel
 from trainer.profiling.timing import DeviceClock
 
 SMALL_BYTES, SMALL_REPEATS = 4, 100

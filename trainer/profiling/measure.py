@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from trainer.parallel import Parallel
+from trainer.loop.run import Run
+from trainer.parallel.base import Parallel
 from trainer.profiling.excerpt import train_steps
 from trainer.profiling.memory import forget_peak, peak_memory_mib
 from trainer.profiling.phases import (
@@ -19,7 +20,6 @@ from trainer.profiling.phases import (
     without_gradient_exchange,
 )
 from trainer.profiling.timing import spread
-from trainer.run import Run
 
 NUM_TURNS = 5
 """Times that blocks of steps with and without the exchange of gradients take turns, to tell what it costs."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.files import replace_text
-from trainer.precision import AMP_DTYPES
+from trainer.loading.files import replace_text
+from trainer.loop.precision import AMP_DTYPES
 from trainer.profiling.any_model import (
     LossFunction,
     call,

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from trainer import memory
-from trainer.parallel import EXCHANGE
+from trainer.loop import memory
+from trainer.loop.run import Run
+from trainer.parallel.base import EXCHANGE
+from trainer.parallel.phase import Whereabouts
 from trainer.profiling.timing import DeviceClock, Instant
-from trainer.run import Run
-from trainer.whereabouts import Whereabouts
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER, SAVING, REST = "communication", "optimizer", "saving", "logging and the rest"

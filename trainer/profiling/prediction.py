@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from trainer.commands.flags import Flags, parse
 from trainer.config import refuse
-from trainer.failure import Failure
-from trainer.flags import Flags, parse
-from trainer.launch import launch
-from trainer.parallel import Parallel
+from trainer.parallel.base import Parallel
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.errors import Failure
+from trainer.parallel.launch import launch
 from trainer.profiling.exchange import LARGE_BYTES, large_sum_s, latency_s
 from trainer.profiling.flags import PredictFlags
 from trainer.profiling.phases import BACKWARD
@@ -29,7 +30,6 @@ from trainer.profiling.processes import (
 )
 from trainer.profiling.report import table, write_json
 from trainer.profiling.step_model import Compute, Link, buckets, predict
-from trainer.ranks import RankEnvironment
 
 ABOUT = (
     """The speed to expect of more devices than there are here, under DistributedDataParallel. A step of one device and

@@ -14,17 +14,17 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from data.errors import BadInput
-from trainer.build import start_parallel
+from trainer.commands.build import start_parallel
+from trainer.commands.flags import Flags, parse
 from trainer.config import FlagGroup, refuse
-from trainer.distributed import Distributed
-from trainer.failure import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
-from trainer.flags import Flags, parse
-from trainer.launch import launch
-from trainer.parallel import Parallel
+from trainer.loading.errors import BadInput
+from trainer.parallel.base import Parallel
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.environment import RankEnvironment, num_cores
+from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
+from trainer.parallel.launch import launch
 from trainer.profiling.excerpt import opened
 from trainer.profiling.measure import measure
-from trainer.ranks import RankEnvironment, num_cores
 
 
 @dataclass(frozen=True)

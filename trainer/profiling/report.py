@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.errors import BadInput
-from data.files import replace_text
+from trainer.loading.errors import BadInput
+from trainer.loading.files import replace_text
 from trainer.profiling.targets import unusable
 
 

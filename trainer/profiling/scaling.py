@@ -9,9 +9,9 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
-from data.errors import BadInput
-from trainer.flags import Flags
-from trainer.pictures import encode
+from trainer.commands.flags import Flags
+from trainer.loading.errors import BadInput
+from trainer.logs.pictures import encode
 from trainer.profiling.chart import draw_scaling
 from trainer.profiling.flags import ScalingFlags
 from trainer.profiling.processes import World, measure_world, num_usable_devices, trains_on_gpus

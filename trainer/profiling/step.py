@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from data.errors import BadInput
-from trainer.flags import Flags
-from trainer.parallel import Parallel
+from trainer.commands.flags import Flags
+from trainer.loading.errors import BadInput
+from trainer.loop.run import Run
+from trainer.parallel.base import Parallel
 from trainer.profiling.excerpt import opened, train_steps
 from trainer.profiling.flags import StepFlags
 from trainer.profiling.measure import measure
 from trainer.profiling.phases import PHASES, watched
 from trainer.profiling.report import note_of_cut_batch, table, write_json
 from trainer.profiling.targets import unusable
-from trainer.run import Run
 
 TRACED_STEPS = 5
 

@@ -4,7 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from data.errors import BadInput
+from trainer.loading.errors import BadInput
 from trainer.task import Task
 from trainer.tasks.har import HarTask
 from trainer.tasks.seqrec import SeqrecTask

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.har import download_uci_har, load_uci_har
-from data.har_synthetic import load_synthetic_har
-from data.loading import Batch, KeyedDataset
-from data.recording import doubts_about_units, read_new_windows
-from data.windows import (
+from data.har.recording import doubts_about_units, read_new_windows
+from data.har.synthetic import load_synthetic_har
+from data.har.uci_har import download_uci_har, load_uci_har
+from data.har.windows import (
     CLASSES,
     SAMPLE_RATE_HZ,
     SIGNALS,
@@ -30,12 +29,13 @@ from data.windows import (
     split_by_subject,
     subject_folds,
 )
-from models.deepconvlstm import DeepConvLstm
-from models.ensemble import Ensemble, log_mean_probabilities
-from models.har import HarNet, Mode
-from models.standardised import Standardised
-from models.tinyhar import TinyHar
+from models.har.deepconvlstm import DeepConvLstm
+from models.har.harnet import HarNet, Mode
+from models.har.tinyhar import TinyHar
+from models.layers.ensemble import Ensemble, log_mean_probabilities
+from models.layers.standardised import Standardised
 from trainer.config import FlagGroup, flag
+from trainer.loading.batches import Batch, KeyedDataset
 from trainer.task import ClassifiedCurves, ConfusionMatrix, Objective, Picture, Sums, Task
 from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_features
 
@@ -299,7 +299,7 @@ class HarTask(Task):
         return {"confusion_matrix": ConfusionMatrix(sums["confusion"], CLASSES)}
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """See `data.recording.read_new_windows`. Numbers in other units get a warning."""
+        """See `data.har.recording.read_new_windows`. Numbers in other units get a warning."""
         windows = read_new_windows(path)
         for doubt in doubts_about_units(windows):
             print(f"warning: --predict {path}: {doubt}", file=sys.stderr)

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import BadInput
-from data.loading import Batch
-from data.order import SampleKeys
-from data.windows import HarDataset
-from models.har import HarNet
-from models.standardised import Standardised
-from trainer.checkpoint import read_checkpoint
+from data.har.windows import HarDataset
+from models.har.harnet import HarNet
+from models.layers.standardised import Standardised
+from trainer.checkpoint.file import read_checkpoint
+from trainer.loading.batches import Batch
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
 
 ENCODING_BATCH_SIZE = 256
 

@@ -10,14 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.errors import BadInput
-from data.interactions import load_interactions
-from data.interactions_synthetic import load_synthetic_interactions
-from data.loading import Batch
-from data.order import SampleKeys
-from data.sequences import EvaluationSequences, Negatives, TrainSequences, leave_one_out
-from models.mhc import hyper_connections
-from models.ranking import (
+from data.interactions.reader import load_interactions
+from data.interactions.sequences import EvaluationSequences, Negatives, TrainSequences, leave_one_out
+from data.interactions.synthetic import load_synthetic_interactions
+from models.sequential.mhc import hyper_connections
+from models.sequential.ranking import (
     binary_cross_entropy,
     full_softmax,
     generalised_binary_cross_entropy,
@@ -25,9 +22,12 @@ from models.ranking import (
     ranking_metrics,
     sampled_softmax,
 )
-from models.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
-from models.tisasrec import TiSASRec
+from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
+from models.sequential.tisasrec import TiSASRec
 from trainer.config import FlagGroup, flag
+from trainer.loading.batches import Batch
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
 from trainer.task import Objective, ParamGroup, Sums, Task
 
 CUTOFFS = (1, 5, 10, 20)

@@ -1,0 +1,317 @@
+"""The UCI HAR data set as published: reading, downloading, verifying.
+
+Source: Anguita et al., "A public domain dataset for human activity recognition using smartphones", ESANN 2013.
+Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap by half.
+"""
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import numpy as np
+
+from data.har.download import OpenBar, fetch
+from data.har.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
+from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.errors import BadInput
+from trainer.loading.files import ARCHIVE_ERRORS, stamp
+
+ADDRESSES = (
+    "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
+    "https://archive.ics.uci.edu/ml/machine-learning-databases/00240/UCI%20HAR%20Dataset.zip",
+)
+"""Where the data set is published: a zip that holds `UCI HAR Dataset.zip`, and that zip; 61 MB each."""
+SHA256 = {
+    "train/y_train.txt": "415b3357e2e2d5e70a45c781947c6bdd80e0410a579d862eedcd6bbce3c694ef",
+    "train/subject_train.txt": "66e1e2fbe9b396fa5155f531dc3348c803f503be663e2318772d49947db9153a",
+    "train/Inertial Signals/body_acc_x_train.txt": "89f7bf5e360384804439d00f463dd2f717c452c683cac6c0a09b1a191d8ce4a2",
+    "train/Inertial Signals/body_acc_y_train.txt": "4775a586a5a1acc6706edee08c685835daea7bc1d9274e7e7e8d660fea173944",
+    "train/Inertial Signals/body_acc_z_train.txt": "9155718981ff1331dcd2d30aee545905ffba71af9ece5a08d6dfdeeb7d2ec4fb",
+    "train/Inertial Signals/body_gyro_x_train.txt": "423f6806f09059de3c1f443cf1d04a3c3907dc7ee17b5d296ed775b07aa6cde6",
+    "train/Inertial Signals/body_gyro_y_train.txt": "42419d8aaefd1a319561998defb167bfa57f7e51d656b6012d5a59c0b10f5260",
+    "train/Inertial Signals/body_gyro_z_train.txt": "05bc629faee918b0f5b99cd2e68f860c785889627ec8efeb85c29282f3963988",
+    "train/Inertial Signals/total_acc_x_train.txt": "41a7fe1da7b529cc6c2c3d7df97c98752bea74d7a142673dd59c7820fad3b5e6",
+    "train/Inertial Signals/total_acc_y_train.txt": "03bd3a80c0c04bf354597ad62920158b4b6605e157d856a1aab9abb357d40c5d",
+    "train/Inertial Signals/total_acc_z_train.txt": "5be3b593f88d49bb8f740c1c41379fc928ea8608d706594ebbba81cd800a5a33",
+    "test/y_test.txt": "2a94cb53ca46b956c1b2aebd4a09a72badd8a8e9ea9cdfe9f31b3306a08666bb",
+    "test/subject_test.txt": "63b8c577f4a85431c06bd87f6384608c90a9f72f05c7956dd21255dc63515c07",
+    "test/Inertial Signals/body_acc_x_test.txt": "c07eb8ee8c76eafcd94b42111082700e10f4956b769fbbb0d5413c14f38774fa",
+    "test/Inertial Signals/body_acc_y_test.txt": "0ed0057b41f6870b16a6953ef17f6d42bc5542fa304319fb6b7f424dd3380f0b",
+    "test/Inertial Signals/body_acc_z_test.txt": "a2b58317137533bdbf2342bf301ae854c15b1168259cc7b582c2dd131e3d81d5",
+    "test/Inertial Signals/body_gyro_x_test.txt": "fb4f27f13e4e08055043f34ed52f6d8bbe8ebce7dff9475ff92be03b3d3f607c",
+    "test/Inertial Signals/body_gyro_y_test.txt": "d2501166b2b1f645b51f722fcf31f3aa1e9a3edae18d49322612f37b4495cb80",
+    "test/Inertial Signals/body_gyro_z_test.txt": "90a18ce534be0dfc616cefdac9874e2ea599ae20421cd161361c2a33f40cfa5e",
+    "test/Inertial Signals/total_acc_x_test.txt": "ea71c339c828561bc1dc6f7301a54aeb7e61e6312cb2387ebaea832ffd04203d",
+    "test/Inertial Signals/total_acc_y_test.txt": "32692c617b40c16e020bf059a316bd6bf3a63d771f030dfc5fa4003f390b6f67",
+    "test/Inertial Signals/total_acc_z_test.txt": "622ddf1d9532fbe340472074ef1edd1a2f58aa332682542bb36a8c03c9ba9e04",
+}
+"""Checksums of the published files that are read."""
+
+_FORMAT_VERSION = 1
+_TOP_FOLDER = "UCI HAR Dataset"
+
+
+def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
+    """Reads the data set as published, and keeps it parsed in the cache.
+
+    path: the folder `UCI HAR Dataset`, its parent, the zip of it, a zip that holds this zip, or a folder with
+        `UCI HAR Dataset.zip`. Archives are read in memory; nothing is unpacked to disk.
+
+    Raises BadInput, naming file, line and column, when anything is missing or is not what the format says.
+    """
+    source = _find(path)
+    key = f"uci_har-{_digest(_FORMAT_VERSION, source.stamps())}"
+    return HarRecordings(**cached_arrays(cache_dir, key, lambda: _parse(source)))
+
+
+def download_uci_har(
+    path: Path,
+    cache_dir: Path,
+    open_bar: OpenBar,
+    addresses: Sequence[str] = ADDRESSES,
+    sha256: Mapping[str, str] = SHA256,
+) -> None:
+    """Makes the path one that `load_uci_har` reads, with files that have these checksums.
+
+    What is there already is not fetched again, but verified: once, which the cache remembers until it changes.
+
+    path: the zip to make, if its name ends so or it is a file; otherwise a folder, in which it is
+        `UCI HAR Dataset.zip`.
+    open_bar, addresses: as in `data.har.download.fetch`.
+
+    Raises BadInput when the data set cannot be fetched, or a file is not the published one.
+    """
+    there = _find_if_there(path)
+    if there is None:
+        target = path if path.suffix == ".zip" else path / f"{_TOP_FOLDER}.zip"
+        fetch(addresses, target, lambda file: _verify(_Archive(file, "the download"), sha256), open_bar)
+        return
+    key = f"uci_har-verified-{_digest(there.stamps(), sorted(sha256.items()))}"
+    try:
+        cached_arrays(cache_dir, key, lambda: _verify(there, sha256))
+    except BadInput as error:
+        raise BadInput(
+            f"{error}. Delete it and --download fetches it anew; without --download it is used all the same"
+        ) from None
+
+
+def _verify(source: "_Source", sha256: Mapping[str, str]) -> Arrays:
+    """Raises BadInput for a file with another checksum. A cache keeps no arrays of this, but that it succeeded."""
+    for name, expected in sha256.items():
+        found = hashlib.sha256(source.read(name)).hexdigest()
+        if found != expected:
+            raise BadInput(f"{source.where(name)}: is not the published file (sha256 {found}, not {expected})")
+    return {}
+
+
+def _digest(*identity: object) -> str:
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+
+class _Source(Protocol):
+    """The files of the data set, named relative to its top folder."""
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Changes when the files do: resolved path, size in bytes, time of change in ns."""
+        ...
+
+    def where(self, name: str) -> str:
+        """The file as a message names it."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Raises BadInput when there is no such file."""
+        ...
+
+
+class _Folder:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        return [stamp(file) for file in sorted(self._root.glob("t*/**/*.txt"))]
+
+    def where(self, name: str) -> str:
+        return f"--data-dir: {self._root / name}"
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self._root / name).read_bytes()
+        except OSError as error:
+            raise BadInput(f"{self.where(name)}: {error.strerror}; the data set is not complete") from None
+
+
+class _Archive:
+    def __init__(self, path: Path, name: str) -> None:
+        """name: what messages call it."""
+        self._path = path
+        self._name = name
+        self._opened: tuple[zipfile.ZipFile, str] | None = None
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        return [stamp(self._path)]
+
+    def where(self, name: str) -> str:
+        return f"{self._name}, {name}"
+
+    def read(self, name: str) -> bytes:
+        with _archive_errors(self._name):
+            if self._opened is None:
+                self._opened = _open_archive(self._path, self._name)
+            archive, top = self._opened
+            if top + name not in archive.namelist():
+                raise BadInput(f"{self.where(name)}: not in the archive; the data set is not complete")
+            return archive.read(top + name)
+
+
+@contextmanager
+def _archive_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ARCHIVE_ERRORS as error:
+        raise BadInput(f"{name} is not a zip file or is damaged ({error}); fetch it again") from None
+
+
+def _open_archive(path: Path, name: str) -> tuple[zipfile.ZipFile, str]:
+    """The archive that holds the data set, itself or the one inside it, and the top folder in it ("" or "x/")."""
+    archive = zipfile.ZipFile(path)
+    inner = [member for member in archive.namelist() if member.endswith(".zip") and not _is_hidden(member)]
+    top = _top_folder(archive)
+    if top is None and inner:
+        archive = zipfile.ZipFile(io.BytesIO(archive.read(inner[0])))
+        top = _top_folder(archive)
+    if top is None:
+        raise BadInput(f"{name} holds no folder train with the files of UCI HAR; check the path")
+    return archive, top
+
+
+def _top_folder(archive: zipfile.ZipFile) -> str | None:
+    for name in archive.namelist():
+        folders = PurePosixPath(name).parts[:-1]
+        if "train" in folders[:2] and not _is_hidden(name):
+            return "".join(f"{folder}/" for folder in folders[: folders.index("train")])
+    return None
+
+
+def _is_hidden(name: str) -> bool:
+    # The published archive was packed on a Mac, which adds a shadow of every file.
+    return name.startswith("__MACOSX/")
+
+
+def _find(path: Path) -> _Source:
+    source = _find_if_there(path)
+    if source is not None:
+        return source
+    path = path.resolve()
+    if not path.exists():
+        raise BadInput(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
+    raise BadInput(
+        f"--data-dir {path}: holds no folder train with the files of UCI HAR; give the folder {_TOP_FOLDER} or its zip"
+    )
+
+
+def _find_if_there(path: Path) -> _Source | None:
+    path = path.resolve()
+    for folder in (path, path / _TOP_FOLDER):
+        if (folder / "train").is_dir():
+            return _Folder(folder)
+    for archive in (path, path / f"{_TOP_FOLDER}.zip"):
+        if archive.is_file():
+            return _Archive(archive, f"--data-dir: {archive}")
+    return None
+
+
+def _parse(source: _Source) -> Arrays:
+    parts = {part: _parse_part(source, part) for part in ("train", "test")}
+    for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
+        where = source.where("test/subject_test.txt")
+        raise BadInput(f"{where}: subject {subject} is in the training part too; give the official split")
+    arrays = {name: np.concatenate([part[name] for part in parts.values()]) for name in parts["train"]}
+    arrays["is_test"] = np.repeat([False, True], [len(part["labels"]) for part in parts.values()])
+    return arrays
+
+
+def _parse_part(source: _Source, part: str) -> Arrays:
+    label_file, subject_file = f"{part}/y_{part}.txt", f"{part}/subject_{part}.txt"
+    labels = _parse_integers(source, label_file, _lines(source, label_file))
+    for row in np.flatnonzero((labels < 1) | (labels > len(CLASSES))):
+        known = f"the classes are 1 to {len(CLASSES)}"
+        raise BadInput(f"{source.where(label_file)}, line {row + 1}: unknown class label {labels[row]}; {known}")
+    subjects = _parse_integers(source, subject_file, _equally_many_lines(source, subject_file, label_file, labels))
+    signals = np.empty((len(labels), len(SIGNALS), WINDOW_LENGTH), np.float32)
+    for channel, signal in enumerate(SIGNALS):
+        file = f"{part}/Inertial Signals/{signal}_{part}.txt"
+        lines = _equally_many_lines(source, file, label_file, labels)
+        _parse_windows(source, file, lines, signals[:, channel])
+    return {"signals": signals, "labels": labels - 1, "subjects": subjects}
+
+
+def _lines(source: _Source, name: str) -> list[bytes]:
+    lines = source.read(name).splitlines()
+    if not lines:
+        raise BadInput(f"{source.where(name)}: is empty; fetch the data set again")
+    return lines
+
+
+def _equally_many_lines(source: _Source, name: str, reference: str, labels: np.ndarray) -> list[bytes]:
+    lines = _lines(source, name)
+    if len(lines) != len(labels):
+        raise BadInput(
+            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; "
+            "the files of a data set belong together"
+        )
+    return lines
+
+
+def _parse_integers(source: _Source, name: str, lines: list[bytes]) -> np.ndarray:
+    numbers = np.empty(len(lines), np.int64)
+    for row, line in enumerate(lines):
+        try:
+            numbers[row] = int(line)
+        except (ValueError, OverflowError):
+            shown = line.decode(errors="replace")
+            raise BadInput(f"{source.where(name)}, line {row + 1}: {shown!r} is not a whole number") from None
+    return numbers
+
+
+def _parse_windows(source: _Source, name: str, lines: list[bytes], out: np.ndarray) -> None:
+    """Writes the windows, one a line, to out, (N, 128)."""
+    num_columns = out.shape[1]
+    for row, line in enumerate(lines):
+        values = _parse_line(line)
+        if values is None or values.size != num_columns:
+            raise _bad_line(source, name, row, line, num_columns)
+        out[row] = values
+    for bad_row in np.flatnonzero(~np.isfinite(out).all(axis=1)).tolist():
+        raise _bad_line(source, name, bad_row, lines[bad_row], num_columns)
+
+
+def _parse_line(line: bytes) -> np.ndarray | None:
+    """The numbers of a line, float32; None when a field is not a number."""
+    try:
+        return np.fromstring(line, np.float32, sep=" ")
+    except ValueError:
+        return None
+
+
+def _bad_line(source: _Source, name: str, row: int, line: bytes, num_columns: int) -> BadInput:
+    reason = _what_is_wrong(line, num_columns)
+    return BadInput(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
+
+
+def _what_is_wrong(line: bytes, num_columns: int) -> str:
+    """Says slowly and precisely what is wrong with a line of numbers."""
+    fields = line.decode(errors="replace").split()
+    if len(fields) != num_columns:
+        return f": {len(fields)} columns instead of {num_columns}"
+    for column, field in enumerate(fields, start=1):
+        values = _parse_line(field.encode())
+        if values is None or values.size != 1:
+            return f", column {column}: {field!r} is not a number"
+        if not np.isfinite(values[0]):
+            return f", column {column}: {field} is not a finite number"
+    raise AssertionError(f"nothing wrong with {line!r}")

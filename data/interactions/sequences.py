@@ -1,0 +1,313 @@
+"""Leave-one-out data sets over interactions, with negative items.
+
+Of a user with three or more interactions the last is the test target, the one before it the validation target, and the
+rest is trained on; with fewer all are. Rows of a batch are left-aligned, padded with item 0 behind, and as wide as the
+longest of them.
+
+Everything random is a function of seed, epoch and user (or sample), never of the batch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from data.interactions.item_sets import ItemSets, below, distinct_below, is_real, ragged
+from data.interactions.reader import Interactions
+from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.counter_random import random_bits
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+
+NUM_EVALUATION_NEGATIVES = 100
+
+_FORMAT_VERSION = 1
+_LARGEST_SCALED_TIME = np.iinfo(np.int32).max
+_TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
+
+
+@dataclass(frozen=True)
+class Negatives:
+    """How many negative items a training sample gets.
+
+    num: drawn for each position, or for the user.
+    per_position: (B, T, num) draws, else (B, num), which all positions of the user share.
+    """
+
+    num: int
+    per_position: bool
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What is trained on.
+
+    num_train: (num_users,) int64, the first so many interactions of each user.
+    items: the sets of items trained on.
+    scaled_times: (n,) int32 for all interactions, or None where they have no times.
+    """
+
+    num_train: np.ndarray
+    items: ItemSets
+    scaled_times: np.ndarray | None
+
+
+class TrainSequences:
+    """The training items of every user who has two or more: each item but the first is to be predicted."""
+
+    def __init__(
+        self, interactions: Interactions, split: _Split, maxlen: int, seed: int, negatives: Negatives | None
+    ) -> None:
+        """maxlen: inputs of a sample at most. seed: key of the negatives."""
+        self._interactions = interactions
+        self._split = split
+        self._seed = seed
+        self._negatives = negatives
+        self.users = np.flatnonzero(split.num_train >= 2)
+        self._lengths = np.minimum(split.num_train[self.users] - 1, maxlen)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def num_terms(self, index: np.ndarray) -> np.ndarray:
+        """How many items are predicted for each of the samples (B,): (B,) int64."""
+        return self._lengths[index]
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """The last maxlen + 1 training items of each user, as inputs and as targets, which are one ahead.
+
+        {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times of
+        the inputs, from 1 (absent where interactions have no times), "negatives": int64, (B, T, num), 0 where padded,
+        or (B, num) (absent where none are asked for)}. Negatives are uniform among the items that the user has not in
+        training.
+        """
+        users, length = self.users[keys.index], self._lengths[keys.index]
+        end = self._interactions.offsets[users] + self._split.num_train[users]
+        batch: Arrays = {
+            "items": ragged(self._interactions.items, end - 1 - length, length).astype(np.int64),
+            "targets": ragged(self._interactions.items, end - length, length).astype(np.int64),
+            "length": length,
+        }
+        if self._split.scaled_times is not None:
+            batch["times"] = ragged(self._split.scaled_times, end - 1 - length, length)
+        if self._negatives is not None:
+            batch["negatives"] = self._draw(keys, users, length, self._negatives)
+        return batch
+
+    def _draw(self, keys: SampleKeys, users: np.ndarray, length: np.ndarray, negatives: Negatives) -> np.ndarray:
+        # Counters go position by position, so that the draws of one do not depend on the padding behind it.
+        width = length.max(initial=0) if negatives.per_position else 1
+        bits = random_bits(self._seed, keys.epoch, keys.index, width * negatives.num, _TRAIN_STREAM)
+        num_others = self._split.items.num_others(users)
+        items = self._split.items.others(users, below(bits, num_others))
+        if not negatives.per_position:
+            return items
+        items = items.reshape(len(users), width, negatives.num)
+        return np.where(is_real(length, width)[:, :, None], items, 0)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Draws a user's negatives for evaluation.
+
+    excluded: they are uniform among the other items.
+    distinct: without replacement.
+    """
+
+    excluded: ItemSets
+    distinct: bool
+    seed: int
+    stream: int
+
+    def draw(self, users: np.ndarray) -> np.ndarray:
+        """Users (B,) to items (B, 100) int64."""
+        bits = random_bits(self.seed, 0, users, NUM_EVALUATION_NEGATIVES, self.stream)
+        num_others = self.excluded.num_others(users)
+        r = distinct_below(bits, num_others) if self.distinct else below(bits, num_others)
+        return self.excluded.others(users, r)
+
+
+class EvaluationSequences:
+    """The history of every user with three or more interactions, the item that follows, and items that do not.
+
+    Rows are ordered by the length of the history, so that neighbours need little padding.
+
+    users: (n,) int64, the user of each row.
+    """
+
+    def __init__(
+        self,
+        interactions: Interactions,
+        split: _Split,
+        maxlen: int,
+        candidates: _Candidates,
+        *,
+        follows_validation: bool,
+        mask_seen: bool,
+    ) -> None:
+        """follows_validation: the target is the last interaction, the one of the test, not the one before it."""
+        self._interactions = interactions
+        self._split = split
+        self._maxlen = maxlen
+        self._candidates = candidates
+        self._follows_validation = follows_validation
+        self._mask_seen = mask_seen
+        num_interactions = np.diff(interactions.offsets)
+        users = np.flatnonzero(num_interactions > split.num_train)
+        self.users = users[np.argsort(num_interactions[users], kind="stable")]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """The last maxlen items of each history, in the order of time, and what follows.
+
+        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent where
+        interactions have no times), "target": (B,) int64, "candidates": (B, 100) int64, negatives, "seen": (B, S)
+        int64, the distinct items of the whole history but the target, in any order (absent unless asked for)}.
+        """
+        users = self.users[keys.index]
+        start = self._interactions.offsets[users]
+        target = start + self._split.num_train[users] + self._follows_validation
+        length = np.minimum(target - start, self._maxlen)
+        batch: Arrays = {
+            "items": ragged(self._interactions.items, target - length, length).astype(np.int64),
+            "length": length,
+            "target": self._interactions.items[target].astype(np.int64),
+            "candidates": self._candidates.draw(users),
+        }
+        if self._split.scaled_times is not None:
+            batch["times"] = ragged(self._split.scaled_times, target - length, length)
+        if self._mask_seen:
+            batch["seen"] = self._seen(users, target)
+        return batch
+
+    def _seen(self, users: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """The items of training, with the one of validation if that is history, without the target."""
+        count = self._split.items.sizes(users)
+        seen = self._split.items.padded(users, num_more=1)  # one more for the item of validation
+        if self._follows_validation:
+            previous = self._interactions.items[target - 1]
+            is_new = ~(seen == previous[:, None]).any(axis=1)
+            seen[is_new, count[is_new]] = previous[is_new]
+            count += is_new
+        # The last item of the row takes the place of the target.
+        row, column = np.nonzero(seen == self._interactions.items[target][:, None])
+        count[row] -= 1
+        seen[row, column] = seen[row, count[row]]
+        seen[row, count[row]] = 0
+        return seen[:, : count.max(initial=0)]
+
+
+def leave_one_out(
+    interactions: Interactions,
+    cache_dir: Path,
+    *,
+    seed: int,
+    maxlen: int,
+    negatives: Negatives | None,
+    eval_negatives: Literal["parity", "clean"],
+    mask_seen: bool,
+) -> dict[str, TrainSequences | EvaluationSequences]:
+    """The data sets "train", "val" and "test".
+
+    The history of validation is what is trained on; that of the test has the validation item behind it.
+
+    seed: key of all negatives. Those of training change with the epoch, the 100 of an evaluation never do.
+    maxlen: items of a history that are used, the last ones, >= 1.
+    negatives: of training; None for none.
+    eval_negatives: "parity": drawn uniformly with replacement among the items that the user has not in training, so
+        the validation item, or even the target, can be among them, as in the published code of SASRec. "clean":
+        100 distinct items with which the user never interacted, each such set being equally probable.
+    mask_seen: evaluation batches carry "seen".
+
+    Raises BadInput when there is nothing to train on, or too few items are left for the negatives of a user.
+    """
+    split = _load_split(interactions, cache_dir)
+    train = TrainSequences(interactions, split, maxlen, seed, negatives)
+    if not len(train):
+        raise BadInput("--data-dir: no user has two interactions to train on; give more data, or a smaller --k-core")
+    clean = eval_negatives == "clean"
+    excluded = _load_all_items(interactions, cache_dir) if clean else split.items
+    val, test = (
+        EvaluationSequences(
+            interactions,
+            split,
+            maxlen,
+            _Candidates(excluded, clean, seed, stream),
+            follows_validation=stream == _TEST_STREAM,
+            mask_seen=mask_seen,
+        )
+        for stream in (_VAL_STREAM, _TEST_STREAM)
+    )
+    if negatives is not None:
+        _check_enough_others(split.items, train.users, 1, "--data-dir")
+    if clean:
+        _check_enough_others(excluded, test.users, NUM_EVALUATION_NEGATIVES, "--eval-negatives clean")
+    else:
+        _check_enough_others(excluded, test.users, 1, "--data-dir")
+    return {"train": train, "val": val, "test": test}
+
+
+def _check_enough_others(sets: ItemSets, users: np.ndarray, wanted: int, flag: str) -> None:
+    fewest = sets.num_others(users).min(initial=wanted)
+    if fewest < wanted:
+        raise BadInput(
+            f"{flag}: negatives are items without the user, and one user leaves {fewest} of the {sets.num_items} "
+            f"items, where {wanted} {'is' if wanted == 1 else 'are'} needed; give data with more items"
+        )
+
+
+def _load_split(interactions: Interactions, cache_dir: Path) -> _Split:
+    def build() -> Arrays:
+        num_interactions = np.diff(interactions.offsets)
+        num_train = np.where(num_interactions >= 3, num_interactions - 2, num_interactions)
+        users, position = _users_and_positions(interactions)
+        in_training = position < num_train[users]
+        arrays = {"num_train": num_train}
+        arrays |= _item_sets(interactions, users, in_training).arrays
+        if interactions.times is not None:
+            arrays["scaled_times"] = _scaled_times(interactions, interactions.times, users, in_training)
+        return arrays
+
+    key = f"{interactions.key}-leave_one_out-{_FORMAT_VERSION}"
+    arrays = cached_arrays(cache_dir, key, build)
+    items = ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
+    return _Split(arrays["num_train"], items, arrays.get("scaled_times"))
+
+
+def _load_all_items(interactions: Interactions, cache_dir: Path) -> ItemSets:
+    users, _ = _users_and_positions(interactions)
+    everything = np.ones(len(users), bool)
+    key = f"{interactions.key}-all_items-{_FORMAT_VERSION}"
+    arrays = cached_arrays(cache_dir, key, lambda: _item_sets(interactions, users, everything).arrays)
+    return ItemSets(**arrays, num_items=interactions.num_items)
+
+
+def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
+    """Of the chosen interactions, (n,) bool."""
+    return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
+
+
+def _users_and_positions(interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
+    """Of each interaction (n,) the user, and which of the user's it is, from 0; int64."""
+    users = np.repeat(np.arange(interactions.num_users), np.diff(interactions.offsets))
+    return users, np.arange(len(users)) - interactions.offsets[users]
+
+
+def _scaled_times(
+    interactions: Interactions, times: np.ndarray, users: np.ndarray, in_training: np.ndarray
+) -> np.ndarray:
+    """Times since the user's first in units of the user's smallest gap, rounded, plus 1: (n,) int32.
+
+    The gap is the smallest that is not 0 between interactions trained on, or 1 s: nothing of the future enters. After
+    Li, Wang and McAuley, "Time interval aware self-attention for sequential recommendation", WSDM 2020.
+    """
+    gaps = np.diff(times)
+    counts = (users[1:] == users[:-1]) & in_training[1:] & (gaps > 0)
+    smallest = np.full(interactions.num_users, np.iinfo(np.int64).max)
+    np.minimum.at(smallest, users[1:][counts], gaps[counts])
+    smallest[smallest == np.iinfo(np.int64).max] = 1
+    scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
+    return np.minimum(scaled, _LARGEST_SCALED_TIME).astype(np.int32)

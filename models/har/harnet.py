@@ -1,0 +1,132 @@
+"""Convolutional networks for windows of inertial signals."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from models.layers.ensemble import log_mean_probabilities
+
+Mode = Literal["early", "flatten", "average", "first"]
+
+NUM_MOVEMENT_CHANNELS = 6
+"""Acceleration without gravity, and rotation, come first; acceleration with gravity has no other movement in it."""
+SMALL_MOVEMENT = 0.03
+"""In standard deviations: below it the second view of a channel is linear, above it logarithmic."""
+
+
+class HarNet(nn.Module):
+    """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
+
+    It consists of several small networks, its members, that see the same windows and share nothing. Each is to be
+    trained on a loss of its own (`member_logits`); the model answers with the mean of their probabilities (deep
+    ensembles: Lakshminarayanan et al., 2017). They are computed side by side, as groups of one convolution.
+
+    Every layer normalises within a sample and a member (GroupNorm, LayerNorm), so that what a sample gets does not
+    depend on the samples beside it. T is at least 8; any length works, because features are pooled over time.
+
+    mode: how the channels meet.
+        "early": the first convolution sees all channels. The accurate one.
+        "flatten": one single-channel encoder, shared by the channels; their features are concatenated.
+        "average": the same, features averaged over the channels.
+        "first": the same, of channel 0 alone.
+    hidden_dims: widths of the hidden layers of each member's head; () for a linear head.
+    dropout: rate after each hidden layer.
+    widths: of each member's convolutions, each of which halves the time axis; a multiple of 8 each.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "early",
+        num_channels: int = 9,
+        num_classes: int = 6,
+        hidden_dims: Sequence[int] = (128,),
+        dropout: float = 0.2,
+        widths: Sequence[int] = (32, 48, 64),
+        num_members: int = 4,
+    ) -> None:
+        super().__init__()
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode {mode!r}: must be one of {', '.join(get_args(Mode))}")
+        self.mode = mode
+        self._encoder_is_frozen = False
+        self.encoder = Encoder(num_channels if mode == "early" else 1, widths, num_members)
+        num_features = self.encoder.num_features * (num_channels if mode == "flatten" else 1)
+        self.heads = nn.ModuleList(_head(num_features, num_classes, hidden_dims, dropout) for _ in range(num_members))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return log_mean_probabilities(self.member_logits(self.features(x)))
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the members' heads see of the windows: (B, num_members, num_features)."""
+        features: Tensor
+        if self.mode == "early":
+            features = self.encoder(x)
+        elif self.mode == "first":
+            features = self.encoder(x[:, :1])
+        else:
+            # Channels become samples, so that one encoder sees each of them alone.
+            per_channel = self.encoder(x.flatten(0, 1).unsqueeze(1)).unflatten(0, x.shape[:2])
+            features = per_channel.transpose(1, 2).flatten(2) if self.mode == "flatten" else per_channel.mean(1)
+        return features
+
+    def member_logits(self, features: Tensor) -> Tensor:
+        """features: of `features`. Returns (B, num_members, num_classes)."""
+        return torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
+
+    def freeze_encoder(self) -> None:
+        """The encoder is not trained, and is in eval mode whatever the mode of the rest."""
+        self._encoder_is_frozen = True
+        self.encoder.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "HarNet":
+        super().train(mode)
+        if self._encoder_is_frozen:
+            self.encoder.eval()
+        return self
+
+
+class Encoder(nn.Module):
+    """Strided convolutions, then mean and maximum over time: (B, C, T) -> (B, num_members, num_features).
+
+    They see the first six channels twice: as they are, and on a nearly logarithmic scale on which small movements show.
+    """
+
+    def __init__(self, num_channels: int, widths: Sequence[int], num_members: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        num_channels += min(num_channels, NUM_MOVEMENT_CHANNELS)
+        groups = 1  # all members begin with the same channels
+        for width, kernel_size in zip(widths, (9, 5, *[3] * len(widths)), strict=False):
+            # No bias: the normalisation that follows would cancel it.
+            conv = nn.Conv1d(
+                num_channels, num_members * width, kernel_size, stride=2, padding=kernel_size // 2, groups=groups,
+                bias=False,
+            )  # fmt: skip
+            layers += [conv, nn.GroupNorm(8 * num_members, num_members * width), nn.GELU()]
+            num_channels, groups = num_members * width, num_members
+        self.layers = nn.Sequential(*layers)
+        self.num_members = num_members
+        self.num_features = 2 * widths[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(with_small_movements(x)).unflatten(1, (self.num_members, -1))
+        return torch.cat([h.mean(-1), h.amax(-1)], dim=-1)
+
+
+def with_small_movements(x: Tensor) -> Tensor:
+    """Adds asinh(x / 0.03) / 3 of the first six channels: (B, C, T) in standard deviations -> (B, C + min(C, 6), T).
+
+    Standing and sitting differ by movements of a few hundredths of a deviation, that of walking. They are lost beside
+    gravity, and show here.
+    """
+    return torch.cat([x, torch.asinh(x[:, :NUM_MOVEMENT_CHANNELS] / SMALL_MOVEMENT) / 3], dim=1)
+
+
+def _head(num_features: int, num_classes: int, hidden_dims: Sequence[int], dropout: float) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in hidden_dims:
+        layers += [nn.Linear(num_features, width, bias=False), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout)]
+        num_features = width
+    return nn.Sequential(*layers, nn.Linear(num_features, num_classes))

@@ -1,0 +1,97 @@
+"""TinyHAR: a lightweight model for windows of inertial signals (Zhou et al., ISWC 2022)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.dropout import Dropout
+
+_KERNEL_SIZE = 5
+_STRIDES = (1, 2, 1, 2)
+_NUM_FILTERS = 24
+
+
+class TinyHar(nn.Module):
+    """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
+
+    Convolutions shared by the channels, attention between the channels of one time step, a linear layer that fuses
+    them, an LSTM over time and an attentive pooling of its states. T is at least 1; four layers with strides
+    1, 2, 1, 2 leave ceil(T / 4) time steps. 42,704 parameters for 9 channels and 6 classes.
+
+    Of the variants in the authors' code (teco-kit/ISWC22-HAR) these are attn, FC, lstm and tnaive, here with 24
+    filters. Unlike theirs, the convolutions are padded, and dropout acts before the classifier too.
+
+    Batch norm is part of the published model: in training the logits of a window depend on the windows beside it,
+    and so on the micro-batch and on the number of devices. In eval mode they do not.
+
+    Both attentions add to their input through a gate that starts at 0. The weights behind a closed gate have no
+    gradient until the first step has opened it.
+
+    dropout: rate after the attention between channels and before the classifier, in [0, 1).
+    """
+
+    def __init__(self, num_channels: int = 9, num_classes: int = 6, dropout: float = 0.5) -> None:
+        super().__init__()
+        width = 2 * _NUM_FILTERS
+        self.encoder = _encoder()
+        self.channel_attention = ChannelAttention(_NUM_FILTERS)
+        self.fusion = nn.Linear(num_channels * _NUM_FILTERS, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.pooling = AttentivePooling(width)
+        self.classifier = nn.Linear(width, num_classes)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encoder(x.unsqueeze(1))  # (B, filters, channels, steps)
+        mixed = self.dropout(self.channel_attention(features.permute(0, 3, 2, 1)))
+        fused = self.fusion(mixed.flatten(2)).relu()
+        states, _ = self.lstm(fused)
+        return self.classifier(self.dropout(self.pooling(states)))
+
+
+def _encoder() -> nn.Sequential:
+    """(B, 1, channels, T) -> (B, filters, channels, steps). No kernel reaches from one channel to another."""
+    layers: list[nn.Module] = []
+    num_inputs = 1
+    for stride in _STRIDES:
+        # The bias stays: a ReLU stands between it and the norm.
+        conv = nn.Conv2d(
+            num_inputs, _NUM_FILTERS, (1, _KERNEL_SIZE), stride=(1, stride), padding=(0, _KERNEL_SIZE // 2)
+        )
+        layers += [conv, nn.ReLU(), nn.BatchNorm2d(_NUM_FILTERS)]
+        num_inputs = _NUM_FILTERS
+    return nn.Sequential(*layers)
+
+
+class ChannelAttention(nn.Module):
+    """Self-attention among the channels of each time step, x + gate * attention(x), unscaled as in the authors' code.
+
+    There a softmax over the rows lets the projection called "key" ask the questions; here it is named for what it does.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, steps, channels, width) -> the same."""
+        mixed = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), scale=1.0)
+        return x + self.gate * mixed
+
+
+class AttentivePooling(nn.Module):
+    """The last state plus gate * a mean of all states, weighted by softmax(v . tanh(W state + b)) over time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, width)
+        self.score = nn.Linear(width, 1, bias=False)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(B, steps, width) -> (B, width)."""
+        weights = self.score(self.hidden(states).tanh()).softmax(dim=1)
+        return states[:, -1] + self.gate * (weights * states).sum(dim=1)

@@ -1,0 +1,200 @@
+"""Manifold-constrained hyper-connections: several residual streams instead of one (arXiv 2512.24880).
+
+The state of a token is n streams X (n, C). Around a sub-layer F, which includes its own norm,
+
+    X' = H_res X + h_post^T F(h_pre X)
+
+with coefficients that depend on the token (equations 7 and 8 of the paper): with v = RMSNorm(vec(X)),
+
+    h_pre = sigmoid(a_pre v phi_pre + b_pre)
+    h_post = 2 sigmoid(a_post v phi_post + b_post)
+    H_res = Sinkhorn(a_res v phi_res + b_res)
+
+The streams live from the first sub-layer to the last: the first connection of a model opens them, as copies of its
+input, and the last one closes them, by their mean. Where all streams are equal, or only their mean is used, H_res has
+a true gradient of zero (as has h_pre in front of a norm), so those two connections have no such coefficients.
+
+At the start h_post is 1, H_res is close to the identity and h_pre adds up to 1, most of it on stream l mod n at
+connection l. All streams are then equal and the network is the plain pre-norm one, but the streams are read
+differently and so receive different gradients; with equal h_pre they would stay equal for ever.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.sequential.sasrec import NORM_EPS, Sublayer, rows
+
+_OTHERS_SHARE = 1 / (1 + math.exp(4.0))
+"""What h_pre reads at the start of every stream but one: sigmoid(-4)."""
+_RESIDUAL_LOGIT = 1.5
+"""b_res at the start: this on the diagonal, minus this elsewhere."""
+_PHI_STD = 0.02
+_SMALLEST_ENTRY = math.exp(-27.0)
+
+
+def hyper_connections(
+    width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
+    in_full_precision: bool = False,
+) -> list["HyperConnection"]:  # fmt: skip
+    """The connections of a whole model, two for each block; the arguments are those of HyperConnection."""
+    last = 2 * num_blocks - 1
+    return [
+        HyperConnection(
+            width, layer, num_streams, init_gate, num_iterations, in_full_precision,
+            opens=layer == 0, closes=layer == last,
+        )
+        for layer in range(last + 1)
+    ]  # fmt: skip
+
+
+class HyperConnection(nn.Module):
+    """One connection. Its sub-layer gets normalised input, as in a pre-norm residual connection.
+
+    layer: 0-based number of the sub-layer within the model.
+    num_streams: n, at least 2.
+    init_gate: a_pre, a_post and a_res at the start: how much the coefficients depend on the token.
+    num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
+    in_full_precision: keeps the whole connection out of autocast; otherwise its matrix products take part.
+    opens: takes (B, T, C) and makes the streams.
+    closes: gives (B, T, C), the mean of the streams.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        layer: int,
+        num_streams: int,
+        init_gate: float,
+        num_iterations: int,
+        in_full_precision: bool,
+        opens: bool,
+        closes: bool,
+    ) -> None:
+        super().__init__()
+        self.num_iterations = num_iterations
+        self.in_full_precision = in_full_precision
+        self.opens, self.closes = opens, closes
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        n = num_streams
+        read = width if opens else n * width
+        self.post = Coefficients(read, torch.zeros(n), init_gate)
+        if not opens:
+            self.pre = Coefficients(read, _one_hot_read(layer % n, n), init_gate)
+        if not opens and not closes:
+            self.residual = Coefficients(read, _RESIDUAL_LOGIT * (2 * torch.eye(n) - 1).flatten(), init_gate)
+
+    def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
+        """(B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` is given; see `opens` and `closes`."""
+        with self._precision(x):
+            streams = x.unsqueeze(-2) if self.opens else x
+            # A sum of products: a product of matrices this thin is many times slower on a CPU.
+            read = x if self.opens else (torch.sigmoid(self.pre(streams)).unsqueeze(-1) * streams).sum(-2)
+            normalised = self.norm(read)
+        out = sublayer(rows(normalised, last), normalised)
+        with self._precision(x):
+            streams = rows(streams, last)
+            post = 2 * torch.sigmoid(self.post(streams))
+            if self.closes:
+                return streams.mean(-2) + post.mean(-1, keepdim=True) * out
+            kept = streams if self.opens else self.residual_matrix(streams) @ streams
+            return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
+
+    def residual_matrix(self, streams: Tensor) -> Tensor:
+        """H_res of every token, (..., n, n), doubly stochastic."""
+        n = streams.shape[-2]
+        return doubly_stochastic(self.residual(streams).unflatten(-1, (n, n)), self.num_iterations)
+
+    def _precision(self, x: Tensor) -> Any:
+        return torch.autocast(x.device.type, enabled=False) if self.in_full_precision else nullcontext()
+
+
+class Coefficients(nn.Module):
+    """gate * (RMSNorm(vec(X)) phi) + bias, in full precision but for the product with phi.
+
+    RMSNorm's own gain is absorbed in phi, and it divides the product, which is shorter than what goes into it.
+    """
+
+    def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
+        super().__init__()
+        self.phi = nn.Parameter(torch.randn(len(bias), num_inputs) * _PHI_STD)
+        self.gate = nn.Parameter(torch.tensor(gate))
+        self.bias = nn.Parameter(bias)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """(..., n, C) -> (..., number of coefficients)."""
+        flat = streams.flatten(-2)
+        product = nn.functional.linear(flat, self.phi).to(self.phi.dtype)
+        rms = flat.to(self.phi.dtype).square().mean(-1, keepdim=True).add(NORM_EPS).sqrt()
+        return self.gate * (product / rms) + self.bias
+
+
+def _one_hot_read(stream: int, n: int) -> Tensor:
+    """b_pre that reads mostly one stream, with a total of exactly 1."""
+    share = torch.full((n,), _OTHERS_SHARE)
+    share[stream] = 1 - (n - 1) * _OTHERS_SHARE
+    return torch.logit(share)
+
+
+def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
+    """The doubly stochastic matrix near exp(logits): (..., n, n), at least in float32.
+
+    Its columns and rows are divided by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Logits far apart would
+    take many more iterations than anyone wants to wait for, so the columns' remaining error is removed by the rounding
+    of Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2), after which rows and columns sum to 1 exactly.
+    """
+    n = logits.shape[-1]
+    # With tokens as the last dimension, sums over the small matrices are sums of long vectors.
+    by_token = logits.reshape(-1, n, n).permute(1, 2, 0)
+    if by_token.dtype in (torch.float16, torch.bfloat16):
+        by_token = by_token.float()
+    matrix: Tensor = _Sinkhorn.apply(by_token, num_iterations)
+    matrix = matrix / matrix.sum(0, keepdim=True).clamp(min=1)
+    lack_of_row = (1 - matrix.sum(1, keepdim=True)).clamp(min=0)
+    lack_of_column = (1 - matrix.sum(0, keepdim=True)).clamp(min=0)
+    matrix = matrix + lack_of_row * lack_of_column / lack_of_row.sum(0, keepdim=True).clamp(min=_SMALLEST_ENTRY)
+    # Contiguous: products with matrices of any other layout are made one by one.
+    return matrix.permute(2, 0, 1).reshape(logits.shape).contiguous()
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """exp(logits) of (n, n, tokens), its columns and rows normalised in turn.
+
+    Every iterate is diag(u) K diag(v), so only the vectors are iterated, and only they are kept for backward. An entry
+    below e^-27 of its column's largest counts as that much, so that no sum vanishes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, num_iterations: int) -> Tensor:
+        # The first division cancels any factor of a column, so the largest entry can be 1.
+        kernel = (logits - logits.amax(0, keepdim=True)).exp().clamp(min=_SMALLEST_ENTRY).contiguous()
+        u = [torch.ones_like(kernel[:, 0])]
+        v = []
+        for _ in range(num_iterations):
+            v.append(1 / (kernel * u[-1].unsqueeze(1)).sum(0))
+            u.append(1 / (kernel * v[-1].unsqueeze(0)).sum(1))
+        ctx.save_for_backward(kernel, torch.stack(u), torch.stack(v))
+        return u[-1].unsqueeze(1) * kernel * v[-1].unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        kernel, u, v = ctx.saved_tensors
+        (grad,) = grads
+        weighted = grad * kernel
+        grad_u = (weighted * v[-1].unsqueeze(0)).sum(1)
+        grad_v = (weighted * u[-1].unsqueeze(1)).sum(0)
+        grad_kernel = u[-1].unsqueeze(1) * grad * v[-1].unsqueeze(0)
+        for t in reversed(range(len(v))):
+            # u[t + 1] = 1 / (K v[t])
+            row = -grad_u * u[t + 1].square()
+            grad_kernel += row.unsqueeze(1) * v[t].unsqueeze(0)
+            grad_v = grad_v + (kernel * row.unsqueeze(1)).sum(0)
+            # v[t] = 1 / (K^T u[t])
+            column = -grad_v * v[t].square()
+            grad_kernel += u[t].unsqueeze(1) * column.unsqueeze(0)
+            grad_u = (kernel * column.unsqueeze(0)).sum(1)
+            grad_v = torch.zeros_like(grad_v)  # only the last v is part of the result
+        return grad_kernel * kernel, None

@@ -1,0 +1,134 @@
+"""TiSASRec: time interval aware self-attention (Li, Wang and McAuley, WSDM 2020), without its (B, T, T, width) tensors.
+
+With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R, V^R of intervals, the paper's
+
+    logit_ij = Q_i . (K_j + K^P_j + K^R[r_ij]) / sqrt(d)        (equation 8)
+    out_i    = sum_j a_ij (V_j + V^P_j + V^R[r_ij])             (equation 6)
+
+looks up K^R and V^R for every pair. But Q_i . K^R[r] is a matrix product S with the small table, of which each pair
+picks one number, S[i, r_ij]; and sum_j a_ij V^R[r_ij] is W V^R, where W[i, r] adds up the attention of the keys at
+interval r. Both are exact, and the largest tensors are (B, heads, T, time_span + 1) and (B, heads, T, T).
+
+Dropout on intervals acts on the entries of the tables, once a forward, instead of on every pair's copy of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from models.layers.dropout import Dropout
+from models.sequential.sasrec import (
+    Projections,
+    SequentialRecommender,
+    causal_chunks,
+    causal_softmax,
+    initialise,
+    last_softmax,
+    merge_heads,
+    residuals,
+    rows,
+)
+
+
+class IntervalAttention(nn.Module):
+    """Causal attention to items, their positions and the time between them and the query's item."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.projections = Projections(width, num_heads)
+        self.dropout = Dropout(dropout)
+
+    def forward(
+        self,
+        query_input: Tensor,
+        context: Tensor,
+        buckets: Tensor,
+        position_keys: Tensor,
+        position_values: Tensor,
+        interval_keys: Tensor,
+        interval_values: Tensor,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """(B, Tq, width) queries over (B, T, width) -> (B, Tq, width); Tq is 1 if `last` is given, else T.
+
+        buckets: (B, T, T) int64, r_ij.
+        position_keys, position_values: (B, T, width), of each item's position.
+        interval_keys, interval_values: (time_span + 1, width), the tables.
+        """
+        split = self.projections.split
+        interval_keys, interval_values = split(interval_keys), split(interval_values)
+        if last is not None:
+            query = self.projections.scaled_query(query_input)
+            bucket = rows(buckets, last).unsqueeze(1).expand(-1, query.shape[1], -1, -1)
+            logits = self.projections.score(query, context) + query @ split(position_keys).transpose(-2, -1)
+            attention = self.dropout(last_softmax(logits + interval_logits(query, interval_keys, bucket), last))
+            out = self.projections.pool(attention, context) + attention @ split(position_values)
+            return merge_heads(out + interval_sums(attention, interval_values, bucket))
+
+        query, key, value = self.projections(query_input, context)
+        key, value = key + split(position_keys), value + split(position_values)
+        parts = []
+        for start, stop in causal_chunks(query):
+            part = query[:, :, start:stop]
+            bucket = buckets[:, None, start:stop, :stop].expand(-1, query.shape[1], -1, -1)
+            logits = part @ key[:, :, :stop].transpose(-2, -1) + interval_logits(part, interval_keys, bucket)
+            attention = self.dropout(causal_softmax(logits))
+            parts.append(attention @ value[:, :, :stop] + interval_sums(attention, interval_values, bucket))
+        return merge_heads(torch.cat(parts, dim=2))
+
+
+def interval_logits(query: Tensor, keys: Tensor, bucket: Tensor) -> Tensor:
+    """query_i . keys[bucket_ij]: (B, heads, Tq, C), (heads, buckets, C), (B, heads, Tq, T) -> (B, heads, Tq, T)."""
+    return torch.einsum("bhic,hkc->bhik", query, keys).gather(-1, bucket)
+
+
+def interval_sums(attention: Tensor, values: Tensor, bucket: Tensor) -> Tensor:
+    """sum_j attention_ij values[bucket_ij]: (B, heads, Tq, T), (heads, buckets, C) -> (B, heads, Tq, C)."""
+    by_bucket = attention.new_zeros(*attention.shape[:-1], values.shape[-2])
+    return by_bucket.scatter_add_(-1, bucket, attention) @ values
+
+
+class TiSASRec(SequentialRecommender):
+    """Positions and intervals enter as keys and values of the attention, shared by all blocks; not into the input."""
+
+    def __init__(
+        self,
+        num_items: int,
+        maxlen: int = 50,
+        width: int = 50,
+        num_blocks: int = 2,
+        num_heads: int = 1,
+        dropout: float = 0.2,
+        time_span: int = 256,
+        connections: Sequence[nn.Module] | None = None,
+    ) -> None:
+        """time_span: the longest interval that is told from longer ones, in units of scaled time, at least 1.
+
+        connections: see SequentialRecommender; by default plain residuals in the original order.
+        """
+        attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
+        super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
+        self.time_span = time_span
+        self.position_keys = nn.Embedding(maxlen, width)
+        self.position_values = nn.Embedding(maxlen, width)
+        self.interval_keys = nn.Embedding(time_span + 1, width)
+        self.interval_values = nn.Embedding(time_span + 1, width)
+        initialise(self)
+
+    def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """times: (B, T) integers, in units of the user's smallest gap, so that intervals are comparable."""
+        if times is None:
+            raise ValueError("TiSASRec needs the times of the items")
+        position = self.positions(items, length)
+        return self.dropout(self.item_scale * self.items(items)), (
+            self.buckets(times),
+            self.dropout(self.position_keys(position)),
+            self.dropout(self.position_values(position)),
+            self.dropout(self.interval_keys.weight),
+            self.dropout(self.interval_values.weight),
+        )
+
+    def buckets(self, times: Tensor) -> Tensor:
+        """r_ij = min(time_span, |t_i - t_j|): (B, T) -> (B, T, T) int64."""
+        return (times.unsqueeze(2) - times.unsqueeze(1)).abs_().clamp_(max=self.time_span).long()

@@ -1,0 +1,474 @@
+"""`--seeds` and `--folds`: each run is the one that the same flags give by hand, however the set is broken off."""
+
+import functools
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import termios
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.har.harnet import HarNet
+from models.layers.ensemble import Ensemble
+from models.layers.standardised import Standardised
+from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load
+from trainer.cli import main
+from trainer.commands.flags import parse
+from trainer.commands.processes import Child, run_children
+from trainer.commands.several import choose_places
+from trainer.loading.order import SampleKeys
+from trainer.parallel.environment import DeviceFlags
+from trainer.parallel.signals import StopRequest
+from trainer.tasks.har import HarFlags, HarTask
+
+SMALL = [
+    "--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 128, "--no-augmentation", "--num-threads", 1
+]  # fmt: skip
+WEIGHTED_RUN = ["--task", WEIGHTED, "--num-train", 24, "--global-batch-size", 8, "--lr", 0.01, "--num-threads", 1]
+NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def table_of(lines):
+    """What is printed below the first line, apart from lines that come by the clock."""
+    return [line for line in lines[1:] if "epochs; running: " not in line]
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def cli(capsys, signals_restored):
+    """Runs a command line in this process: (exit status, lines of standard output, lines of standard error)."""
+
+    def run(*args, several_devices=False):
+        capsys.readouterr()
+        status = main([str(arg) for arg in args], several_devices)
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def har(cache_dir):
+    return [*SMALL, "--cache-dir", cache_dir]
+
+
+@pytest.fixture(scope="module")
+def seeds(command, har, tmp_path_factory):
+    """(folder of two seeds, what the command printed)"""
+    directory = tmp_path_factory.mktemp("several") / "seeds"
+    return directory, command("main.py", *har, "--seed", 3, "--seeds", 2, "--save-dir", directory)
+
+
+# --- what they come to -------------------------------------------------------------------------------------------
+
+
+def test_each_seed_is_the_run_that_the_same_flags_give_by_hand(seeds, har, cli, tmp_path):
+    directory, done = seeds
+    assert not done.stderr
+    for seed in (3, 4):
+        alone = tmp_path / str(seed)
+        assert cli(*har, "--seed", seed, "--save-dir", alone)[0] == 0
+        assert_same_bits(load(alone / "final.pth"), load(directory / f"seed-{seed}" / "final.pth"))
+        assert read(alone / "results.json")["metrics"] == read(directory / f"seed-{seed}/results.json")["metrics"]
+
+
+def test_summary_says_what_the_runs_say(seeds):
+    directory, done = seeds
+    summary = read(directory / "summary.json")
+    results = [read(directory / f"seed-{seed}" / "results.json") for seed in (3, 4)]
+    assert summary["runs"] == [
+        {"directory": f"seed-{seed}", "seed": seed, "fold": None, "metrics": result["metrics"],
+         "train_seconds": result["train_seconds"]}
+        for seed, result in zip((3, 4), results, strict=True)
+    ]  # fmt: skip
+    assert set(summary["mean"]) == set(summary["deviation"]) == set(results[0]["metrics"])
+    for name in summary["mean"]:
+        values = [result["metrics"][name] for result in results]
+        assert summary["mean"][name] == pytest.approx(statistics.fmean(values))
+        assert summary["deviation"][name] == pytest.approx(statistics.stdev(values))
+    table = {line.split()[0]: line.split()[1:] for line in table_of(done.stdout.splitlines())}
+    assert list(table)[-3:] == ["mean", "deviation", "ensemble"] and {"seed-3", "seed-4"} < set(table)
+    column = table["run"].index("test/accuracy")
+    assert float(table["mean"][column]) == pytest.approx(summary["mean"]["test/accuracy"], rel=1e-4)
+    assert float(table["ensemble"][column]) == pytest.approx(summary["ensemble"]["test/accuracy"], rel=1e-4)
+
+
+def test_ensemble_is_the_mean_of_the_probabilities(seeds, cache_dir):
+    directory, _ = seeds
+    test = HarTask(HarFlags(), 0, cache_dir).splits()["test"]
+    samples = test.__getitems__(SampleKeys(np.arange(len(test)), epoch=0))
+    signals, label = torch.from_numpy(samples["signals"]), torch.from_numpy(samples["label"])
+    probabilities = []
+    for seed in (3, 4):
+        model = Standardised(HarNet("first", hidden_dims=(8,)), num_channels=9).eval()
+        model.load_state_dict(load(directory / f"seed-{seed}" / "best.pth")["model"])
+        with torch.no_grad():
+            probabilities.append(model(signals).double().softmax(dim=1))
+    mean = (probabilities[0] + probabilities[1]) / 2
+    metrics = read(directory / "summary.json")["ensemble"]
+    assert metrics["test/accuracy"] == pytest.approx(float((mean.argmax(1) == label).double().mean()))
+    of_label = mean[torch.arange(len(label)), label]
+    assert metrics["test/loss"] == pytest.approx(float(-of_label.log().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_ensemble_of_models_that_are_sure_of_different_things(dtype):
+    """Probabilities far below what half precision tells from 0 still have a logarithm."""
+    members = [torch.nn.Linear(2, 3, dtype=dtype) for _ in range(3)]
+    x = 100 * torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype)
+    logits = torch.stack([member(x) for member in members]).double()
+    expected = logits.softmax(dim=2).mean(dim=0)
+    found = Ensemble(members)(x)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double().exp(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.isfinite(found).all()
+
+
+def test_finished_ones_print_their_table_again_without_training(seeds, har, cli):
+    directory, done = seeds
+    before = {path: path.stat().st_mtime_ns for path in directory.glob("seed-*/**/*")}
+    status, out, err = cli(*har, "--seed", 3, "--seeds", 2, "--save-dir", directory)
+    assert (status, err) == (0, [])
+    assert out[0].endswith("finished already: 2")
+    assert sorted(table_of(out)) == sorted(table_of(done.stdout.splitlines()))
+    assert {path: path.stat().st_mtime_ns for path in directory.glob("seed-*/**/*")} == before
+
+
+def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har, cli, cache_dir, tmp_path):
+    argv = [*har, "--folds", 2, "--save-dir", tmp_path]
+    out = command("main.py", *argv).stdout
+    recordings = HarTask(HarFlags(), 0, cache_dir)._recordings
+    everyone = set(recordings.subjects[~recordings.is_test].tolist())
+    held_out = [read(tmp_path / f"fold-{k}" / "config.json")["config"]["--val-subjects"] for k in (1, 2)]
+    assert sorted([*held_out[0], *held_out[1]]) == sorted(everyone)
+    summary = read(tmp_path / "summary.json")
+    assert [(run["directory"], run["fold"], run["seed"]) for run in summary["runs"]] == [
+        ("fold-1", 1, 0), ("fold-2", 2, 0)
+    ]  # fmt: skip
+    assert summary["ensemble"] is None and "ensemble" not in out
+    for k, subjects in enumerate(held_out, start=1):
+        results = read(tmp_path / f"fold-{k}" / "results.json")
+        assert results["scored"] == "val"
+        assert np.sum(results["confusion_matrix"]) == np.isin(recordings.subjects, subjects).sum()
+    for text in (out, *(path.read_text() for path in tmp_path.glob("**/*.json*"))):
+        assert "test/" not in text
+    status, _, err = cli(*argv, "--seed", 1)
+    assert status == 2 and len(err) == 1
+    assert err[0].startswith(f"error: --save-dir {tmp_path / 'fold-1'}: holds a run with --seed 0, not 1; choose")
+    assert f"--val-subjects {' '.join(map(str, held_out[0]))}, not" in cli(*argv, "--folds", 3)[2][0]
+
+
+# --- as processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(environment):
+    """Starts a set of runs in the background."""
+    started = []
+
+    def run(*args, **variables):
+        process = subprocess.Popen(
+            [sys.executable, *map(str, args)],
+            cwd=ROOT,
+            env=environment | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def has_trained(directory):
+    path = directory / "metrics.jsonl"
+    return path.exists() and '"event": "epoch"' in path.read_text()
+
+
+def processes_marked(mark):
+    """Ids of all living processes with this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def assert_same_as_by_hand(directory, argv, seed, cli):
+    alone = directory.parent / f"alone-{seed}"
+    assert cli(*argv, "--delay-s", 0, "--seed", seed, "--save-dir", alone)[0] == 0
+    for name in ("best.pth", "final.pth"):
+        assert_same_bits(load(alone / name), load(directory / f"seed-{seed}" / name))
+
+
+SLOWLY = [*WEIGHTED_RUN, "--epochs", 6, "--delay-s", 0.2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["main.py"],
+        ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"],
+    ],
+)
+def test_killed_parent_leaves_no_process_and_nothing_unsaved(launcher, start, tmp_path):
+    argv = [*SLOWLY, "--device", "cpu", "--seeds", 2, "--save-dir", tmp_path]
+    parent = start(*launcher, *argv, LOCKSTEP_TEST_MARK=str(tmp_path))
+    wait_until(lambda: has_trained(tmp_path / "seed-0"))
+    assert len(processes_marked(str(tmp_path))) >= 2
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not processes_marked(str(tmp_path)), timeout_s=15)
+    assert "Stopped as asked; everything is saved" in (tmp_path / "seed-0" / "train.log").read_text()
+    assert 3 <= load(tmp_path / "seed-0" / "last.pth")["step"] < 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_by_a_signal_all_save_and_the_same_command_goes_on(number, start, command, cli, tmp_path):
+    directory = tmp_path / "set"
+    argv = [*SLOWLY, "--seeds", 3, "--save-dir", directory]
+    parent = start("main.py", *argv)
+    wait_until(lambda: has_trained(directory / "seed-0"))
+    parent.send_signal(number)
+    out, err = parent.communicate(timeout=30)
+    assert (parent.returncode, err) == (128 + number, "")
+    assert out.splitlines()[-1] == "Stopped as asked; everything is saved. The same command goes on from here."
+    assert not (directory / "summary.json").exists()
+    assert "Stopped as asked" in (directory / "seed-0" / "train.log").read_text()
+    command("main.py", *argv)
+    for seed in (0, 1, 2):
+        assert_same_as_by_hand(directory, SLOWLY, seed, cli)
+    assert sorted(path.name for path in directory.iterdir()) == ["lock", "seed-0", "seed-1", "seed-2", "summary.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [["main.py"], ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"]])
+def test_ctrl_c_on_a_terminal_saves(launcher, environment, tmp_path):
+    """The terminal sends it to every process of the foreground; a run that got it twice would leave without saving."""
+    argv = [sys.executable, *launcher, *SLOWLY, "--device", "cpu", "--seeds", "2", "--save-dir", tmp_path]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, list(map(str, argv)), environment)
+    termios.tcsetwinsize(terminal, (24, 100))
+    shown = b""
+
+    def drain(condition, timeout_s):
+        nonlocal shown
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, shown.decode()
+            if select.select([terminal], [], [], 0.05)[0]:
+                try:
+                    shown += os.read(terminal, 65536)
+                except OSError:  # the other end is closed
+                    time.sleep(0.05)
+
+    status = []
+
+    def has_ended():
+        ended, code = os.waitpid(pid, os.WNOHANG)
+        status.extend([code] * (ended == pid))
+        return bool(status)
+
+    try:
+        drain(lambda: has_trained(tmp_path / "seed-0"), 90)
+        os.write(terminal, b"\x03")
+        drain(has_ended, 30)
+    finally:
+        if not status:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status[0]) == 130, shown.decode()
+    assert "Stopped as asked" in (tmp_path / "seed-0" / "train.log").read_text()
+    assert b"/12" in shown.replace(b" ", b"") and b"seed-0" in shown  # a bar over the epochs of both
+
+
+@contextmanager
+def in_use(directory):
+    """Another process has the folder; gives its id."""
+    directory.mkdir(exist_ok=True)
+    code = (
+        "import fcntl, os, sys; lock = open(sys.argv[1], 'a+'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+        "print(f'process {os.getpid()} on this machine', file=lock, flush=True); print(flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(directory / "lock")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        yield holder.pid
+        holder.stdin.close()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
+    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
+    with in_use(tmp_path / "seed-1") as pid:
+        done = command("main.py", *argv, status=2)
+    (line,) = done.stderr.splitlines()
+    directory = tmp_path / "seed-1"
+    assert line.startswith(f"error: {directory}: --save-dir {directory}: in use by process {pid} on this machine; ")
+    assert (tmp_path / "seed-0" / "results.json").exists()
+    assert (tmp_path / "seed-1.stderr").read_text() and not (tmp_path / "seed-0.stderr").exists()
+    assert not (tmp_path / "summary.json").exists() and "mean" not in done.stdout
+
+
+@pytest.mark.slow
+def test_finished_runs_with_other_flags_are_named(command, tmp_path):
+    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
+    command("main.py", *argv)
+    out = command("main.py", *argv, "--lr", 0.02).stdout
+    assert f"{tmp_path / 'seed-1'} was finished before, with --lr 0.01 instead of 0.02; to train it anew" in out
+    more = command("main.py", *argv, "--epochs", 2, "--seeds", 3).stdout
+    assert "was finished before" not in more
+    epochs = [read(tmp_path / f"seed-{seed}" / "results.json")["epochs"] for seed in range(3)]
+    assert epochs == [2, 2, 2] and len(read(tmp_path / "summary.json")["runs"]) == 3
+    command("main.py", *argv, "--epochs", 2, "--fresh")
+    assert (tmp_path / "seed-1" / "previous-1").is_dir() and not (tmp_path / "previous-1").exists()
+    (tmp_path / "seed-1" / "results.json").unlink()
+    for path in (tmp_path / "seed-1").glob("checkpoint_*.pth"):
+        path.write_bytes(path.read_bytes()[:-100])
+    failed = command("main.py", *argv, "--epochs", 2, status=2)
+    assert "seed-1: no checkpoint in it is intact" in failed.stderr and len(failed.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_folds_of_seeds_on_several_processes(command, har, tmp_path):
+    """Each run is one of two processes, one run after the other."""
+    launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+    out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path).stdout
+    assert "4 runs" in out and "one after the other" in out
+    runs = read(tmp_path / "summary.json")["runs"]
+    assert [run["directory"] for run in runs] == ["fold-1/seed-0", "fold-1/seed-1", "fold-2/seed-0", "fold-2/seed-1"]
+    assert all(read(tmp_path / run["directory"] / "results.json")["world_size"] == 2 for run in runs)
+
+
+def note_place(path, status):
+    """What a child does here instead of a run."""
+    started = time.time()
+    time.sleep(0.5)
+    path.write_text(json.dumps([os.environ["PLACE"], started, time.time()]))
+    print("to standard output")
+    print(f"{path.stem} is done", file=sys.stderr)
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def run_all(folder, places, statuses):
+    """(names of those that ended well, failures)"""
+    children = [Child(folder / str(i), functools.partial(note_place, folder / f"{i}.json", s)) for i, s in statuses]
+    ended = []
+    slots = [{"PLACE": place} for place in places]
+    failures = run_children(
+        children, slots, StopRequest(), lambda running: None, lambda child: ended.append(child.directory.name)
+    )
+    return sorted(ended), failures
+
+
+@pytest.mark.slow
+def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
+    ended, (failure,) = run_all(tmp_path, "a", enumerate([0, 7, 0]))
+    assert ended == ["0"] and not (tmp_path / "2.json").exists()
+    assert failure.status == 7
+    assert failure.message() == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "0.stderr").read_text() == "0 is done\n"
+    _, (failure,) = run_all(tmp_path, "a", [(3, -signal.SIGKILL)])
+    assert failure.status == 137
+    assert failure.message().startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command goes on")
+
+
+@pytest.mark.slow
+def test_a_place_has_one_run_at_a_time(tmp_path):
+    assert run_all(tmp_path, "ab", enumerate([0] * 5)) == (list("01234"), [])
+    intervals = sorted(read(tmp_path / f"{i}.json") for i in range(5))
+    assert {place for place, _, _ in intervals} == {"a", "b"}
+    for (place, _, end), (next_place, start_of_next, _) in itertools.pairwise(intervals):
+        assert place != next_place or end <= start_of_next
+
+
+# --- where they run ----------------------------------------------------------------------------------------------
+
+
+def test_places_on_the_cpu():
+    for num_threads in (None, 1, NUM_CORES, 10 * NUM_CORES):
+        places = choose_places(DeviceFlags("cpu", num_threads), None)
+        assert len(places.slots) == max(1, NUM_CORES // (num_threads or 1))
+        assert places.flags == ["--num-threads", str(num_threads or 1)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "expected"),
+    [
+        (None, "auto", [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]),
+        ("5,GPU-8f6a", "cuda", [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "GPU-8f6a"}]),
+        ("5,3", "cuda:1", [{}]),
+    ],
+)
+def test_places_on_two_gpus(visible, device, expected, monkeypatch):
+    """As on a machine with two, whatever this one has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    places = choose_places(DeviceFlags(device), None)
+    assert (places.slots, places.flags) == (expected, [])
+
+
+# --- refused -----------------------------------------------------------------------------------------------------
+
+
+def test_folds_exclude_other_ways_to_hold_somebody_out():
+    _, problems = parse(["--folds", "3", "--refit", "--num-val-subjects", "2", "--eval-only"], several_devices=False)
+    assert [re.match(r"--folds 3 and (\S+): exclude each other", text)[1] for text in problems] == [
+        "--eval-only", "--num-val-subjects", "--refit"
+    ]  # fmt: skip
+    assert parse(["--seeds", "3", "--refit"], several_devices=False)[1] == []
+
+
+def test_more_folds_than_people(cli, har, tmp_path):
+    status, _, err = cli(*har, "--folds", 99, "--save-dir", tmp_path / "set")
+    assert (status, len(err)) == (2, 1) and err[0].startswith("error: --folds 99: must be 2 to ")
+    assert not (tmp_path / "set").exists()
+
+
+def test_folder_in_use_is_refused_once(cli, har, tmp_path):
+    with in_use(tmp_path) as pid:
+        status, _, (line,) = cli(*har, "--seeds", 2, "--save-dir", tmp_path)
+    assert status == 2 and line.startswith(f"error: --save-dir {tmp_path}: in use by process {pid} ")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]

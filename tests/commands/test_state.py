@@ -1,0 +1,301 @@
+"""state.json says what has become of a run, and examples/slurm.sh queues a job again by it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from itertools import count
+
+import pytest
+
+from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED, launcher
+from tests.parallel.test_launch import free_port
+from trainer.commands.state import STATE
+
+STEPS_PER_EPOCH = 3
+TINY = ["--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
+UNIQUE = count()
+
+# What happens as epoch 2 begins; `directory` is that of the run.
+HAPPENING = """
+import os, shutil, signal
+from pathlib import Path
+from trainer.loading.errors import BadInput
+from tests.helpers.weighted_task import Weighted
+
+directory = Path({directory!r})
+
+class Happening(Weighted):
+    def on_epoch_start(self, objective, epoch):
+        if epoch == 1:
+            {statement}
+"""
+
+
+@pytest.fixture(autouse=True)
+def shell(monkeypatch):
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def happening(tmp_path):
+    """Arguments of a tiny run in `tmp_path / "run"` to which something happens after its first epoch."""
+
+    def arguments(statement):
+        # A module of its own for each: those of one name are imported once.
+        file = tmp_path / f"happening_{os.getpid()}_{next(UNIQUE)}.py"
+        file.write_text(HAPPENING.format(directory=str(tmp_path / "run"), statement=statement))
+        return ["--task", f"{file}:Happening", *TINY, "--save-dir", tmp_path / "run"]
+
+    return arguments
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return ["--task", WEIGHTED, *TINY, "--save-dir", tmp_path / "run"]
+
+
+def state_of(directory):
+    return json.loads((directory / STATE).read_text())
+
+
+def newest(directory):
+    return json.loads((directory / "manifest.json").read_text())["checkpoints"][-1]
+
+
+def everything_but_the_state(directory):
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (STATE, "lock"))
+    return {path: path.read_bytes() for path in files}
+
+
+# --- the states --------------------------------------------------------------------------------------------------
+
+
+def test_running_then_finished(happening, run_here, tmp_path):
+    run_here(*happening("shutil.copy(directory / 'state.json', directory / 'then.json')"))
+    then, now = json.loads((tmp_path / "run" / "then.json").read_text()), state_of(tmp_path / "run")
+    here = {"host": os.uname().nodename, "process": os.getpid(), "signal": None, "message": None}
+    assert then == {"state": "running", "epoch": 0, "step": 0, "time": then["time"], **here}
+    assert now == {"state": "finished", "epoch": 2, "step": 2 * STEPS_PER_EPOCH, "time": now["time"], **here}
+    age = datetime.now(UTC) - datetime.fromisoformat(now["time"])
+    assert timedelta(seconds=-1) < age < timedelta(minutes=5)
+
+
+def test_preempted_by_a_signal_then_goes_on(happening, run_here, tmp_path):
+    directory = tmp_path / "run"
+    (tmp_path / "ask").touch()
+    args = happening(f"Path({str(tmp_path / 'ask')!r}).exists() and os.kill(os.getpid(), signal.SIGUSR1)")
+    run_here(*args, status=128 + signal.SIGUSR1)
+    state, saved = state_of(directory), newest(directory)
+    assert (state["state"], state["signal"], state["message"]) == ("preempted", signal.SIGUSR1, None)
+    assert (state["epoch"], state["step"]) == (saved["epoch"], saved["step"])
+    assert STEPS_PER_EPOCH <= state["step"] < 2 * STEPS_PER_EPOCH
+    (tmp_path / "ask").unlink()
+    run_here(*args)
+    state = state_of(directory)
+    assert (state["state"], state["epoch"], state["signal"]) == ("finished", 2, None)
+
+
+def test_refused_with_its_message(happening, run_here, tmp_path):
+    _, err = run_here(*happening("raise BadInput('the data ran away')"), status=2)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["message"]) == ("refused", "the data ran away")
+    assert (state["epoch"], state["step"]) == (1, STEPS_PER_EPOCH)
+    assert err == "error: the data ran away\n"
+
+
+def test_refused_when_the_disk_is_full(happening, run_here, tmp_path):
+    run_here(*happening("raise OSError(28, 'No space left on device')"), status=2)
+    state = state_of(tmp_path / "run")
+    assert state["state"] == "refused"
+    assert state["message"].startswith(f"--save-dir {tmp_path / 'run'}: No space left on device; earlier checkpoints")
+
+
+def test_failed_by_a_defect(happening, run_here, tmp_path):
+    run_here(*happening("1 / 0"), status=1)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["epoch"]) == ("failed", 1)
+    assert state["message"].endswith(": ZeroDivisionError: division by zero")
+
+
+def test_failed_by_a_second_ctrl_c(happening, run_here, tmp_path):
+    """It does not wait for a save, so there is nothing that "preempted" could promise."""
+    with pytest.raises(SystemExit):
+        run_here(*happening("[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"))
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["signal"]) == ("failed", signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_it_running(happening, command, tmp_path):
+    command("main.py", *happening("os.kill(os.getpid(), signal.SIGKILL)"), status=-signal.SIGKILL)
+    assert state_of(tmp_path / "run")["state"] == "running"
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path):
+    statement = "(directory / 'state.tmp').mkdir(); raise BadInput('the data ran away')"
+    _, err = run_here(*happening(statement), status=2)
+    assert err == "error: the data ran away\n"
+    assert state_of(tmp_path / "run")["state"] == "running"
+
+
+# --- what an earlier run left ------------------------------------------------------------------------------------
+
+
+def test_refused_before_it_is_opened_and_asked_for_again(plain, run_here, tmp_path):
+    """A finished run is refused with other flags, and is still finished with its own."""
+    run_here(*plain)
+    before = everything_but_the_state(tmp_path / "run")
+    _, err = run_here(*plain, "--width", 8, status=2)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["epoch"], state["step"]) == ("refused", None, None)
+    assert err == f"error: {state['message']}\n"
+    assert everything_but_the_state(tmp_path / "run") == before
+    run_here(*plain)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["epoch"], state["step"]) == ("finished", 2, 2 * STEPS_PER_EPOCH)
+    long_ago = json.dumps(state | {"time": "2001-01-01T00:00:00+00:00"})
+    (tmp_path / "run" / STATE).write_text(long_ago)
+    run_here(*plain)
+    assert (tmp_path / "run" / STATE).read_text() == long_ago
+
+
+def test_no_file_where_no_run_is(plain, run_here, tmp_path):
+    run_here(*plain, "--init-from", "main.py", status=2)
+    assert not (tmp_path / "run" / STATE).exists()
+
+
+def test_fresh_moves_it_aside(plain, run_here, tmp_path):
+    run_here(*plain)
+    before = state_of(tmp_path / "run")
+    run_here(*plain, "--fresh", "--epochs", 1)
+    assert state_of(tmp_path / "run" / "previous-1") == before
+    assert state_of(tmp_path / "run")["epoch"] == 1
+
+
+@pytest.mark.slow
+def test_a_signal_that_reached_another_process(happening, command, tmp_path):
+    statement = "os.environ.get('RANK', '') or os.kill(os.getpid(), signal.SIGTERM) if is_second() else None"
+    args = happening(statement)
+    file = args[1].rpartition(":")[0]
+    with open(file, "a") as module:
+        module.write("\ndef is_second():\n    import torch\n    return torch.distributed.get_rank() == 1\n")
+    command(*launcher(2), *args)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["signal"]) == ("preempted", None)
+    assert state["step"] == newest(tmp_path / "run")["step"]
+
+
+# --- examples/slurm.sh -------------------------------------------------------------------------------------------
+
+WORK = ["--task", WEIGHTED, *TINY, "--epochs", 3]
+STUBS = {
+    # One task per node. USR1 goes to every process of a task's group, TERM becomes KILL, as with the real one.
+    "srun": """
+        shift
+        pids=()
+        trap 'for pid in "${pids[@]}"; do pkill -USR1 -P "$pid"; kill -USR1 "$pid"; done' USR1
+        trap 'kill -KILL "${pids[@]}"' TERM
+        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
+        for pid in "${pids[@]}"; do while kill -0 "$pid" 2> /dev/null; do wait "$pid"; done; done
+        wait "${pids[0]}"
+    """,
+    "scontrol": """
+        if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi
+    """,
+    "torchrun": f"""
+        exec {sys.executable} -m torch.distributed.run "$@"
+    """,
+}
+
+
+class Job:
+    """examples/slurm.sh as SLURM would start it, with SLURM's programs replaced."""
+
+    def __init__(self, folder, environment, num_nodes=1, **stubs):
+        self.folder, self.directory, self.num_nodes = folder, folder / "run", num_nodes
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, body in (STUBS | stubs).items():
+            (programs / name).write_text(f"#!/bin/bash\n{body}")
+            (programs / name).chmod(0o755)
+        self.environment = environment | {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NODELIST": "node[0-1]",
+            "SLURM_JOB_NUM_NODES": str(num_nodes),
+            "MASTER_PORT": str(free_port()),
+            "REQUEUED": str(folder / "requeued"),
+        }
+
+    def run(self, *args, stop_at=None):
+        """Runs the script, with the signal of its time limit once stop_at() holds; returns (status, output)."""
+        command = ["bash", "examples/slurm.sh", *map(str, args), "--save-dir", str(self.directory)]
+        script = subprocess.Popen(
+            command, cwd=ROOT, env=self.environment, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while stop_at is not None and not stop_at():
+                assert script.poll() is None, script.communicate()[0]
+                time.sleep(0.02)
+            if stop_at is not None:
+                script.send_signal(signal.SIGUSR1)
+            out, _ = script.communicate(timeout=120)
+        finally:
+            if script.poll() is None:
+                os.killpg(script.pid, signal.SIGKILL)
+                script.wait()
+        return script.returncode, out
+
+    def says(self, state):
+        return (self.directory / STATE).exists() and state_of(self.directory)["state"] == state
+
+    @property
+    def requeued(self):
+        file = self.folder / "requeued"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_slurm_job_is_queued_again_until_it_is_finished(num_nodes, environment, tmp_path):
+    job = Job(tmp_path, environment, num_nodes)
+    status, out = job.run(*WORK, "--delay-s", 0.5, stop_at=lambda: job.says("running"))
+    assert state_of(job.directory)["state"] == "preempted", out
+    assert (status, job.requeued) == (0, ["requeue 17"]), out
+    assert state_of(job.directory)["step"] == newest(job.directory)["step"] < 3 * STEPS_PER_EPOCH
+    status, out = job.run(*WORK)
+    assert "Resuming after optimizer step" in out
+    assert (status, job.requeued) == (0, ["requeue 17"]), out
+    results = json.loads((job.directory / "results.json").read_text())
+    assert (results["world_size"], results["epochs"]) == (num_nodes, 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "again"),
+    [
+        ("preempted", True, True),
+        ("preempted", False, False),
+        *((state, True, False) for state in ("running", "finished", "refused", "failed")),
+    ],
+)
+def test_slurm_job_decides_by_the_state(state, asked, again, environment, tmp_path):
+    """Workers that are gone when the time is up, and what they left behind."""
+    content = json.dumps({"state": state, "message": 'not "state": "preempted"'}, indent=2)
+    leaves = f"""
+        {"sleep 60 &" if asked else ""}
+        sleep 0.5
+        echo '{content}' > {tmp_path}/written
+        mv {tmp_path}/written {tmp_path}/run/{STATE}
+        wait
+        exit 1
+    """
+    (tmp_path / "run").mkdir()
+    job = Job(tmp_path, environment, torchrun=leaves)
+    status, out = job.run(stop_at=(lambda: job.says(state)) if asked else None)
+    assert (status, job.requeued) == (1, ["requeue 17"] if again else []), out

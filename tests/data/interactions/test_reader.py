@@ -1,0 +1,318 @@
+"""Interactions: every form of a file, every mistake in it, the order in time, the k-core, the cache."""
+
+import gzip
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.interactions import reader as module
+from data.interactions.reader import Interactions, load_interactions
+from trainer.loading.errors import BadInput
+
+# User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
+LINES = [
+    (10, 30, 5, 300),
+    (2, 200, 4, 150),
+    (10, 200, 3, 100),
+    (2, 7, 1, 150),
+    (2, 30, 2, 50),
+    (10, 30, 5, 200),
+]
+# By user; items renamed 7 -> 1, 30 -> 2, 200 -> 3.
+ITEMS = [[2, 3, 1], [3, 2, 2]]
+TIMES = [[50, 150, 150], [100, 200, 300]]
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def load(tmp_path: Path, fresh_cache: Path):
+    """Writes a file and reads it as interactions."""
+
+    def run(content: str | bytes, name: str = "file.txt", k_core: int = 1) -> Interactions:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return load_interactions(path, k_core, fresh_cache)
+
+    return run
+
+
+def text(columns: str, separator: str = " ", end: str = "\n") -> str:
+    """LINES as a file; columns: which, by first letter."""
+    chosen = ["uirt".index(letter) for letter in columns]
+    return "".join(separator.join(str(line[c]) for c in chosen) + end for line in LINES)
+
+
+def by_user(interactions: Interactions, values: np.ndarray) -> list[list[int]]:
+    assert interactions.offsets[0] == 0 and interactions.offsets[-1] == len(values)
+    return [part.tolist() for part in np.split(values, interactions.offsets[1:-1])]
+
+
+def assert_are_the_lines(interactions: Interactions) -> None:
+    assert interactions.num_users == 2 and interactions.num_items == 3
+    assert by_user(interactions, interactions.items) == ITEMS
+    assert by_user(interactions, interactions.times) == TIMES
+    assert interactions.offsets.dtype == interactions.times.dtype == np.int64
+    assert interactions.items.dtype == np.int32
+
+
+# Every form of a file
+
+
+@pytest.mark.parametrize("separator", ["\t", " ", ",", "::", ", ", "   "])
+@pytest.mark.parametrize("columns", ["uit", "uirt"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_separators_columns_and_line_ends(load, separator, columns, end) -> None:
+    assert_are_the_lines(load(text(columns, separator, end)))
+
+
+def test_two_columns_are_in_the_order_of_the_file(load) -> None:
+    interactions = load(text("ui"))
+    assert interactions.times is None
+    assert by_user(interactions, interactions.items) == [[3, 1, 2], [2, 3, 2]]
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "separator"),
+    [
+        ("userId,movieId,rating,timestamp", "uirt", ","),
+        ("user item time", "uit", " "),
+        ("user_id:token\titem_id:token\trating:float\ttimestamp:float", "uirt", "\t"),
+        ("reviewer product when", "uit", " "),
+    ],
+)
+def test_a_line_of_column_names(load, header, columns, separator) -> None:
+    assert_are_the_lines(load(f"{header}\n{text(columns, separator)}"))
+
+
+def test_column_names_of_two_columns_are_told_from_names(load) -> None:
+    assert load("user_id item_id\nann pen\nbob pen\n").num_users == 2
+    assert load("ann pen\nbob pen\n", "other.txt").num_users == 2
+
+
+def test_blank_lines_a_missing_last_line_end_and_a_byte_order_mark(load) -> None:
+    assert_are_the_lines(load("\ufeff\n" + text("uit").replace("\n", "\n\n").rstrip()))
+
+
+def test_lines_across_blocks(load, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 20)
+    assert_are_the_lines(load("user item time\n" + text("uit")))
+
+
+def test_names_that_are_not_all_numbers_are_in_order_of_text(load) -> None:
+    interactions = load("b 10 1\nb 9 2\na 10 1\nb x 3\n")
+    assert by_user(interactions, interactions.items) == [[1], [1, 2, 3]]
+    names = load("1 007 1\n1 7 2\n1 10 3\n1 9 4\n", "zeros.txt")  # 007 and 7 are two names
+    assert names.items.tolist() == [1, 2, 4, 3]
+
+
+def test_fractions_of_a_second_count_for_the_order(load) -> None:
+    interactions = load("1 1 7.75\n1 2 7.5\n1 3 -0.5\n1 4 8\n")
+    assert interactions.items.tolist() == [3, 2, 1, 4]
+    assert interactions.times.tolist() == [-1, 7, 7, 8]
+
+
+def test_repeated_interactions_stay(load) -> None:
+    assert load("1 1 1\n1 1 1\n1 1 2\n").items.tolist() == [1, 1, 1]
+
+
+def test_equal_times_keep_the_order_of_the_file(load) -> None:
+    rng = np.random.default_rng(0)
+    lines = [(user, item, time) for item, (user, time) in enumerate(rng.integers(0, (5, 4), (400, 2)), start=1)]
+    interactions = load("".join(f"{u} {i} {t}\n" for u, i, t in lines))
+    expected = [[i for u, i, t in sorted(lines, key=lambda line: line[2]) if u == user] for user in range(5)]
+    assert by_user(interactions, interactions.items) == expected
+
+
+def zipped(members: dict[str, str | bytes]) -> bytes:
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return memory.getvalue()
+
+
+def test_gzip(load) -> None:
+    assert_are_the_lines(load(gzip.compress(text("uit").encode()), "file.tsv.gz"))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"ml/ratings.dat": text("uirt", "::"), "ml/users.dat": "1::F::1::10::48067", "ml/README": "about"},
+        {"ml/u.data": text("uirt", "\t"), "ml/u.item": "1|Toy Story", "ml/u1.base": "1\t1\t1\t1", "ml/": ""},
+        {"ml/ratings.csv": text("uirt", ","), "ml/movies.csv": "1,Toy Story", "ml/README.txt": "about"},
+        {"README.txt": "about", "shop.inter": text("uit"), "__MACOSX/._shop.inter": b"\0", ".hidden.txt": "x"},
+        {"shop.csv.gz": gzip.compress(text("uit", ",").encode()), "shop.pdf": "x"},
+    ],
+)
+def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_path, members) -> None:
+    assert_are_the_lines(load(zipped(members), "data.zip"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, content in members.items():
+        if not name.startswith("__MACOSX") and not name.endswith("/"):
+            (folder / Path(name).name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = sorted(tmp_path.rglob("*"))
+    assert_are_the_lines(load_interactions(folder, 1, fresh_cache))
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if path not in before and fresh_cache not in path.parents
+    ] == []
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"file.txt: is empty"),
+        ("\n  \n", r"file.txt: is empty"),
+        ("user item time\n", r"file.txt: is empty"),
+        ("1 2 3\n\n1 2\n", r"line 3: '1 2': 2 columns instead of 3"),
+        ("user item time\n1 2 3\n1 2 3 4\n", r"line 3: '1 2 3 4': 4 columns instead of 3"),
+        ("7\n", r"line 1: '7': 1 column, not `user item`"),
+        ("1 2 3 4 5\n", r"line 1: '1 2 3 4 5': 5 columns, not `user item`"),
+        ("1 2 3\n1 2 soon\n", r"line 2: '1 2 soon': 'soon' is not a time in seconds"),
+        ("1,2,3\n1,2,\n", r"line 2: '1,2,': '' is not a time"),
+        ("1 2 nan\n", r"line 1: '1 2 nan': 'nan' is not a time"),
+        ("1 2 3\n1 2 -inf\n", r"line 2: .*'-inf' is not a time"),
+        ("1 2 99999999999999999999\n", r"line 1: .*'99999999999999999999' is not a time"),
+        ("1,2,3\n1,,3\n", r"line 2: '1,,3': the user or the item has no name"),
+        ("1\t2\t3\n \t2\t3\n", r"line 2: .*has no name"),
+        ("item,user,rating,timestamp\n1,2,3,4\n", r"line 1: .*not in the order user, item, rating, time"),
+        ("user,item,rating\n1,2,3\n", r"line 1: .*not in the order user, item, rating, time"),
+        ("1 2 3\n" + 300 * "x", r"line 2: 'x{77}\.\.\.': 1 column instead of 3"),
+        (b"1 2 3\n1 \xff\xfe 3\n", r"file.txt: is not text in UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(load, content, message) -> None:
+    with pytest.raises(BadInput, match="^--data-dir .*" + message) as caught:
+        load(content)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_line_numbers_count_through_all_blocks(load, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 30)
+    with pytest.raises(BadInput, match=r"line 101: '1 2'"):
+        load("1 2 3\n" * 100 + "1 2\n")
+
+
+def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
+    with pytest.raises(BadInput, match=r"^--data-dir .*missing.txt: no such file"):
+        load_interactions(tmp_path / "missing.txt", 1, fresh_cache)
+    with pytest.raises(BadInput, match=r"data.zip: 2 files in it can be .* there are: a.txt, b.csv, c.pdf$"):
+        load(zipped({"b.csv": "", "a.txt": "", "c.pdf": ""}), "data.zip")
+    with pytest.raises(BadInput, match=r"data.zip: 2 files in it .* there are: x/u.data, y/u.data$"):
+        load(zipped({"x/u.data": "", "y/u.data": ""}), "data.zip")
+    with pytest.raises(BadInput, match=r"data.zip: 0 files in it .* n0, n1, n10, .*, \.\.\.$"):
+        load(zipped({f"n{i}": "" for i in range(40)}), "data.zip")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(BadInput, match=r"folder: 0 files in it .* there are: no files$"):
+        load_interactions(folder, 1, fresh_cache)
+
+
+def test_damaged_archives_are_named(load) -> None:
+    rng = np.random.default_rng(0)
+    lines = "".join(f"{u} {i} {t}\n" for u, i, t in rng.integers(0, 1000, (2000, 3))).encode()
+    packed, archive = gzip.compress(lines), zipped({"a.txt": lines})
+    for whole, suffix in (packed, "gz"), (archive, "zip"):
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 0xFF
+        for name, content in {
+            "text": b"not packed",
+            "cut": whole[: len(whole) // 2],
+            "flipped": bytes(flipped),
+        }.items():
+            with pytest.raises(BadInput, match=rf"{name}.{suffix}.* is damaged|{name}.{suffix}.*not text"):
+                load(content, f"{name}.{suffix}")
+
+
+# The k-core
+
+
+def slow_k_core(pairs: list[tuple[int, int]], k: int) -> list[tuple[int, int]]:
+    while True:
+        users, items = [u for u, _ in pairs], [i for _, i in pairs]
+        kept = [(u, i) for u, i in pairs if users.count(u) >= k and items.count(i) >= k]
+        if kept == pairs:
+            return kept
+        pairs = kept
+
+
+def test_the_k_core_equals_a_slow_loop(load) -> None:
+    rng = np.random.default_rng(0)
+    dropped = set()
+    for k in (0, 1, 2, 3, 4, 5):
+        pairs = [(int(u), int(i)) for u, i in rng.integers(0, (25, 30), (110, 2))]
+        expected = slow_k_core(pairs, k)
+        content = "".join(f"{u} {i}\n" for u, i in pairs)
+        if not expected:
+            with pytest.raises(BadInput, match=rf"^--k-core {k}: nothing of .*file{k}.txt is left"):
+                load(content, f"file{k}.txt", k)
+            dropped.add("all")
+            continue
+        interactions = load(content, f"file{k}.txt", k)
+        users, items = (sorted(set(column)) for column in zip(*expected, strict=True))
+        assert interactions.num_users == len(users) and interactions.num_items == len(items)
+        lists = [[items.index(i) + 1 for u, i in expected if u == user] for user in users]
+        assert by_user(interactions, interactions.items) == lists
+        dropped.add("some" if len(expected) < len(pairs) else "none")
+    assert dropped == {"none", "some", "all"}
+
+
+# The cache
+
+
+def test_the_cache_tells_files_and_cores_apart_and_is_shared(load, tmp_path, fresh_cache) -> None:
+    first = load(text("uit"))
+    again = load_interactions(tmp_path / "file.txt", 0, fresh_cache)
+    assert again.key == first.key and not again.items.flags.writeable
+    assert load_interactions(tmp_path / "file.txt", 2, fresh_cache).key != first.key
+    changed = load(text("uit") + "3 7 1\n")
+    assert changed.key != first.key and changed.num_users == 3
+
+
+def test_what_is_cached_is_not_read_again(load, tmp_path, fresh_cache) -> None:
+    load(text("uit"))
+    path = tmp_path / "file.txt"
+    status = path.stat()
+    path.write_text("x" * status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert_are_the_lines(load_interactions(path, 1, fresh_cache))
+
+
+# The real data
+
+
+def real(name: str) -> Path:
+    folder = os.environ.get("LOCKSTEP_DATA")
+    if not folder or not Path(folder, name).is_file():
+        pytest.skip(f"set LOCKSTEP_DATA to a folder with {name}")
+    return Path(folder, name)
+
+
+def test_movielens_1m_has_the_published_size(cache_dir) -> None:
+    interactions = load_interactions(real("ml-1m/ml-1m_complete_order.txt.gz"), 5, cache_dir)
+    assert (interactions.num_users, interactions.num_items, len(interactions.items)) == (6040, 3416, 999611)
+    owner = np.repeat(np.arange(6040), np.diff(interactions.offsets))
+    assert (np.diff(interactions.times)[owner[1:] == owner[:-1]] >= 0).all()
+    assert interactions.items.min() == 1 and interactions.items.max() == 3416
+
+
+def test_movielens_1m_in_its_published_archive(cache_dir) -> None:
+    interactions = load_interactions(real("ml-1m/ml-1m_985427.zip"), 1, cache_dir)
+    assert (interactions.num_users, interactions.num_items, len(interactions.items)) == (6040, 3669, 985427)
+
+
+def test_movielens_100k_in_its_published_archive(cache_dir) -> None:
+    interactions = load_interactions(real("ml-100k/ml-100k.zip"), 1, cache_dir)
+    assert (interactions.num_users, interactions.num_items, len(interactions.items)) == (943, 1682, 100000)

@@ -1,0 +1,154 @@
+import hashlib
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from data.interactions.synthetic import (
+    ITEMS_PER_TOPIC,
+    LENGTHS,
+    LONG_GAPS,
+    NUM_ITEMS,
+    NUM_TOPICS,
+    NUM_USERS,
+    PACE_S,
+    SHORT_GAPS,
+    generate,
+    load_synthetic_interactions,
+)
+
+CONTENT = {"offsets": "7cea177767e008c6", "items": "7bca07c3b6ea0697", "times": "f81b75e07141324f"}
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    return generate()
+
+
+@pytest.fixture(scope="module")
+def leaps(arrays):
+    """Every item that continues neither of the two before it, where there are two before and one after; (m,) each.
+
+    before, item, following: what was watched. in_visit: the gap before `item` is short.
+    """
+    items, offsets = arrays["items"].astype(np.int64), arrays["offsets"]
+    user = np.repeat(np.arange(NUM_USERS), np.diff(offsets))
+    two_before, before, item, following = (items[k : len(items) - 3 + k] for k in range(4))
+    gap = np.diff(arrays["times"])[1:-1]
+    kept = (user[3:] == user[:-3]) & ~follows(item, before) & ~follows(item, two_before)
+    return {
+        "before": before[kept],
+        "item": item[kept],
+        "following": following[kept],
+        "in_visit": gap[kept] <= SHORT_GAPS[1] * PACE_S[1],
+    }
+
+
+def topic(items):
+    return (items - 1) // ITEMS_PER_TOPIC
+
+
+def follows(later, earlier):
+    """Among the next three of the series: one may be skipped, one may have been seen."""
+    ahead = later - earlier
+    return (topic(later) == topic(earlier)) & (ahead >= 1) & (ahead <= 3)
+
+
+def test_the_content_is_known_and_kept_in_the_cache(arrays, cache_dir) -> None:
+    # A change of the content needs another _FORMAT_VERSION, or old caches pass for the new content.
+    assert {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()} == CONTENT
+    interactions = load_synthetic_interactions(cache_dir)
+    assert interactions.times is not None
+    assert (interactions.num_users, interactions.num_items) == (NUM_USERS, NUM_ITEMS) == (1500, 400)
+    assert interactions.offsets.dtype == interactions.times.dtype == np.int64
+    assert interactions.items.dtype == np.int32
+    for name, array in arrays.items():
+        stored = getattr(interactions, name)
+        assert np.array_equal(stored, array) and not stored.flags.writeable
+
+
+def test_sizes(arrays) -> None:
+    lengths = np.diff(arrays["offsets"])
+    assert arrays["offsets"][0] == 0 and arrays["offsets"][-1] == len(arrays["items"]) == len(arrays["times"])
+    assert lengths.min() == LENGTHS[0] >= 3 and lengths.max() <= LENGTHS[1]
+    assert 35 < lengths.mean() < 40 and np.median(lengths) < lengths.mean()
+    assert np.array_equal(np.unique(arrays["items"]), np.arange(1, NUM_ITEMS + 1))
+
+
+def test_nobody_watches_anything_twice(arrays) -> None:
+    user = np.repeat(np.arange(NUM_USERS), np.diff(arrays["offsets"]))
+    assert len(np.unique(user * (NUM_ITEMS + 1) + arrays["items"])) == len(user)
+
+
+def test_popularity_is_skewed_between_topics_and_within(arrays) -> None:
+    counts = np.bincount(arrays["items"], minlength=NUM_ITEMS + 1)[1:].reshape(NUM_TOPICS, ITEMS_PER_TOPIC)
+    by_popularity = np.sort(counts.ravel())[::-1]
+    assert by_popularity[: NUM_ITEMS // 10].sum() > 0.25 * counts.sum()
+    assert by_popularity[0] > 10 * by_popularity[-1]
+    assert counts[:5].sum() > 2.5 * counts[-5:].sum()
+    within = counts.sum(axis=0)
+    assert within[:5].sum() > 1.5 * within[-5:].sum()
+
+
+def test_interests_differ_between_users_and_drift(arrays) -> None:
+    lengths = np.diff(arrays["offsets"])
+    long = np.flatnonzero(lengths >= 60)
+    early, middle, late = (
+        np.stack([shares(arrays["items"][arrays["offsets"][u] + start :][:20]) for u in long]) for start in (0, 20, 40)
+    )
+
+    def overlap(a, b):
+        return np.minimum(a, b).sum(axis=1).mean()
+
+    stranger = overlap(early, np.roll(early, 1, axis=0))
+    assert stranger + 0.1 < overlap(early, late) < overlap(early, middle) - 0.1
+    # Series that come to their end would by themselves leave an overlap of 0.35.
+    assert overlap(early, late) < 0.32
+
+
+def shares(items):
+    return np.bincount(topic(items), minlength=NUM_TOPICS) / len(items)
+
+
+def test_times_are_sorted_and_gaps_are_short_or_long(arrays) -> None:
+    offsets, times = arrays["offsets"], arrays["times"]
+    assert times.min() > 1_600_000_000 and times.max() < 1_800_000_000
+    num_long = num_gaps = 0
+    for start, end in pairwise(offsets):
+        gaps = np.diff(times[start:end])
+        assert gaps.min() >= SHORT_GAPS[0] * PACE_S[0]
+        # Scaled as models see them: by the user's smallest gap, which is close to the pace, not below it.
+        scaled = gaps / gaps.min()
+        is_long = scaled > 10
+        assert scaled[~is_long].max(initial=1) <= SHORT_GAPS[1] + 0.01
+        assert scaled[is_long].min(initial=60) > LONG_GAPS[0] / SHORT_GAPS[1]
+        assert scaled.max() <= LONG_GAPS[1] + 0.1
+        num_long += is_long.sum()
+        num_gaps += len(gaps)
+    assert 0.15 < num_long / num_gaps < 0.25
+
+
+def test_the_gap_tells_which_thread_goes_on(leaps) -> None:
+    in_visit = leaps["in_visit"]
+    own_sequel = follows(leaps["following"], leaps["item"])
+    sequel_of_before = follows(leaps["following"], leaps["before"])
+    # The two kinds are about equally frequent: without the gap it would be a guess.
+    assert 0.7 < in_visit.sum() / (~in_visit).sum() < 1.4
+    assert own_sequel[in_visit].mean() > 0.65 and own_sequel[~in_visit].mean() < 0.1
+    assert sequel_of_before[~in_visit].mean() > 0.65 and sequel_of_before[in_visit].mean() < 0.1
+
+
+def test_the_leap_itself_hardly_tells(leaps) -> None:
+    position = (leaps["item"] - 1) % ITEMS_PER_TOPIC
+    in_visit, opener = (
+        np.bincount(position[chosen], minlength=ITEMS_PER_TOPIC) / chosen.sum()
+        for chosen in (leaps["in_visit"], ~leaps["in_visit"])
+    )
+    assert np.abs(in_visit - opener).sum() / 2 < 0.12  # a guess by it is right at most 56 % of the time
+
+
+def test_threads_go_on_for_several_items(arrays) -> None:
+    items = arrays["items"].astype(np.int64)
+    in_thread = follows(items[1:], items[:-1])
+    goes_on = in_thread[1:][in_thread[:-1]].mean()
+    assert 0.4 < goes_on < 0.6

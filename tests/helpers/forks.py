@@ -1,0 +1,66 @@
+"""Command lines in forked processes: there in a moment, and otherwise like those that a user types.
+
+A fork comes from a server that has imported the program, but run nothing of it.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from trainer.cli import main
+from trainer.parallel.environment import RankEnvironment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Preparation = Callable[[], Callable[[], None]]
+"""Called in the process before its command line; what it returns is called afterwards, if nothing ended it before."""
+
+_context = multiprocessing.get_context("forkserver")
+# torch's compiler is of no use here, but every optimizer imports it.
+_context.set_forkserver_preload(
+    ["tests.helpers.forks", "torch.utils.tensorboard", "torch._inductor.config", "torch.testing"]
+)
+
+
+def start(
+    argv: Sequence[object],
+    variables: Mapping[str, str],
+    out: Path,
+    err: Path,
+    rank: RankEnvironment | None = None,
+    prepare: Preparation | None = None,
+) -> BaseProcess:
+    """Starts main.py with these arguments; with `rank`, one process of main_multi_gpu.py.
+
+    variables: the whole environment. out, err: files to which standard output and standard error are appended.
+    """
+    program = "main.py" if rank is None else "main_multi_gpu.py"
+    arguments = [program, *map(str, argv)]
+    process = _context.Process(target=_run, args=(arguments, dict(variables), out, err, rank, prepare))
+    process.start()
+    return process
+
+
+def _run(
+    argv: list[str],
+    variables: Mapping[str, str],
+    out: Path,
+    err: Path,
+    rank: RankEnvironment | None,
+    prepare: Preparation | None,
+) -> None:
+    os.setsid()
+    os.chdir(ROOT)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = argv
+    finish = prepare() if prepare is not None else None
+    status = main(argv[1:], several_devices=rank is not None, environment=rank)
+    if finish is not None:
+        finish()
+    sys.exit(status)

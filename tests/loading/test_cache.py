@@ -1,0 +1,123 @@
+"""The array cache with real processes, kills and full disks."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.loading.cache import cached_arrays
+from trainer.loading.errors import BadInput
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def small() -> dict[str, np.ndarray]:
+    return {"x": np.arange(12, dtype=np.float32).reshape(3, 4), "y": np.arange(3)}
+
+
+def fail() -> dict[str, np.ndarray]:
+    raise AssertionError("was built although it is there")
+
+
+def build_slowly_and_count(log: Path) -> dict[str, np.ndarray]:
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(0.3)
+    return small()
+
+
+def ask(cache_dir: Path, log: Path, barrier, results) -> None:
+    barrier.wait()
+    arrays = cached_arrays(cache_dir, "key", lambda: build_slowly_and_count(log))
+    results.put(float(arrays["x"].sum()))
+
+
+def test_is_built_once_and_comes_back_the_same(tmp_path) -> None:
+    built = cached_arrays(tmp_path / "new" / "folder", "key", small)
+    again = cached_arrays(tmp_path / "new" / "folder", "key", fail)
+    for arrays in (built, again):
+        assert arrays.keys() == small().keys()
+        for name, expected in small().items():
+            assert np.array_equal(arrays[name], expected) and arrays[name].dtype == expected.dtype
+            assert not arrays[name].flags.writeable
+            assert isinstance(arrays[name].base, np.memmap)
+
+
+def test_several_processes_at_once_build_once(tmp_path) -> None:
+    barrier, results = SPAWN.Barrier(3), SPAWN.Queue()
+    log = tmp_path / "log"
+    processes = [SPAWN.Process(target=ask, args=(tmp_path, log, barrier, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == [66.0] * 3
+    for process in processes:
+        process.join()
+    assert len(log.read_text().splitlines()) == 1
+
+
+def die_in_the_middle_of_writing(cache_dir: Path) -> None:
+    written = []
+    save = np.save
+
+    def save_once(*args, **kwargs) -> None:
+        if written:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written.append(save(*args, **kwargs))
+
+    np.save = save_once
+    cached_arrays(cache_dir, "key", small)
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_complete(tmp_path) -> None:
+    process = SPAWN.Process(target=die_in_the_middle_of_writing, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert any(tmp_path.rglob("x.npy")), "the kill came too early to prove anything"
+    assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
+
+
+def test_a_failing_build_passes_through_and_can_be_repeated(tmp_path) -> None:
+    def broken() -> dict[str, np.ndarray]:
+        raise BadInput("the user's data is wrong")
+
+    with pytest.raises(BadInput, match="the user's data is wrong"):
+        cached_arrays(tmp_path, "key", broken)
+    assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"--cache-dir .*file"):
+        cached_arrays(tmp_path / "file" / "cache", "key", small)
+
+
+def write_with_little_room(cache_dir: Path, results) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    try:
+        cached_arrays(cache_dir, "key", lambda: {"x": np.zeros(100_000)})
+    except BadInput as error:
+        results.put(str(error))
+
+
+def test_a_full_disk_is_named_and_what_was_written_is_removed(tmp_path) -> None:
+    results = SPAWN.Queue()
+    process = SPAWN.Process(target=write_with_little_room, args=(tmp_path, results))
+    process.start()
+    message = results.get(timeout=60)
+    process.join()
+    assert f"--cache-dir {tmp_path}" in message
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_a_damaged_entry_is_named(tmp_path) -> None:
+    cached_arrays(tmp_path, "key", small)
+    (tmp_path / "key" / "x.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(BadInput, match=r"--cache-dir.*key.*delete"):
+        cached_arrays(tmp_path, "key", fail)

@@ -1,0 +1,84 @@
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import SampleKeys, epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+
+WORLDS = (1, 2, 3, 5)
+
+
+def edges(n):
+    return [size for size in (n - 1, n, n + 1, 5 * n - 1, 5 * n, 5 * n + 1) if size > 0]
+
+
+def test_permutation_holds_every_sample_once_and_differs_by_key():
+    orders = [epoch_permutation(*key, 1000) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    for order in orders:
+        assert sorted(order) == list(range(1000))
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_permutation_is_stable_for_ever():
+    """Another order after an upgrade would repeat and skip samples of a resumed epoch."""
+    assert epoch_permutation(7, 3, 0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
+    for size in edges(world_size * micro_batch_size):
+        samples = np.random.default_rng(0).permutation(1000)[:size]
+        windows = [
+            split_global_batch(samples, (rank, world_size), micro_batch_size, 2, 1) for rank in range(world_size)
+        ]
+        counted = [i for window in windows for keys in window if not keys.placeholder for i in keys.index]
+        assert sorted(counted) == sorted(samples)
+        assert {len(window) for window in windows} == {num_micro_batches(size, world_size, micro_batch_size)}
+        for keys in (keys for window in windows for keys in window):
+            assert 1 <= len(keys.index) <= micro_batch_size
+            assert set(keys.index) <= set(samples)
+            assert (keys.epoch, keys.phase) == (2, 1)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_evaluation_counts_every_sample_once(world_size):
+    """For data sets smaller than the world too, with equally many batches everywhere."""
+    for size in edges(world_size * 4):
+        ranks = [list(evaluation_keys(size, (rank, world_size), 4)) for rank in range(world_size)]
+        counted = [i for rank in ranks for keys in rank if not keys.placeholder for i in keys.index]
+        assert sorted(counted) == list(range(size))
+        assert len({len(rank) for rank in ranks}) == 1
+
+
+class Squares:
+    def __len__(self):
+        return 100
+
+    def __getitems__(self, keys):
+        return {"square": keys.index**2}
+
+
+def collate(samples, keys):
+    import torch
+
+    return {
+        "square": torch.as_tensor(samples["square"]),
+        "index": torch.as_tensor(keys.index),
+        "weight": torch.ones(len(keys.index)),
+    }
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_workers_change_nothing(num_workers):
+    load = BatchLoader(Squares(), collate, num_workers)
+    for epoch in range(2):  # workers outlive an epoch
+        keys = split_global_batch(epoch_permutation(0, epoch, 0, 100), (0, 1), 7, epoch)
+        keys.append(SampleKeys(np.array([5]), epoch, placeholder=True))
+        batches = list(load(keys))
+        assert [b["index"].tolist() for b in batches] == [k.index.tolist() for k in keys]
+        assert all((b["square"] == b["index"] ** 2).all() for b in batches)
+        assert [float(b["weight"].sum()) for b in batches] == [0 if k.placeholder else len(k.index) for k in keys]
+    load.close()
+    assert not multiprocessing.active_children()

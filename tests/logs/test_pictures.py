@@ -1,0 +1,336 @@
+"""Pictures in TensorBoard: what they show, when they are drawn, and that training does not notice."""
+
+import io
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+from data.har.windows import CLASSES
+from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
+from tests.helpers.weighted_task import Sequences, Weighted
+from trainer.cli import main
+from trainer.commands.build import assemble_run, build_task
+from trainer.commands.flags import parse
+from trainer.loading.order import SampleKeys
+from trainer.logs.pictures import BLUE, CELL, GAP, LINE_COLOURS, VERMILION, WIDTH, encode, log_pictures
+from trainer.logs.run_log import RunLog, SilentLog
+from trainer.loop.plan import Position
+from trainer.parallel.base import SingleDevice
+from trainer.task import ClassifiedCurves, ConfusionMatrix
+from trainer.tasks import TASKS
+from trainer.tasks.har import HarFlags, HarTask
+
+CPU = torch.device("cpu")
+STEPS_PER_EPOCH = 4  # 101 sequences
+
+
+class Showing(Weighted):
+    """The task for tests, with pictures. It remembers what it was asked to draw, and wastes random numbers."""
+
+    def pictures(self, sums):
+        value = min(255, int(sums["hits"]))
+        return {"hits": np.full((2, 3, 3), value, np.uint8)}
+
+    def example_pictures(self, objective, batch):
+        torch.rand(7)
+        self.seen = {
+            "index": batch["index"].tolist(),
+            "is_training": objective.training,
+            "has_gradients": torch.is_grad_enabled(),
+            "weights": [p.clone() for p in objective.parameters()],
+            "dtype": batch["features"].dtype,
+            "logits": objective.model(batch["features"]).dtype,
+        }
+        return {"examples": np.zeros((4, 4, 3), np.uint8)}
+
+
+class SlowData(Weighted):
+    """Gathering a batch takes 50 ms."""
+
+    def splits(self):
+        return super().splits() | {"train": SlowSequences(self.config.num_train, 100, True)}
+
+
+class SlowSequences(Sequences):
+    def __getitems__(self, keys):
+        time.sleep(0.05)
+        return super().__getitems__(keys)
+
+
+@pytest.fixture
+def showing(monkeypatch):
+    monkeypatch.setitem(TASKS, "showing", Showing)
+    monkeypatch.setitem(TASKS, "slow", SlowData)
+
+
+def train(directory, *argv):
+    assert main(["--device", "cpu", "--num-threads", "1", "--save-dir", str(directory), *argv], False) == 0
+
+
+def events(directory):
+    accumulator = EventAccumulator(str(directory / "logs"), size_guidance={"images": 0, "scalars": 0})
+    return accumulator.Reload()
+
+
+def image_steps(directory):
+    found = events(directory)
+    return {tag: [event.step for event in found.Images(tag)] for tag in found.Tags()["images"]}
+
+
+def pixels(summary) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(summary.encoded_image_string)).convert("RGB")).astype(int)
+
+
+def has_colour(area: np.ndarray, colour) -> bool:
+    return bool((np.abs(area - np.array(colour)).max(axis=-1) < 12).any())
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------
+
+
+def cells(counts, classes):
+    """The drawn cells of a confusion matrix, [row][column]: pixels without their borders."""
+    summary = encode(ConfusionMatrix(torch.tensor(counts), classes))
+    image = pixels(summary)
+    assert image.shape == (summary.height, summary.width, 3)
+    start = image.shape[0] - GAP - CELL * len(classes), image.shape[0] - GAP - CELL * len(classes)
+    corners = [[(start[0] + i * CELL, start[1] + j * CELL) for j in range(len(classes))] for i in range(len(classes))]
+    return [[image[y + 2 : y + CELL - 1, x + 2 : x + CELL - 1] for y, x in row] for row in corners]
+
+
+def test_a_confusion_matrix_shades_the_share_of_each_true_class():
+    drawn = cells([[9, 1, 0], [30, 60, 10], [0, 0, 0]], ["a", "long_name", "c"])
+    darkness = [[255 - int(cell[0, 0].mean()) for cell in row] for row in drawn]
+    assert darkness[0][0] > darkness[1][1] > darkness[1][0] > darkness[1][2] > 5
+    assert abs(darkness[0][1] - darkness[1][2]) < 3  # both a tenth of their class, whatever the counts
+    assert max(darkness[0][2], darkness[2][2]) <= 2  # nothing there, and a class that does not occur
+
+
+def test_a_confusion_matrix_writes_its_counts():
+    one, other = (cells([[900, count], [0, 50]], ["a", "b"]) for count in (7, 8))  # 1% both
+    assert np.ptp(one[0][1], axis=(0, 1)).max() > 100  # there is text, and it changes with the count
+    assert np.abs(one[0][1] - other[0][1]).max() > 100
+    assert np.ptp(one[1][0]) == 0  # an empty cell is left empty
+    assert np.abs(one[1][1] - other[1][1]).max() < 12  # their palettes differ a little
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 30, 31, 2000])
+def test_a_confusion_matrix_of_any_number_of_classes_can_be_drawn(num_classes):
+    names = [f"class_{i}" for i in range(num_classes)]
+    image = pixels(encode(ConfusionMatrix(torch.eye(num_classes), names)))
+    assert image.shape[0] <= image.shape[1] < 1400
+    assert has_colour(image, BLUE)
+
+
+def curves(values, predicted, true):
+    confidence = torch.full((len(values),), 0.75)
+    return pixels(encode(ClassifiedCurves(values, ["p"] * values.shape[1], "xyz", predicted, confidence, true)))
+
+
+def test_curves_tell_right_from_wrong_predictions():
+    right, wrong = (curves(torch.zeros(1, 1, 3, 16), ["a"], [true]) for true in "ab")
+    title = slice(0, 30)
+    assert has_colour(right[title], BLUE) and not has_colour(right[title], VERMILION)
+    assert has_colour(wrong[title], VERMILION) and not has_colour(wrong[title], BLUE)
+
+
+def test_curves_of_all_samples_share_a_scale():
+    """A strong and a weak signal: the weak one is drawn flat, in both of its places."""
+    weak, strong = torch.sin(torch.arange(64.0)).expand(1, 1, 3, 64) * 0.01, torch.ones(1, 1, 3, 64)
+    strong = strong * torch.sin(torch.arange(64.0))
+    both = curves(torch.cat([weak, strong]), ["a", "a"], ["a", "a"])
+    panel = slice(30, 60)
+    rows_with_ink = [
+        int((np.abs(both[panel, columns] - np.array(LINE_COLOURS[2])).max(-1) < 12).any(1).sum())  # drawn last
+        for columns in (slice(0, 170), slice(180, 350))
+    ]
+    assert rows_with_ink[0] <= 3 < 20 < rows_with_ink[1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 3, 7, 10), (7, 2, 3, 128)])
+def test_curves_of_any_shape_can_be_drawn(shape):
+    names = ["a"] * shape[0]
+    assert curves(torch.randn(shape), names, names).shape[1] == WIDTH
+
+
+def test_an_array_is_shown_as_it_is():
+    array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    summary = encode(array)
+    assert (summary.height, summary.width) == (5, 7)
+    assert (pixels(summary) == array).all()
+    for wrong in (array[..., 0], array.astype(np.float32), array[..., :2]):
+        with pytest.raises(TypeError, match="must be"):
+            encode(wrong)
+
+
+# --- the task that comes with it -----------------------------------------------------------------------------------
+
+
+def test_har_shows_its_confusion_recalls_and_windows(cache_dir):
+    task = HarTask(HarFlags(mode="first", hidden_dims=(8,)), seed=0, cache_dir=cache_dir)
+    confusion = torch.zeros(6, 6, dtype=torch.float64)
+    confusion[0, 0], confusion[0, 3], confusion[3, 3], confusion[4, 3] = 3, 1, 5, 2
+    sums = {"loss": torch.tensor(1.0), "confusion": confusion, "weight": torch.tensor(11.0)}
+    metrics = task.summarise(sums)
+    recalls = {name: value for name, value in metrics.items() if name.startswith("recall/")}
+    assert recalls == {"recall/WALKING": 0.75, "recall/SITTING": 1.0, "recall/STANDING": 0.0}
+    assert not recalls.keys() & set(task.headline)
+
+    matrix = task.pictures(sums)["confusion_matrix"]
+    assert torch.equal(matrix.counts, confusion) and tuple(matrix.classes) == CLASSES
+
+    objective = task.build_objective().eval()
+    task.initialise(objective)
+    keys = SampleKeys(np.arange(4) * 50, epoch=0)
+    batch = task.collate(task.splits()["val"].__getitems__(keys), keys)
+    with torch.no_grad():
+        windows = task.example_pictures(objective, batch)["windows"]
+        shares = objective.model(batch["signals"]).softmax(1)
+    assert windows.true == [CLASSES[i] for i in batch["label"].tolist()]
+    assert windows.predicted == [CLASSES[i] for i in shares.argmax(1).tolist()]
+    assert torch.equal(windows.confidence, shares.amax(1))
+    signals, model = batch["signals"], objective.model
+    expected = (signals[:, 7] - model.mean[7]) / model.std[7]  # total acceleration, y
+    assert torch.equal(windows.curves[:, 2, 1], expected)
+
+
+# --- when they are drawn -------------------------------------------------------------------------------------------
+
+
+def run_with(*argv):
+    flags, problems = parse(["--task", "showing", *argv], several_devices=False)
+    assert problems == []
+    return assemble_run(flags, build_task(flags), SingleDevice(CPU), None)
+
+
+class Recorder(SilentLog):
+    def pictures(self, step, pictures):
+        self.names = list(pictures)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(showing, dtype):
+    run = run_with("--ema-decay", "0.5", "--dtype", dtype, "--num-val", "17")
+    run.log = Recorder()
+    with torch.no_grad():
+        for parameter in run.objective.parameters():
+            parameter.add_(1.0)  # as training would; the average stays behind
+    trained = [p.clone() for p in run.objective.parameters()]
+    with run.average.applied():
+        average = [p.clone() for p in run.objective.parameters()]
+    run.net.train()
+    state = torch.get_rng_state()
+    log_pictures(run, "val", {"hits": torch.tensor(3.0)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert run.objective.training and all(m.training for m in run.objective.modules())
+    assert all(map(torch.equal, run.objective.parameters(), trained))
+    seen = run.task.seen
+    assert all(map(torch.equal, seen["weights"], average))
+    assert not seen["is_training"] and not seen["has_gradients"]
+    assert seen["index"] == [0, 3, 6, 9, 12, 16]
+    assert seen["dtype"] == seen["logits"] == getattr(torch, dtype)
+    assert run.log.names == ["val/hits", "val/examples"]
+    log_pictures(run, "test", {"hits": torch.tensor(3.0)})
+    assert run.task.seen["index"] == [0, 1]  # fewer samples than pictures
+
+
+def test_examples_are_computed_under_autocast_where_evaluation_is(showing):
+    run = run_with("--amp", "bf16")
+    log_pictures(run, "val", {"hits": torch.tensor(3.0)})
+    assert run.task.seen["logits"] == torch.bfloat16
+
+
+def test_every_validation_and_the_test_have_pictures_and_training_does_not_notice(showing, tmp_path, signals_restored):
+    argv = ["--epochs", "5", "--eval-every", "2", "--dropout", "0.3", "--ema-decay", "0.5"]
+    train(tmp_path / "shown", "--task", "showing", *argv)
+    train(tmp_path / "plain", "--task", WEIGHTED, *argv)
+    shown, plain = (load(tmp_path / name / "final.pth") for name in ("shown", "plain"))
+    assert_same_bits(shown, plain | {"task": "showing"})
+    validated = [STEPS_PER_EPOCH * epochs for epochs in (2, 4, 5)]
+    assert image_steps(tmp_path / "shown") == {
+        "val/hits": validated,
+        "val/examples": validated,
+        "test/hits": [STEPS_PER_EPOCH * 5],
+        "test/examples": [STEPS_PER_EPOCH * 5],
+    }
+    assert image_steps(tmp_path / "plain") == {}
+
+
+def test_a_resumed_run_repeats_no_picture_and_loses_none(showing, tmp_path, signals_restored):
+    """From the files of a run that was killed long after its checkpoint, and from its end."""
+    argv = ["--task", "showing", "--keep-checkpoints", "0"]
+    train(tmp_path / "whole", *argv, "--epochs", "4")
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    cut_back(tmp_path / "whole", entries[:2], tmp_path / "killed")
+    shutil.copytree(tmp_path / "whole" / "logs", tmp_path / "killed" / "logs")
+    train(tmp_path / "killed", *argv, "--epochs", "4")
+    assert image_steps(tmp_path / "killed") == image_steps(tmp_path / "whole")
+    train(tmp_path / "whole", *argv, "--epochs", "5")
+    assert image_steps(tmp_path / "whole")["val/hits"] == [STEPS_PER_EPOCH * epochs for epochs in (1, 2, 3, 4, 5)]
+
+
+@pytest.mark.slow
+def test_several_processes_draw_once(command, tmp_path):
+    argv = ["--epochs", 1, "--task", f"{__file__}:Showing", "--save-dir", tmp_path]
+    command("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu", *argv)
+    steps = image_steps(tmp_path)
+    assert set(steps) == {"val/hits", "val/examples", "test/hits", "test/examples"}
+    assert all(len(at) == 1 for at in steps.values())
+
+
+# --- numbers beside them -------------------------------------------------------------------------------------------
+
+
+def test_time_waiting_for_data_is_logged_without_that_of_computing(showing, tmp_path, signals_restored):
+    train(tmp_path, "--task", "slow", "--epochs", "2", "--delay-s", "0.1")
+    logged = events(tmp_path).Scalars("data_wait_seconds")
+    assert [event.step for event in logged] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+    for event in logged:
+        assert STEPS_PER_EPOCH * 0.05 <= event.value < STEPS_PER_EPOCH * 0.1
+
+
+def hyperparameters(directory):
+    found = events(directory)
+    content = found.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    values = parse_session_start_info_plugin_data(content).hparams
+    shown = {name: value.number_value or value.string_value for name, value in values.items()}
+    return shown, {tag: found.Scalars(tag)[-1].value for tag in found.Tags()["scalars"] if tag.startswith("best/")}
+
+
+def test_hyperparameters_stand_beside_the_final_scores(tmp_path):
+    """A run that is trained on with another learning rate shows the one that it ended with."""
+    for step, lr in ((10, 0.25), (20, 0.5)):
+        log = RunLog(tmp_path, step, Position())
+        values = {
+            "--lr": lr,
+            "--hidden-dims": (64, 8),
+            "--warmup-epochs": None,
+            "--no-augmentation": True,
+            "--amp": "off",
+        }
+        log.hyperparameters(values, step, {"test/accuracy": lr + 0.25})
+        log.close()
+        shown, scores = hyperparameters(tmp_path)
+        assert shown == {"lr": lr, "hidden-dims": "64 8", "no-augmentation": "True", "amp": "off"}
+        assert scores == {"best/test/accuracy": lr + 0.25}
+
+
+def test_a_finished_run_has_every_flag_and_a_resumed_one_not_yet(showing, tmp_path, signals_restored):
+    train(tmp_path, "--task", "showing", "--epochs", "1", "--width", "8")
+    shown, scores = hyperparameters(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert shown.keys() == {name.lstrip("-") for name, value in config.items() if value is not None}
+    assert (shown["width"], shown["task"], shown["epochs"]) == (8, "showing", 1)
+    assert scores == {
+        f"best/{name}": pytest.approx(value)
+        for name, value in json.loads((tmp_path / "results.json").read_text())["metrics"].items()
+    }
+    RunLog(tmp_path, 3, Position()).close()
+    assert not list((tmp_path / "logs").glob("*.hparams"))

@@ -1,0 +1,61 @@
+"""What the user sees: a table whose columns stay aligned, and TensorBoard's scalars."""
+
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainer.logs.run_log import RunLog
+from trainer.loop.plan import Position
+
+TRAIN = {"train/loss": 0.5}
+BOTH = {"train/loss": 1234567.0, "val/loss": -1.2345e-5, "val/ndcg@10": math.nan, "val/x": 0.25}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Logs these epochs and a result; returns the directory."""
+
+    def write(epochs, result=None, headline=()):
+        log = RunLog(tmp_path, 0, Position(), headline)
+        for i, metrics in enumerate(epochs):
+            log.epoch(i + 1, Position(i + 1), metrics)
+        if result is not None:
+            log.result(len(epochs), "with the best weights", result)
+        log.close()
+        return tmp_path
+
+    return write
+
+
+def right_edges(line):
+    """Where each cell of a right-aligned line ends."""
+    return [i + 1 for i in range(len(line)) if line[i] != " " and (i + 1 == len(line) or line[i + 1] == " ")]
+
+
+def test_every_cell_stands_under_its_header(written):
+    """Epochs with and without validation, the first one without; the longest numbers."""
+    lines = (written([TRAIN, BOTH, TRAIN, BOTH]) / "val.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["epoch", "1", "epoch", "2", "3", "4"]
+    assert right_edges(lines[0]) == right_edges(lines[1])
+    for line in lines[3:]:
+        assert right_edges(line) == right_edges(lines[2])
+    assert lines[3].split()[1:5] == ["1.2346e+06", "-1.2345e-05", "nan", "0.25"]
+    assert lines[4].split()[1:5] == ["0.5", "-", "-", "-"]
+
+
+def test_without_a_headline_everything_is_shown(written):
+    lines = (written([BOTH], {"test/loss": 1.0, "test/x": 0.25}) / "val.log").read_text().splitlines()
+    assert lines[0].split()[1:5] == list(BOTH)
+    assert lines[-1] == "Finished, with the best weights: test/loss 1.0000, test/x 0.2500"
+
+
+def test_names_with_an_at_sign_reach_tensorboard(written):
+    directory = written([TRAIN, BOTH | {"val/ndcg@10": 0.5}], {"test/ndcg@10": 0.75}, headline=("loss",))
+    events = EventAccumulator(str(directory / "logs"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("val/ndcg@10")] == [(2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("test/ndcg@10")] == [(2, 0.75)]
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert records[1]["val/ndcg@10"] == 0.5

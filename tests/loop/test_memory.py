@@ -1,0 +1,282 @@
+"""Out of memory: the run goes on with smaller micro-batches and learns what it would have learnt with them."""
+
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher, load, read_metrics
+from tests.faults.test_hangs import torchrun
+from tests.parallel.test_parallel import ReplicasOnCpu, trained
+from trainer.checkpoint.directory import RunDirectory
+from trainer.commands.build import build_run, build_task, set_up_torch
+from trainer.commands.flags import parse
+from trainer.config import refuse
+from trainer.loading.order import SampleKeys
+from trainer.loop.memory import recut, rehearse
+from trainer.loop.memory_limit import MEMORY, MemoryLimit
+from trainer.loop.plan import BatchFlags
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.launch import launch
+from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
+
+CPU = torch.device("cpu")
+TIGHT = f"{ROOT / 'tests' / 'helpers' / 'tight_task.py'}:Tight"
+TINY = ["--task", TIGHT, "--epochs", 2, "--global-batch-size", 12, "--dtype", "float64", "--num-threads", 1,
+        "--lr", 0.01, "--device", "cpu"]  # fmt: skip
+LAST = "checkpoint_2.pth"
+
+
+def memory_of(directory):
+    return json.loads((directory / MEMORY).read_text())
+
+
+def assert_same_learning(a, b):
+    assert largest_difference(load(a / LAST), load(b / LAST)) < 1e-9
+    results = [json.loads((directory / "results.json").read_text()) for directory in (a, b)]
+    assert results[0]["metrics"] == pytest.approx(results[1]["metrics"], rel=1e-9)
+    assert results[0]["step"] == results[1]["step"]
+    for ours, theirs in zip(read_metrics(a, "epoch"), read_metrics(b, "epoch"), strict=True):
+        assert ours.pop("event") == theirs.pop("event")
+        assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, cache_dir):
+    """The run that was started with 3 samples per forward."""
+    from trainer.cli import main
+
+    directory = tmp_path_factory.mktemp("memory") / "small"
+    arguments = [*TINY, "--batch-size", 3, "--save-dir", directory, "--cache-dir", cache_dir / "lockstep"]
+    assert main([*map(str, arguments)], several_devices=False) == 0
+    return directory
+
+
+# --- one device --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_is_redone_in_smaller_parts(where, num_workers, small, run_here, tmp_path, monkeypatch):
+    """From the sixth forward on, when the step already has the gradients of its first micro-batch."""
+    directory = tmp_path / "run"
+    monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path))
+    tight = ["--fit", 3, "--roomy-forwards", 5, "--tight-in", where, "--num-workers", num_workers]
+    out, _ = run_here(*TINY, "--batch-size", 6, "--save-dir", directory, *tight)
+    (line,) = [line for line in out.splitlines() if "emory" in line]
+    assert line == (
+        f"Out of memory in {where} at optimizer step 3 with 6 samples per forward: going on with 3, and 4 accumulation "
+        "steps instead of 2 for the same global batch of 12; --batch-size 3 --global-batch-size 12 spares the attempt."
+    )
+    assert_same_learning(directory, small)
+    assert memory_of(directory)["batch_size"] == 3
+    (record,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    for epoch, num_redone in ((0, 6 if where == "forward" else 12), (1, 0)):
+        received = [i for line in lines if line["epoch"] == epoch for i in line["index"]]
+        assert set(received) == set(range(101))
+        assert len(received) == 101 + num_redone
+
+
+def test_halved_until_it_fits_in_uneven_parts(small, run_here, tmp_path):
+    """12 -> 6 -> 3 -> 2 -> 1."""
+    out, _ = run_here(*TINY, "--batch-size", 12, "--fit", 1, "--save-dir", tmp_path)
+    assert re.findall(r"with (\d+) samples per forward: going on with (\d+)", out) == [
+        ("12", "6"), ("6", "3"), ("3", "2"), ("2", "1")
+    ]  # fmt: skip
+    assert_same_learning(tmp_path, small)
+
+
+def test_running_statistics_are_put_back(run_here, tmp_path):
+    """They change in the forward, before the backward finds no room."""
+    args = [*TINY, "--batch-norm", "--epochs", 1]
+    run_here(*args, "--batch-size", 3, "--save-dir", tmp_path / "small")
+    run_here(*args, "--batch-size", 6, "--fit", 3, "--tight-in", "backward", "--save-dir", tmp_path / "tight")
+    small, tight = load(tmp_path / "small" / "last.pth"), load(tmp_path / "tight" / "last.pth")
+    assert any("running_mean" in name for name in small["model"])
+    assert_same_bits({"model": small["model"]}, {"model": tight["model"]})
+
+
+def test_what_was_learnt_is_remembered(run_here, tmp_path):
+    """By the next start, unless it asks for another batch size."""
+    args = [*TINY, "--batch-size", 12, "--save-dir", tmp_path]
+    run_here(*args, "--fit", 3)
+    out, _ = run_here(*args, "--fit", 3, "--epochs", 3)
+    assert "Out of memory" not in out
+    assert "At most 3 samples per forward: more did not fit into the memory of cpu before." in out
+    assert "from 3 per device per forward" in out
+    out, _ = run_here(*args, "--fit", 6, "--batch-size", 6, "--epochs", 4)
+    assert "Out of memory" not in out
+    assert "from 6 per device per forward" in out
+
+
+def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
+    _, err = run_here(*TINY, "--fit", 0, "--save-dir", tmp_path, status=2)
+    assert err.splitlines()[-1] == (
+        "error: out of memory in forward at optimizer step 1 with a single sample per forward: a smaller --batch-size "
+        "cannot help; take a smaller model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
+    )
+
+
+def test_an_evaluation_is_redone_in_smaller_parts(small, run_here, tmp_path):
+    """17 validation samples by 7; parts of a batch are not counted twice."""
+    args = [*TINY, "--batch-size", 3, "--eval-batch-size", 7, "--fit-eval", 2, "--save-dir", tmp_path]
+    out, _ = run_here(*args)
+    assert re.findall(r"Out of memory in evaluation .* with (\d) samples per forward: going on with (\d)", out) == [
+        ("7", "4"), ("4", "2")
+    ]  # fmt: skip
+    assert_same_learning(tmp_path, small)
+    assert memory_of(tmp_path)["eval_batch_size"] == 2
+    out, _ = run_here(*args, "--epochs", 3)
+    assert "Out of memory" not in out
+
+
+def test_recut_keeps_every_sample_once_and_its_weight():
+    batch = {"x": torch.arange(7), "weight": torch.tensor([1.0, 2, 0, 0, 5, 6, 7])}
+    placeholder = ({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0)
+    window = [(batch, 21.0), placeholder]
+    assert recut(window, 7) is window
+    parts = recut(window, 2)
+    assert [part["x"].tolist() for part, _ in parts] == [[0, 1], [2, 3], [4, 5], [6], [9]]
+    assert [weight for _, weight in parts] == [3.0, 0.0, 11.0, 7.0, 0.0]
+
+
+# --- DataParallel, by its double ---------------------------------------------------------------------------------
+
+
+def test_replicas_redo_a_step(tmp_path, monkeypatch):
+    """4 samples on each of two devices, of which 2 fit."""
+    more = ("--global-batch-size", "12", "--task", TIGHT)
+    small, small_test = trained(ReplicasOnCpu(2), tmp_path / "small", *more, "--batch-size", "2")
+    tight = ("--batch-size", "6", "--fit", "2", "--roomy-forwards", "6")
+    big, big_test = trained(ReplicasOnCpu(2), tmp_path / "big", *more, *tight)
+    assert memory_of(tmp_path / "big")["batch_size"] == 2
+    assert largest_difference(small, big) < 1e-9
+    assert big_test == pytest.approx(small_test, rel=1e-9)
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forwards", 5, "--save-every-steps", 2]
+
+
+@pytest.mark.slow
+def test_a_group_starts_itself_again(small, command, tmp_path):
+    """Rank 1 runs out of memory in its fifth step, after the forward of wrap(). `--fresh` holds for the first start."""
+    directory = tmp_path / "run"
+    (directory / "logs").mkdir(parents=True)
+    done = command(*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory, CUDA_VISIBLE_DEVICES="")
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
+        "error: rank 1 of 2 is out of memory in forward at optimizer step 5 with 6 samples per forward: the same "
+        "command goes on from the last checkpoint with 3, and 2 accumulation steps instead of 1 for the same global "
+        "batch of 12"
+    ]
+    assert "Traceback" not in done.stderr
+    assert "Resuming after optimizer step 4" in done.stdout
+    assert "from 3 per device per forward" in done.stdout
+    assert_same_learning(directory, small)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_group_again(small, command, tmp_path):
+    start = torchrun(2)
+    start.insert(-3, "--max-restarts=2")
+    done = command(*start, *TINY, *IN_A_GROUP, "--tight-in", "backward", "--save-dir", tmp_path)
+    assert "Resuming after optimizer step 4" in done.stdout
+    assert_same_learning(tmp_path, small)
+
+
+# --- the rehearsal -----------------------------------------------------------------------------------------------
+
+
+def built(parallel, directory, *more):
+    argv = [*map(str, TINY), "--save-dir", str(directory), *more]
+    flags, problems = parse(argv, several_devices=False)
+    refuse(problems)
+    set_up_torch(flags, parallel)
+    run_directory = RunDirectory(directory, 3, print)
+    run, _ = build_run(flags, build_task(flags), parallel, run_directory)
+    return run
+
+
+def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
+    run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12", "--fit", "4", "--tight-in", "backward")
+    before = {name: value.clone() for name, value in run.objective.state_dict().items()}
+    state = torch.get_rng_state()
+    rehearse(run)
+    assert (run.batches.batch_size, run.batches.grad_accum_steps, run.batches.global_batch_size) == (3, 4, 12)
+    assert run.memory_limit.batch_size == 3
+    assert_same_bits(before, run.objective.state_dict())
+    assert all(p.grad is None for p in run.objective.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(optimizer.state for optimizer in run.optimizers.values())
+
+
+def rehearse_in_process(environment, folder):
+    torch.set_num_threads(1)
+    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
+    run.net = parallel.wrap(run.net, a_batch(run, 0), "train")
+    rehearse(run)
+    run.net(a_batch(run, environment.rank))["loss"].backward()
+    gradient = torch.cat([p.grad.flatten() for p in run.objective.parameters()])
+    torch.save({"batch_size": run.batches.batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")
+    parallel.close()
+    return 0
+
+
+def a_batch(run, sample):
+    return next(iter(run.loaders["train"]([SampleKeys(np.array([sample]), 0)])))
+
+
+@pytest.mark.slow
+def test_a_rehearsal_ends_alike_on_every_rank(tmp_path, monkeypatch):
+    """And leaves the exchange of gradients as it was."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `launch` would set them, for good
+        monkeypatch.setenv(name, "lo")
+    assert launch(functools.partial(rehearse_in_process, folder=tmp_path), 2) == 0
+    first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
+    assert first["batch_size"] == second["batch_size"] == 3
+    assert torch.equal(first["gradient"], second["gradient"])
+    assert first["gradient"].abs().max() > 0
+
+
+def test_the_longest_histories_are_rehearsed(cache_dir):
+    task = SeqrecTask(SeqrecFlags(maxlen=12), seed=0, cache_dir=cache_dir)
+    dataset = task.splits()["train"]
+    index = task.largest_samples("train", 5)
+    lengths = dataset.num_terms(np.arange(len(dataset)))
+    assert len(index) == 5
+    assert sorted(lengths[index]) == sorted(lengths)[-5:]
+
+
+# --- memory.json -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", '{"device": "cpu"}',
+        '{"device": "cpu", "asked_batch_size": 8, "batch_size": 0}',
+        '{"device": "cpu", "asked_batch_size": 8, "batch_size": "4"}',
+        '{"device": "another", "asked_batch_size": 8, "batch_size": 4}',
+        '{"device": "cpu", "asked_batch_size": 16, "batch_size": 4}',
+        '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": 5, "batch_size": 4}',
+    ],
+)  # fmt: skip
+def test_a_limit_of_something_else_does_not_count(content, tmp_path):
+    (tmp_path / MEMORY).write_text(content)
+    unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
+    assert unknown.remembered(RunDirectory(tmp_path, 3, print)) == unknown
+
+
+def test_a_limit_counts_where_it_was_found(tmp_path):
+    found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
+    (tmp_path / MEMORY).write_text(found)
+    unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
+    assert unknown.remembered(RunDirectory(tmp_path, 3, print)).batch_size == 4

@@ -1,0 +1,450 @@
+"""A step that is not finite changes nothing; the run then stops, or goes on as if the batch had never been."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
+from tests.parallel.test_parallel import ReplicasOnCpu
+from tests.parallel.test_parallel import trained as train_on_replicas
+from trainer.cli import main
+from trainer.loading.order import epoch_permutation
+from trainer.loop.batch_norm import RunningStatistics
+from trainer.loop.ema import WeightAverage
+from trainer.loop.plan import Position
+from trainer.loop.precision import SCALE_FLOOR, Precision
+from trainer.loop.step_results import LOOK_EVERY, Attempt, Watch
+from trainer.loop.totals import Totals
+from trainer.parallel.launch import launch
+
+CPU = torch.device("cpu")
+TASK = f"{ROOT / 'tests' / 'helpers' / 'poisoned_task.py'}:Poisoned"
+SIZE, NUM_TRAIN, EPOCH = 12, 101, 1
+STEPS_PER_EPOCH = -(-NUM_TRAIN // SIZE)
+POISONS = ("loss", "flat_loss", "gradient", "input")
+BATCH = 4
+"""The global batch of epoch 1 that is poisoned, counted from 0."""
+STEP = EPOCH * STEPS_PER_EPOCH + BATCH + 1
+NOT_FINITE = f"optimizer step {STEP} (epoch {EPOCH + 1}) is not finite"
+# Accumulation of 3 micro-batches and more, augmentation, dropout, an average of the weights, saves within epochs.
+HARD = [
+    "--task", TASK, "--epochs", 3, "--batch-size", 4, "--global-batch-size", SIZE, "--ema-decay", 0.9, "--lr", 0.01,
+    "--dropout", 0.2, "--num-threads", 1, "--save-every-steps", 5, "--log-interval", 2, "--keep-checkpoints", 0,
+]  # fmt: skip
+
+
+def samples_of(batch: int, epoch: int = EPOCH) -> list[int]:
+    return epoch_permutation(0, epoch, 0, NUM_TRAIN)[batch * SIZE : (batch + 1) * SIZE].tolist()
+
+
+def shown(samples):
+    return ",".join(map(str, samples))
+
+
+ALL_BAD = (
+    "--poisoned", shown(range(NUM_TRAIN)), "--poisoned-epoch", 0, "--batch-size", 1, "--global-batch-size", 1
+)  # fmt: skip
+
+
+def arguments(directory, *more):
+    return [str(argument) for argument in (*HARD, "--save-dir", directory, *more)]
+
+
+# Processes take samples by turns: this one is rank 1's in a world of 2, and rank 0's in a world of 3.
+POISONED = ("--poisoned", samples_of(BATCH)[3])
+
+
+@pytest.fixture
+def trained(tmp_path, capsys, signals_restored):
+    """Runs a command line in this process: (run directory, standard output, standard error)."""
+
+    def run(name, *more, status=0):
+        assert main(arguments(tmp_path / name, *more), several_devices=False) == status
+        return tmp_path / name, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def without_the_batch(trained):
+    """A run in which the global batch has no weight, so that no step is taken."""
+
+    def run(*batches, more=()):
+        samples = [i for batch in batches or (BATCH,) for i in samples_of(batch)]
+        return trained("without", "--poison", "absent", "--poisoned", shown(samples), *more)[0]
+
+    return run
+
+
+def assert_same_run(directory, other, skipped):
+    """The same weights, moments, average and metrics as a run without the batch; only the count tells."""
+    for name in ("final.pth", "best.pth"):
+        state, expected = load(directory / name), load(other / name)
+        assert state["skipped_steps"] == (skipped if state["position"]["epoch"] > EPOCH else 0)
+        for key in ("skipped_steps", "left_out", "config"):
+            del state[key], expected[key]
+        assert_same_bits(state, expected)
+    ours, theirs = read_metrics(directory, "epoch"), read_metrics(other, "epoch")
+    assert [record.pop("train/skipped_steps", 0) for record in ours] == [0, skipped, skipped]
+    for mine, their in zip(ours, theirs, strict=True):
+        assert mine.pop("event") == their.pop("event")
+        assert mine == pytest.approx(their, rel=1e-12)
+
+
+# --- the three policies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_stop_names_the_step_and_saves_nothing_of_it(poison, trained):
+    directory, _, error = trained("run", *POISONED, "--poison", poison, status=2)
+    assert len(error.splitlines()) == 1
+    samples = samples_of(BATCH)
+    cause = "the gradient" if poison == "gradient" else "the loss"
+    assert error.startswith(f"error: training diverged: {NOT_FINITE} ({cause})")
+    assert f"global batch of {SIZE} samples: {', '.join(map(str, samples[:8]))} and 4 more" in error
+    assert "--on-nonfinite skip" in error
+    steps = [entry["step"] for entry in json.loads((directory / "manifest.json").read_text())["checkpoints"]]
+    assert max(steps) == STEP - STEP % 5
+    assert not (directory / "results.json").exists()
+    assert all(value.isfinite().all() for value in load(directory / "last.pth")["model"].values())
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_the_run_goes_on_as_if_the_batch_had_never_been(policy, poison, trained, without_the_batch):
+    """Rolled back from the middle of an epoch, and of an interval between two log lines."""
+    directory, output, _ = trained("run", *POISONED, "--poison", poison, "--on-nonfinite", policy)
+    assert_same_run(directory, without_the_batch(), skipped=1)
+    lines = [line for line in output.splitlines() if NOT_FINITE in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("Skipped: " if policy == "skip" else f"Went back to optimizer step {STEP - STEP % 5}: ")
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_host_that_learns_of_it_late_does_the_same(policy, trained, without_the_batch, monkeypatch):
+    """As on a GPU, with nothing that makes it wait before the end of the epoch."""
+    monkeypatch.setattr("trainer.commands.build.Watch", lambda at_once: Watch(at_once=False))
+    more = ("--save-every-steps", 0, "--log-interval", 1000)
+    status = 2 if policy == "stop" else 0
+    directory, output, error = trained("run", *POISONED, "--on-nonfinite", policy, *more, status=status)
+    assert (output + error).count(NOT_FINITE) == 1
+    if policy == "stop":
+        assert load(directory / "last.pth")["step"] == EPOCH * STEPS_PER_EPOCH
+    else:
+        assert_same_run(directory, without_the_batch(more=more), skipped=1)
+
+
+def test_data_parallel_leaves_the_step_out_too(tmp_path):
+    """One replica alone meets the poison. No dropout: threads would draw from one generator by turns."""
+    runs = {
+        "run": (*POISONED, "--poison", "flat_loss", "--on-nonfinite", "skip"),
+        "other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH))),
+    }
+    for name, more in runs.items():
+        train_on_replicas(ReplicasOnCpu(2), tmp_path / name, *arguments(tmp_path / name, *more, "--dropout", 0))
+    run, other = (load(tmp_path / name / "last.pth") for name in runs)
+    assert (run["skipped_steps"], other["skipped_steps"]) == (1, 0)
+    for key in ("model", "optimizers", "average_updates", "totals"):
+        assert_same_bits({key: run[key]}, {key: other[key]})
+
+
+def test_running_statistics_of_a_skipped_step_are_undone(trained, without_the_batch):
+    more = ("--batch-norm", "--dropout", 0)
+    directory, _, _ = trained("run", *POISONED, "--poison", "input", "--on-nonfinite", "skip", *more)
+    assert_same_run(directory, without_the_batch(more=more), skipped=1)
+
+
+def test_rolled_back_to_the_initial_weights_and_twice_more(trained, without_the_batch):
+    """No checkpoint yet; then two bad batches after the same one."""
+    more = ("--save-every-steps", 0, "--poisoned-epoch", 0)
+    samples = [samples_of(batch, 0) for batch in (2, 5, 6)]
+    poisoned = ("--poisoned", shown(batch[0] for batch in samples))
+    directory, output, _ = trained("run", *poisoned, "--on-nonfinite", "rollback", *more)
+    assert output.count("Went back to optimizer step 0: ") == 3
+    absent = ("--poisoned", shown(i for batch in samples for i in batch), "--poison", "absent")
+    other, _, _ = trained("other", *absent, *more)
+    state, expected = load(directory / "final.pth"), load(other / "final.pth")
+    assert state["left_out"] == [(0, 0, SIZE * batch, SIZE * (batch + 1)) for batch in (2, 5, 6)]
+    assert state["skipped_steps"] == 3
+    assert_same_bits(state["model"], expected["model"])
+    assert_same_bits(state["optimizers"], expected["optimizers"])
+    steps = [record["step"] for record in read_metrics(directory, "step")]
+    assert steps == sorted(set(steps))
+
+
+def test_rollback_gives_up_when_every_batch_is_bad(trained):
+    """A checkpoint at a later position but without any further step is none that would count."""
+    directory, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "rollback", status=2)
+    assert output.count("Went back to optimizer step ") == 10
+    assert "the run went back 10 times already" in error
+    assert load(directory / "last.pth")["step"] == 10
+
+
+def test_skipping_gives_up_when_nothing_but_bad_batches_comes(trained):
+    _, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
+    assert output.count("Skipped: ") == 100
+    assert "so were the 100 before it" in error
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_resumed_run_counts_on_and_leaves_the_batch_out(policy, trained, without_the_batch, tmp_path):
+    """As after a kill right behind the first checkpoint that knows of the bad batch: that of the rollback itself."""
+    directory, _, _ = trained("run", *POISONED, "--on-nonfinite", policy)
+    entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
+    first = next(i for i, entry in enumerate(entries) if knows(load(directory / entry["file"])))
+    state = load(directory / entries[first]["file"])
+    before, after = STEP - STEP % 5, STEP - STEP % 5 + 5
+    assert (state["step"], state["skipped_steps"]) == ((after, 1) if policy == "skip" else (before, 0))
+    cut_back(directory, entries[: first + 1], tmp_path / "killed")
+    # With "stop" it would end there, if the batch came again.
+    killed, output, _ = trained("killed", *POISONED, "--on-nonfinite", "stop")
+    assert f"Resuming after optimizer step {state['step']}:" in output
+    assert_same_run(killed, without_the_batch(), skipped=1)
+
+
+def knows(state):
+    return state["skipped_steps"] > 0 or bool(state["left_out"])
+
+
+def test_weights_that_overflow_are_not_saved(trained):
+    """The loss and its gradient are finite, but not what the step makes of the weights."""
+    directory, _, error = trained("run", "--lr", 1e39, "--epochs", 1, "--global-batch-size", 101, status=2)
+    assert "not finite after optimizer step 1" in error
+    assert not list(directory.glob("*.pth"))
+
+
+# --- many processes ----------------------------------------------------------------------------------------------
+
+
+def run_all(environment, folder, command_lines):
+    """What each process of a world does: one run after the other, its output and exit status in files."""
+    for name, argv in command_lines.items():
+        place = dataclasses.replace(environment, init_method=f"{environment.init_method}-{name}")
+        with (
+            (folder / f"{name}-rank{environment.rank}.txt").open("w") as out,
+            redirect_stdout(out),
+            redirect_stderr(out),
+        ):
+            status = main(argv, several_devices=True, environment=place)
+            out.write(f"\nstatus {status}\n")
+    return 0
+
+
+@pytest.fixture
+def in_world(tmp_path, monkeypatch):
+    """Runs command lines by name in a world: their output on each rank, by name."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+
+    def run(world_size, runs):
+        command_lines = {
+            name: ["--multi-gpu", "ddp", "--device", "cpu", *arguments(tmp_path / name, *more)]
+            for name, more in runs.items()
+        }
+        assert launch(functools.partial(run_all, folder=tmp_path, command_lines=command_lines), world_size) == 0
+        return {
+            name: [(tmp_path / f"{name}-rank{rank}.txt").read_text() for rank in range(world_size)] for name in runs
+        }
+
+    return run
+
+
+POLICIES_AND_POISONS = list(itertools.product(("skip", "rollback"), POISONS))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, POLICIES_AND_POISONS),
+        (3, POLICIES_AND_POISONS),
+    ],
+)
+@pytest.mark.slow
+def test_one_rank_meets_the_poison_and_all_agree(world_size, cases, in_world, tmp_path):
+    runs = {"other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH)))}
+    for policy, poison in [*cases, ("stop", "flat_loss")]:
+        runs[f"{policy}-{poison}"] = (*POISONED, "--poison", poison, "--on-nonfinite", policy)
+    outputs = in_world(world_size, runs)
+    guilty = f"the loss of rank {3 % world_size}"
+    for policy, poison in cases:
+        main_output, *others = outputs[f"{policy}-{poison}"]
+        cause = "the gradient, rank unknown: every rank's loss was finite" if poison == "gradient" else guilty
+        assert main_output.count(f"{NOT_FINITE} ({cause})") == 1
+        assert others == ["\nstatus 0\n"] * len(others)
+        assert_same_run(tmp_path / f"{policy}-{poison}", tmp_path / "other", skipped=1)
+    main_output, *others = outputs["stop-flat_loss"]
+    assert f"error: training diverged: {NOT_FINITE} ({guilty})" in main_output
+    assert main_output.endswith("status 2\n")
+    assert others == ["\nstatus 2\n"] * len(others)
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bad_loss_poisons_a_finite_gradient_and_a_good_one_changes_no_bit(bad, dtype):
+    precision = Precision("off", dtype, CPU)
+    torch.manual_seed(0)
+    weight = torch.randn(50, dtype=dtype, requires_grad=True)
+    (weight.sin().sum() + bad).backward()
+    assert weight.grad.isfinite().all()  # what it would be otherwise
+    weight.grad = None
+    precision.backward(weight.sin().sum() + bad, 0.3)
+    assert weight.grad.isnan().all()
+    for loss in (0.0, -0.0, 1e30, -1e-30, 3.7):
+        weight.grad = None
+        precision.backward(weight.sin().sum() * 0 + loss + (weight.sin().sum() - weight.sin().sum().detach()), 0.3)
+        (expected,) = torch.autograd.grad(weight.sin().sum(), weight, torch.tensor(0.3, dtype=dtype))
+        assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_norm):
+    torch.manual_seed(0)
+    weights = [torch.randn(5, requires_grad=True), torch.randn(3, requires_grad=True)]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    precision = Precision("off", torch.float32, CPU)
+
+    def step(value):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        weights[1].grad[0] = value
+        return precision.step(optimizer, weights, max_grad_norm)
+
+    def everything():
+        return [v.clone() for w in weights for v in (w.detach(), *optimizer.state[w].values())]
+
+    step(1.0)
+    before = everything()
+    for value in (math.nan, math.inf, -math.inf, 3e38):  # the last is finite, its square is not
+        grad_norm, alarm = step(value)
+        assert not grad_norm.isfinite()
+        assert not alarm.isfinite()
+        assert all(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
+    step(1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
+
+
+def test_found_inf_leaves_everything_to_the_fused_kernel():
+    """How a step is left out where the host does not know the norm, on this machine's own kernel."""
+    weight = torch.ones(5, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = torch.ones(5)
+    optimizer.step()
+    before = [v.clone() for v in (weight.detach(), *optimizer.state[weight].values())]
+    weight.grad = torch.full((5,), math.nan)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+    optimizer.step()
+    after = [weight.detach(), *optimizer.state[weight].values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
+    precision = Precision("fp16", torch.float32, CPU)
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    alarms, scales = [], []
+    for _ in range(20):
+        precision.backward(weight.sum() * 2, 1.0)
+        weight.grad.fill_(math.inf)
+        grad_norm, alarm = precision.step(optimizer, [weight], 1.0)
+        assert not grad_norm.isfinite()
+        alarms.append(not bool(alarm.isfinite()))
+        scales.append(precision.scaler.get_scale())
+    halvings = int(math.log2(65536 / SCALE_FLOOR))
+    assert alarms == [False] * halvings + [True] * (20 - halvings)
+    assert scales == [max(65536 / 2 ** (i + 1), SCALE_FLOOR) for i in range(20)]
+    assert torch.equal(weight, torch.ones(2))
+    precision.backward(weight.sum() * 2, 1.0)
+    precision.step(optimizer, [weight], 1.0)
+    assert not torch.equal(weight, torch.ones(2))
+
+
+@pytest.mark.parametrize("without_waiting", [False, True])
+def test_the_average_advances_on_applied_steps_only(without_waiting):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    average, expected = WeightAverage(model, 0.4), WeightAverage(model, 0.4)
+    for norm in (1.0, math.nan, 2.0, math.inf, *[0.5] * 10):
+        norm = torch.tensor(norm)
+        with torch.no_grad():
+            model.weight.add_(torch.randn_like(model.weight))
+        if without_waiting:
+            average._update_without_waiting(norm)
+        else:
+            average.update(norm)
+        if norm.isfinite():
+            expected.update(torch.tensor(1.0))
+    states = [{"model": model.state_dict()} for _ in range(2)]
+    for state, each in zip(states, (average, expected), strict=True):
+        each.put_into(state)
+    assert states[0]["average_updates"] == states[1]["average_updates"] == 12
+    torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-14, atol=0)
+
+
+def test_sums_of_steps_that_do_not_count_are_left_out():
+    """More than are folded at once, of several shapes and types."""
+    totals, expected = Totals(), Totals()
+    for i in range(150):
+        bad = i % 7 == 3
+        norm = torch.tensor(math.nan if bad else 1.0)
+        totals.add({"loss": torch.tensor(math.inf if bad else 0.5 * i), "hits": torch.tensor([i, 1])}, 2.0, norm)
+        if not bad:
+            expected.add({"loss": torch.tensor(0.5 * i), "hits": torch.tensor([i, 1])}, 2.0)
+    for each in (totals, expected):
+        each._fold()
+    assert {name: value.tolist() for name, value in totals._sums.items()} == {
+        name: value.tolist() for name, value in expected._sums.items()
+    }
+
+
+def test_running_statistics_are_undone():
+    norm = nn.BatchNorm1d(2)
+    statistics = RunningStatistics(nn.Sequential(norm))
+    norm(torch.randn(8, 2))
+    good = norm.running_mean.clone()
+    statistics.keep()
+    norm(torch.full((8, 2), math.nan))
+    assert norm.running_mean.isnan().all()
+    statistics.undo_unless_finite(torch.tensor(math.nan))
+    assert torch.equal(norm.running_mean, good)
+    assert int(norm.num_batches_tracked) == 1
+
+
+def attempts(num, bad):
+    return [
+        Attempt(i, Position(), 0, torch.tensor(0.0), torch.tensor(math.nan if i in bad else 1.0)) for i in range(num)
+    ]
+
+
+def test_the_watch_reports_each_failure_once_and_in_order():
+    for at_once in (True, False):
+        watch, bad, found, when = Watch(at_once), {0, 31, 32, 70, 99}, [], {}
+        for attempt in attempts(100, bad):
+            watch.add(attempt)
+            for failure in watch.failures(wait=attempt.step == 99):
+                found.append(failure.step)
+                when[failure.step] = attempt.step
+        assert found == sorted(bad)
+        assert watch.failures(wait=True) == []
+        if at_once:
+            assert all(when[step] == step for step in bad)
+        else:  # a group is looked at when the next one is full
+            assert when == {0: 2 * LOOK_EVERY - 1, 31: 2 * LOOK_EVERY - 1, 32: 3 * LOOK_EVERY - 1, 70: 99, 99: 99}
+
+
+def test_the_watch_forgets_the_future_of_a_rollback():
+    watch = Watch(at_once=False)
+    for attempt in attempts(LOOK_EVERY + 1, {1, LOOK_EVERY}):
+        watch.add(attempt)
+        watch.failures(wait=False)
+    watch.forget()
+    assert watch.failures(wait=True) == []

@@ -1,0 +1,200 @@
+"""The gradient of a step is that of one mean over all loss terms, however the samples are spread."""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.weighted_task import Weighted, WeightedFlags
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import SampleKeys, split_global_batch
+from trainer.loop.precision import Precision, PrecisionForward
+from trainer.loop.train import counted, train_step, weighted
+from trainer.parallel import ddp as distributed
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.launch import launch
+from trainer.tasks.har import HarFlags, HarTask
+from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
+
+CPU = torch.device("cpu")
+GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty
+NUM_STEPS = 100
+
+
+SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01, "mhc_sinkhorn_iters": 3}
+TASKS = {
+    "weighted": (Weighted, WeightedFlags()),
+    "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,))),
+    "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC)),
+    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False, mhc=False)),
+    "seqrec-sampled": (SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False, mhc=False)),
+}
+
+
+def make_task(name, cache_dir):
+    task, config = TASKS[name]
+    return task(config, seed=0, cache_dir=cache_dir)
+
+
+def build(task, parallel, dtype=torch.float64):
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    objective = task.build_objective().to(CPU, dtype)
+    precision = Precision("off", dtype, CPU)
+    loader = BatchLoader(task.splits()["train"], task.collate)
+    example = next(loader([SampleKeys(np.zeros(1, np.int64), 0, placeholder=True)]))
+    net = parallel.wrap(PrecisionForward(objective, precision), example, "train")
+    return SimpleNamespace(
+        task=task, parallel=parallel, objective=objective, precision=precision, loader=loader, net=net
+    )
+
+
+def one_step(parts, samples, accumulation, optimizer):
+    world_size = parts.parallel.shard[1]
+    micro_batch_size = -(-len(samples) // (world_size * accumulation))
+    keys = split_global_batch(samples, parts.parallel.shard, micro_batch_size, epoch=1)
+    window = [weighted(batch) for batch in parts.loader(keys)]
+    (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)]).wait()
+    train_step(
+        parts.net, window, total, phase="train", optimizer=optimizer, params=list(parts.objective.parameters()),
+        parallel=parts.parallel, precision=parts.precision, max_grad_norm=0.0, dropout_key=(0, 0, 0, 0),
+    )  # fmt: skip
+
+
+def gradients_of_step(parts, samples, accumulation):
+    captured = []
+    optimizer = torch.optim.SGD(parts.objective.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: captured.extend(p.grad.clone() for p in parts.objective.parameters()))
+    one_step(parts, samples, accumulation, optimizer)
+    return torch.cat([gradient.flatten() for gradient in captured])
+
+
+def weights_after_run(parts, accumulation):
+    optimizer = torch.optim.AdamW(parts.objective.parameters(), lr=1e-3, fused=True)
+    rng = np.random.default_rng(0)
+    for _ in range(NUM_STEPS):
+        samples = rng.permutation(len(parts.task.splits()["train"]))[: rng.integers(1, 30)]
+        one_step(parts, samples, accumulation, optimizer)
+    return torch.cat([p.detach().flatten() for p in parts.objective.parameters()])
+
+
+def measure(parallel, accumulation, cache_dir, make_task=make_task):
+    found = {}
+    for name in TASKS:
+        task = make_task(name, cache_dir)
+        parts = build(task, parallel)
+        for size in GLOBAL_BATCH_SIZES:
+            found[name, size] = gradients_of_step(parts, np.arange(size) * 3, accumulation)
+    found["weights"] = weights_after_run(build(make_task("weighted", cache_dir), parallel), accumulation)
+    return found
+
+
+def in_process(environment, folder, cache_dir, is_ring):
+    """What each process of a world does. is_ring: gradients go round as those of larger models do."""
+    torch.set_num_threads(1)
+    if is_ring:
+        distributed.DIRECT_BYTES = 0
+    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    found = {accumulation: measure(parallel, accumulation, cache_dir) for accumulation in (1, 3)}
+    found["sum"] = parallel.sum(torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double())
+    torch.save(found, folder / f"rank{environment.rank}.pt")
+    parallel.close()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def reference(cache_dir):
+    """One forward and backward over the whole batch, written out."""
+    gradients = {}
+    for name in TASKS:
+        parts = build(make_task(name, cache_dir), SingleDevice(CPU))
+        for size in GLOBAL_BATCH_SIZES:
+            (batch,) = parts.loader([SampleKeys(np.arange(size) * 3, epoch=1)])
+            parts.objective.zero_grad()
+            batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+            (parts.objective(batch)["loss"] / batch["weight"].sum()).backward()
+            gradients[name, size] = torch.cat([p.grad.flatten() for p in parts.objective.parameters()])
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def reference_weights(cache_dir):
+    return weights_after_run(build(make_task("weighted", cache_dir), SingleDevice(CPU)), 1)
+
+
+@pytest.fixture(scope="module", params=["world1", "world2", "world3", "world3-ring"])
+def world(request, tmp_path_factory, cache_dir):
+    """What every rank of a world found, by accumulation."""
+    name, _, way = request.param.partition("-")
+    size = int(name.removeprefix("world"))
+    if size == 1:
+        return [{a: measure(SingleDevice(CPU), a, cache_dir) for a in (1, 3)}]
+    folder = tmp_path_factory.mktemp(request.param)
+    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, is_ring=way == "ring")
+    assert launch(process, size) == 0
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def relative_difference(a, b):
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradient_is_that_of_one_full_batch(world, reference, accumulation):
+    for found in world:
+        for case, gradient in reference.items():
+            assert relative_difference(found[accumulation][case], gradient) < 1e-12, case
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_weights_after_100_steps_agree(world, reference_weights, accumulation):
+    for found in world:
+        assert relative_difference(found[accumulation]["weights"], reference_weights) < 1e-9
+
+
+def test_a_sum_has_the_same_bits_on_every_rank(world):
+    """Or ranks would decide differently about early stopping."""
+    for found in world[1:]:
+        assert torch.equal(found["sum"], world[0]["sum"])
+
+
+def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):
+    """The negative control: the rule that others use, on the same samples."""
+    parts = build(make_task("weighted", cache_dir), SingleDevice(CPU))
+    parts.objective.zero_grad()
+    keys = split_global_batch(np.arange(23) * 3, (0, 1), 8, epoch=1)
+    for batch in parts.loader(keys):
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        (parts.objective(batch)["loss"] / batch["weight"].sum() / len(keys)).backward()
+    gradient = torch.cat([p.grad.flatten() for p in parts.objective.parameters()])
+    assert relative_difference(gradient, reference["weighted", 23]) > 1e-3
+
+
+def test_sums_and_weights_are_additive(cache_dir):
+    for name in TASKS:
+        parts = build(make_task(name, cache_dir), SingleDevice(CPU))
+        for split in ("train", "val"):
+            parts.net.train(split == "train")
+            dataset = parts.task.splits()[split]
+            loader = BatchLoader(dataset, parts.task.collate)
+            samples = np.arange(min(24, len(dataset)))
+            pieces = np.split(samples, [5, 7])
+            whole, *others = [
+                parts.net(batch) | {"weight": batch["weight"].sum()}
+                for batch in loader([SampleKeys(index, epoch=1) for index in (samples, *pieces)])
+            ]
+            for key, value in whole.items():
+                total = sum(part[key] for part in others)
+                torch.testing.assert_close(total, value, rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
+
+
+def test_a_batch_that_does_not_count_is_replaced_not_multiplied():
+    """Zero times infinity is NaN, on all ranks."""
+    loss = torch.tensor(float("inf"), requires_grad=True)
+    sums = counted({"loss": loss * 2, "hits": torch.tensor(3)}, weight=0.0)
+    sums["loss"].backward()
+    assert (sums["loss"].item(), sums["hits"].item(), loss.grad.item()) == (0.0, 0, 0.0)

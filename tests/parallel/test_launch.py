@@ -1,0 +1,346 @@
+"""Every way to start a run, with the real command lines: each finishes, and each learns the same weights."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.multiprocessing import ProcessExitedException
+
+from tests.conftest import ROOT, WEIGHTED, largest_difference, launcher, load
+from trainer.parallel import launch as launching
+
+# Three steps of 10, 10 and 4 samples.
+TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
+        "--dtype", "float64", "--num-threads", 1]  # fmt: skip
+DDP = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def run_together(environment):
+    """Starts several command lines at once, each a pair (arguments, variables); returns their output."""
+
+    def run(*commands):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *map(str, args)],
+                cwd=ROOT,
+                env=environment | NO_GPU | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for args, variables in commands
+        ]
+        try:
+            outputs = [process.communicate(timeout=120)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * len(commands), "\n".join(outputs)
+        return "\n".join(outputs)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory, command):
+    directory = tmp_path_factory.mktemp("launch") / "one"
+    out = command("main.py", *TINY, "--save-dir", directory, **NO_GPU).stdout
+    return SimpleNamespace(directory=directory, out=out)
+
+
+def assert_same_run(directory, world_size, one_device):
+    results = json.loads((directory / "results.json").read_text())
+    expected = json.loads((one_device.directory / "results.json").read_text())
+    assert results["world_size"] == world_size
+    assert results["global_batch_size"] == 10
+    assert results["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+    assert largest_difference(load(one_device.directory / "final.pth"), load(directory / "final.pth")) < 1e-9
+
+
+# --- ways to start -----------------------------------------------------------------------------------------------
+
+
+def test_main_says_what_it_runs_on(one_device):
+    assert_same_run(one_device.directory, 1, one_device)
+    lines = one_device.out.splitlines()
+    assert "Devices: cpu" in lines
+    assert any(
+        line.startswith("Batch: 10 samples per optimizer step, from 10 per device per forward") for line in lines
+    )
+    assert "Workers: 0 per rank, 0 in all. Threads: 1 per rank. Precision: float64." in lines
+
+
+def test_torchrun(tmp_path, run_together, one_device):
+    args = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *DDP, "--save-dir", tmp_path]
+    out = run_together((args, {}))
+    assert_same_run(tmp_path, 2, one_device)
+    assert out.count("Devices: DistributedDataParallel over gloo: 2 x cpu") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.launch") is None, reason="this torch has no torch.distributed.launch"
+)
+def test_torch_distributed_launch(tmp_path, run_together, one_device):
+    """It passes --local-rank to every process."""
+    launch = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    run_together(([*launch, *DDP, "--save-dir", tmp_path], {}))
+    assert_same_run(tmp_path, 2, one_device)
+
+
+@pytest.mark.slow
+def test_variables_set_by_hand_in_two_terminals(tmp_path, run_together, one_device):
+    """Without LOCAL_RANK, which a user would forget."""
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    args = [*DDP, "--save-dir", tmp_path]
+    run_together(*[(args, meeting | {"RANK": str(rank)}) for rank in range(2)])
+    assert_same_run(tmp_path, 2, one_device)
+
+
+@pytest.mark.slow
+def test_two_agents_as_on_two_machines(tmp_path, run_together, one_device):
+    agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+             f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=lockstep", "--local_addr=127.0.0.1"]  # fmt: skip
+    args = [*agent, *DDP, "--save-dir", tmp_path]
+    run_together((args, {}), (args, {}))
+    assert_same_run(tmp_path, 2, one_device)
+
+
+@pytest.mark.slow
+def test_self_launch(tmp_path, command, one_device):
+    """`--scale-lr linear` on two devices with half the batch each is twice the learning rate."""
+    args = [*launcher(2), *TINY, "--batch-size", 5, "--lr", 0.005, "--scale-lr", "linear", "--save-dir", tmp_path]
+    out = command(*args, **NO_GPU).stdout
+    assert_same_run(tmp_path, 2, one_device)
+    assert "Scaling learning rate from 0.005 to 0.01 for 2 devices" in out
+
+
+def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
+    """With underscores in its options."""
+    args = ["main_multi_gpu.py", "--multi_gpu", "dp", "--batch_size=4", *TINY, "--save_dir", tmp_path]
+    lines = command(*args, **NO_GPU).stdout.splitlines()
+    assert_same_run(tmp_path, 1, one_device)
+    assert lines[0] == "DataParallel needs at least two GPUs and none is in use: training on the CPU."
+    assert any(line.startswith("Batch: 10 samples per optimizer step, from 4 per device per forward") for line in lines)
+
+
+@pytest.mark.slow
+def test_own_task(tmp_path, command):
+    task = "examples/own_task.py:Spirals"
+    args = ["--task", task, "--epochs", 2, "--num-threads", 1, "--lr", 0.01, "--seed", 3, "--save-dir", tmp_path]
+    command("main.py", *args, **NO_GPU)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["task"], results["epochs"], results["seed"]) == (task, 2, 3)
+    assert results["metrics"]["test/accuracy"] > 0.9
+
+
+COMPILED = """
+from examples.own_task import Spirals
+
+class Compiled(Spirals):
+    def build_objective(self):
+        objective = super().build_objective()
+        objective.compile()
+        return objective
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_task_learns_the_same_and_goes_on_in_two_processes(tmp_path, command):
+    (tmp_path / "compiled_spirals.py").write_text(COMPILED)
+    compiled, plain = f"{tmp_path}/compiled_spirals.py:Compiled", "examples/own_task.py:Spirals"
+    found = {}
+    for task in (compiled, plain):
+        folder = tmp_path / task.rpartition(":")[2]
+        args = ["--num-threads", 1, "--lr", 0.01, "--dtype", "float64", "--save-dir", folder]
+        command("main.py", "--task", task, "--epochs", 2, *args, PYTHONPATH=str(ROOT), **NO_GPU)
+        found[task] = load(folder / "final.pth")
+    assert largest_difference(found[compiled], found[plain]) < 1e-9
+    args[-1] = tmp_path / "Compiled"
+    out = command(*launcher(2), "--task", compiled, "--epochs", 3, *args, PYTHONPATH=str(ROOT), **NO_GPU).stdout
+    assert "Resuming after" in out
+
+
+# --- a self-launched group, looked at while it runs --------------------------------------------------------------
+
+
+def session_members(session):
+    """Living processes of a session; Linux keeps it as the sixth field of /proc/PID/stat."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has just ended
+            continue
+        if int(its_session) == session and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def left_of_session(session, within_s=5):
+    """Its living processes, when all have had time to go: Python's resource tracker ends a moment after its parent."""
+    deadline = time.monotonic() + within_s
+    while (left := session_members(session)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def end_session(session):
+    for pid in session_members(session):
+        os.kill(pid, signal.SIGKILL)
+
+
+def listening_addresses(pids):
+    """Local addresses, as /proc/net/tcp and tcp6 write them, on which any of these processes listens."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net") / table
+        rows = [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
+        found |= {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    return found
+
+
+def num_training_ranks(folder):
+    """Processes that have trained on a sample; before that each makes a forward that does not count."""
+    return sum('"index": [' in text.replace('"index": []', "") for text in (f.read_text() for f in folder.iterdir()))
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, environment):
+    """A self-launched group of two, observed while it trained, stopped by SIGTERM, then started again."""
+    base = tmp_path_factory.mktemp("stopped")
+    (base / "record").mkdir()
+    # Without --global-batch-size, so that there is a batch for --scale-lr to compare with.
+    args = [*launcher(2), "--task", WEIGHTED, "--epochs", 6, "--num-train", 24, "--batch-size", 2, "--num-workers", 1,
+            "--scale-lr", "linear", "--lr", 0.001, "--num-threads", 1, "--save-dir", base / "run"]  # fmt: skip
+    options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
+               "text": True}  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *map(str, args), "--delay-s", "0.1"],
+        env=environment | NO_GPU | {"LOCKSTEP_RECORD": str(base / "record")},
+        start_new_session=True,
+        **options,
+    )
+    try:
+        while num_training_ranks(base / "record") < 2:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        members = session_members(process.pid)
+        listening = listening_addresses(members)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        left = left_of_session(process.pid)
+    finally:
+        end_session(process.pid)
+    saved = json.loads((base / "run" / "manifest.json").read_text())["checkpoints"]
+    again = subprocess.run([sys.executable, *map(str, args)], env=environment | NO_GPU, timeout=120, **options)
+    return SimpleNamespace(
+        members=members, listening=listening, out=out, status=process.returncode, left=left, saved=saved, again=again,
+        directory=base / "run",
+    )  # fmt: skip
+
+
+def test_group_says_what_it_runs_on(stopped):
+    lines = stopped.out.splitlines()
+    assert "Devices: DistributedDataParallel over gloo: 2 x cpu" in lines
+    assert any(
+        line.startswith(
+            "Batch: 4 samples per optimizer step, from 2 per device per forward (--batch-size is per device)"
+        )
+        for line in lines
+    )
+    assert "Workers: 1 per rank, 2 in all. Threads: 1 per rank. Precision: float32." in lines
+    assert "Scaling learning rate from 0.001 to 0.002 for 2 devices" in lines
+
+
+def test_group_listens_on_the_loopback_interface_only(stopped):
+    assert len(stopped.members) >= 3  # the launcher and two ranks, at least
+    assert stopped.listening
+    assert stopped.listening <= LOOPBACK
+
+
+def test_group_stopped_by_a_signal_saves_and_says_so_by_its_status(stopped):
+    assert stopped.out.count("everything is saved") == 1
+    assert "Traceback" not in stopped.out
+    assert stopped.saved
+    assert stopped.status == 128 + signal.SIGTERM
+
+
+def test_group_leaves_no_process_behind(stopped):
+    assert stopped.left == []
+
+
+def test_same_command_goes_on_after_the_signal(stopped):
+    assert stopped.again.returncode == 0, stopped.again.stdout
+    assert f"Resuming after optimizer step {stopped.saved[-1]['step']}:" in stopped.again.stdout
+    results = json.loads((stopped.directory / "results.json").read_text())
+    assert (results["world_size"], results["epochs"], results["step"]) == (2, 6, 36)
+
+
+# --- what ends a group -------------------------------------------------------------------------------------------
+
+
+def rest(environment):
+    """A job for `launch` that nothing but a signal ends soon."""
+    time.sleep(60)
+    return 0
+
+
+@pytest.fixture
+def launch_variables(monkeypatch):
+    """What `launch` sets is taken back after the test."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+
+
+def test_ctrl_c_while_processes_start_is_no_traceback(launch_variables, monkeypatch, capfd):
+    """As in a terminal, it comes to all of them, which are about to import torch."""
+    start_processes = launching.mp.start_processes
+
+    def interrupted(*args, **options):
+        context = start_processes(*args, **options)
+        for pid in (*context.pids(), os.getpid()):
+            os.kill(pid, signal.SIGINT)
+        return context
+
+    monkeypatch.setattr(launching.mp, "start_processes", interrupted)
+    assert launching.launch(rest, 2) == 128 + signal.SIGINT
+    assert capfd.readouterr().err == ""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("again", "end"), [(None, ""), (rest, "; the same command goes on from the last checkpoint")])
+def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, launch_variables, monkeypatch, capsys):
+    def join(grace_period):
+        raise ProcessExitedException("", error_index=1, error_pid=1, exit_code=-signal.SIGKILL)
+
+    monkeypatch.setattr(launching.mp, "start_processes", lambda *_, **__: SimpleNamespace(processes=[], join=join))
+    assert launching.launch(rest, 2, again) == 128 + signal.SIGKILL
+    assert capsys.readouterr().err == f"rank 1 was killed by signal 9{end}\n"

@@ -1,0 +1,92 @@
+"""What an attempt knows of the one before, when torchrun starts a command again."""
+
+import json
+import os
+
+import pytest
+
+from tests.conftest import WEIGHTED
+from trainer.parallel.environment import torchrun_agent
+
+TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
+ELSEWHERE = "process 7 on node-12.cluster"
+AGENT = "TORCHELASTIC_RUN_ID"
+DIES = """
+from tests.helpers.weighted_task import Weighted
+
+class Dies(Weighted):
+    def on_epoch_start(self, objective, epoch):
+        1 / 0
+"""
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch):
+    """This process was started by an agent: the one that started the tests."""
+    monkeypatch.setenv(AGENT, "none")
+
+
+@pytest.fixture
+def start(run_here, tmp_path):
+    def run(*arguments, **options):
+        return run_here(*TINY, "--save-dir", tmp_path / "run", *arguments, **options)
+
+    return run
+
+
+def rewrite_config(directory, **values):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_the_agent_is_named_under_torchrun_alone(monkeypatch):
+    assert torchrun_agent() is None
+    monkeypatch.setenv(AGENT, "none")
+    assert torchrun_agent().startswith(f"process {os.getppid()} on {os.uname().nodename} since ")
+
+
+def test_fresh_counts_once(under_torchrun, start, tmp_path):
+    start()
+    rewrite_config(tmp_path / "run", torchrun_agents=["another"])
+    out, _ = start("--fresh")
+    assert "Starting over" in out
+    out, _ = start("--fresh")
+    assert "This run is finished" in out
+    assert not (tmp_path / "run" / "previous-2").exists()
+
+
+def test_fresh_without_torchrun_starts_over_each_time(start, tmp_path):
+    for _ in range(3):
+        start("--fresh")
+    assert (tmp_path / "run" / "previous-2").exists()
+
+
+def test_a_lock_that_a_lost_node_of_the_same_job_left_is_taken_over(under_torchrun, start, tmp_path):
+    start()
+    (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
+    rewrite_config(tmp_path / "run", torchrun_agents=["lost", torchrun_agent()])
+    start()
+    assert (tmp_path / "run" / "lock").read_text() == ""
+
+
+@pytest.mark.parametrize("agents", [[], ["another"], None, 7])
+def test_a_lock_of_another_job_is_not(agents, under_torchrun, start, tmp_path):
+    start()
+    (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
+    rewrite_config(tmp_path / "run", torchrun_agents=agents)
+    _, err = start(status=2)
+    assert f"in use by {ELSEWHERE}, or left by it" in err
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_the_global_batch_is_kept_before_there_is_a_checkpoint(restarted, under_torchrun, start, tmp_path):
+    file = tmp_path / f"dies_{restarted}.py"  # a module of its own for each: those of one name are imported once
+    file.write_text(DIES)
+    start("--task", f"{file}:Dies", status=1)
+    # As of an attempt on three devices.
+    agents = [torchrun_agent()] if restarted else ["another"]
+    rewrite_config(tmp_path / "run", global_batch_size=24, torchrun_agents=agents)
+    start()
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["global_batch_size"] == (24 if restarted else 8)
+    assert results["step"] == (1 if restarted else 3)

@@ -1,0 +1,210 @@
+"""What a task may state about its run: defaults, headline metrics, settings of the optimizer; and when it is scored."""
+
+import json
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load, read_metrics
+from tests.helpers.weighted_task import Weighted
+from tests.parallel.test_parallel import ReplicasOnCpu
+from trainer.cli import main
+from trainer.commands.build import assemble_run, build_task
+from trainer.commands.flags import parse
+from trainer.loop.train import evaluate
+from trainer.parallel.base import SingleDevice
+from trainer.tasks import TASKS
+
+CPU = torch.device("cpu")
+BETAS = (0.8, 0.97)
+
+
+class Stating(Weighted):
+    """The task for tests, with something to say for itself."""
+
+    defaults: ClassVar = {
+        "lr": 0.02, "batch_size": 16, "epochs": 5, "warmup_epochs": 1, "global_batch_size": 48, "amp": "bf16",
+    }  # fmt: skip
+    headline = ("loss", "hits@1")
+
+    def param_groups(self, objective, phase):
+        return [{**group, "betas": BETAS, "lr": 1e9} for group in super().param_groups(objective, phase)]
+
+    def summarise(self, sums):
+        metrics = super().summarise(sums)
+        return metrics | {"hits@1": metrics["accuracy"]}
+
+
+@pytest.fixture
+def stating(monkeypatch):
+    monkeypatch.setitem(TASKS, "stating", Stating)
+
+
+# --- defaults ----------------------------------------------------------------------------------------------------
+
+
+def read(*argv, several_devices=False):
+    flags, problems = parse(["--task", "stating", *argv], several_devices)
+    assert problems == []
+    return flags
+
+
+def test_a_task_brings_defaults_and_the_command_line_overrides_them(stating):
+    flags = read("--epochs", "7")
+    assert (flags.learning.lr, flags.batch.batch_size, flags.run.epochs) == (0.02, 16, 7)
+    assert flags.learning.weight_decay == 0.01  # not stated
+    assert flags.values()["--lr"] == 0.02
+    other, _ = parse([], several_devices=False)
+    assert (other.learning.lr, other.batch.batch_size, other.run.epochs) == (1e-3, 32, 12)
+
+
+def test_help_shows_the_defaults_of_the_task(stating, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--task", "stating", "--help"], several_devices=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "learning rate after warm-up (AdamW) (default: 0.02)" in shown
+    assert "epochs of linear warm-up (default: 1.0)" in shown
+
+
+def test_a_flag_displaces_the_default_that_it_excludes(stating):
+    assert read().learning.warmup_epochs == 1
+    assert read("--warmup_steps=3").learning.warmup_epochs is None
+    assert read("--grad-accum-steps", "2").batch.global_batch_size is None
+    assert read("--no-amp").precision.amp == "auto"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "error", "message"),
+    [
+        ({"learning_rate": 0.1}, TypeError, "learning_rate is no flag of the trainer"),
+        ({"batchsize": 4}, TypeError, "did you mean batch_size?"),
+        ({"width": 4}, TypeError, "width is no flag of the trainer"),
+        ({"deterministic": True}, TypeError, "deterministic is a switch"),
+        ({"task": "har"}, TypeError, "task is what chooses"),
+        ({"lr": -1}, ValueError, "--lr -1: must be above 0"),
+        ({"epochs": 2.5}, ValueError, "--epochs 2.5: must be a whole number"),
+        ({"amp": "half"}, ValueError, "--amp half: must be one of"),
+        ({"lr": None}, ValueError, "--lr None: must be a number"),
+    ],
+)
+def test_wrong_defaults_are_the_tasks_mistake(defaults, error, message, monkeypatch):
+    monkeypatch.setitem(TASKS, "wrong", type("Wrong", (Weighted,), {"defaults": defaults}))
+    with pytest.raises(error, match=r"Wrong\.defaults: ") as raised:
+        parse(["--task", "wrong"], several_devices=False)
+    assert message in str(raised.value)
+
+
+def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
+    task = type("Slow", (Weighted,), {"defaults": {"dist_timeout_s": 30, "warmup_steps": None}})
+    monkeypatch.setitem(TASKS, "slow", task)
+    assert parse(["--task", "slow"], several_devices=False)[1] == []
+    flags, _ = parse(["--task", "slow", "--multi-gpu", "ddp"], several_devices=True)
+    assert flags.multi.dist_timeout_s == 30
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------
+
+
+def assembled(parallel, *argv):
+    flags, problems = parse(["--task", WEIGHTED, "--dtype", "float64", *argv], several_devices=False)
+    assert problems == []
+    return assemble_run(flags, build_task(flags), parallel, None)
+
+
+def sizes_of_forwards(run):
+    sizes = []
+    run.objective.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0]["weight"])))
+    return sizes
+
+
+def test_metrics_do_not_depend_on_the_batch_of_evaluation():
+    expected = None
+    for size in (1, 5, 17, 100):  # of 17 samples
+        run = assembled(SingleDevice(CPU), "--batch-size", "3", "--eval-batch-size", str(size))
+        sizes = sizes_of_forwards(run)
+        metrics = run.metrics("val", evaluate(run, "val"))
+        assert sizes == [min(size, 17 - start) for start in range(0, 17, size)]
+        expected = expected or metrics
+        assert metrics == pytest.approx(expected, rel=1e-12)
+
+
+def test_batch_of_evaluation_is_that_of_training_unless_told():
+    """Even where training takes less at once, to make up a small global batch."""
+    run = assembled(SingleDevice(CPU), "--batch-size", "8", "--global-batch-size", "2")
+    sizes = sizes_of_forwards(run)
+    evaluate(run, "val")
+    assert sizes == [8, 8, 1]
+
+
+def test_batch_of_evaluation_is_per_device():
+    assert assembled(ReplicasOnCpu(3), "--eval-batch-size", "5").eval_micro_batch_size == 15
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+def train(directory, *argv):
+    arguments = ["--task", "stating", "--num-threads", "1", "--no-amp", "--save-dir", str(directory), *argv]
+    assert main(arguments, several_devices=False) == 0
+
+
+def test_goes_on_from_any_checkpoint_validating_at_the_same_epochs(stating, tmp_path, signals_restored):
+    """Three steps an epoch, a checkpoint every two: in mid-epoch, and after epochs with and without validation."""
+    argv = ["--eval-every", "2", "--save-every-steps", "2", "--keep-checkpoints", "0", "--log-interval", "2"]
+    whole = tmp_path / "whole"
+    train(whole, *argv)
+    epochs = read_metrics(whole, "epoch")
+    assert [record["epoch"] for record in epochs if "val/loss" in record] == [2, 4, 5]
+    assert all("train/loss" in record for record in epochs)
+    entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
+    at_ends = [entry for entry in entries if entry["samples"] == 0]
+    assert [entry["epoch"] for entry in at_ends if entry["value"] is not None] == [2, 4, 5]
+    assert [entry["epoch"] for entry in at_ends] == [1, 2, 3, 4, 5]
+    for i in range(1, len(entries)):
+        again = tmp_path / str(i)
+        cut_back(whole, entries[:i], again)
+        train(again, *argv)
+        for name in ("final.pth", "best.pth"):
+            assert_same_bits(load(whole / name), load(again / name))
+        for event in ("step", "epoch", "result"):
+            assert read_metrics(again, event) == read_metrics(whole, event)
+
+
+def test_settings_of_a_parameter_group_reach_the_optimizer_and_survive_a_resume(stating, tmp_path, signals_restored):
+    train(tmp_path, "--epochs", "1")
+    train(tmp_path, "--epochs", "2")
+    for name in ("checkpoint_1.pth", "checkpoint_2.pth"):
+        groups = load(tmp_path / name)["optimizers"]["train"]["param_groups"]
+        assert [tuple(group["betas"]) for group in groups] == [BETAS] * 2
+        assert all(group["lr"] < 0.02 for group in groups)  # the schedule's, whatever the group says
+
+
+@pytest.mark.parametrize(("eval_every", "last"), [(1, 4), (2, 6), (4, 8)])
+def test_patience_counts_epochs_and_is_judged_at_validations(eval_every, last, stating, tmp_path, signals_restored):
+    """A learning rate of almost nothing: the first validation is the best for ever."""
+    argv = ["--lr", "1e-30", "--epochs", "9", "--eval-every", str(eval_every), "--early-stopping-patience", "3"]
+    train(tmp_path, *argv)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["best"]["epoch"], results["epochs"]) == (eval_every, last)
+
+
+def test_console_shows_the_headline_and_files_hold_everything(stating, tmp_path, capsys, signals_restored):
+    train(tmp_path, "--epochs", "3", "--eval-every", "2")
+    printed = capsys.readouterr().out.splitlines()
+    table = (tmp_path / "val.log").read_text().splitlines()
+    assert [line for line in printed if line in table] == table
+    headers = [line.split() for line in table if line.startswith("epoch")]
+    speed = ["samples_per_second", "epoch_seconds"]
+    assert headers == [
+        ["epoch", "train/loss", "train/hits@1", *speed],
+        ["epoch", "train/loss", "train/hits@1", "val/loss", "val/hits@1", *speed],
+    ]
+    assert table[-1].startswith("Finished, with the best weights: test/loss ")
+    assert table[-1].endswith(", and 2 more in results.json")
+    assert "accuracy" not in "".join(table)
+    results = json.loads((tmp_path / "results.json").read_text())
+    everything = {"test/loss", "test/accuracy", "test/num_samples", "test/hits@1"}
+    assert results["metrics"].keys() == everything
+    assert read_metrics(tmp_path, "result")[0].keys() >= everything
+    assert read_metrics(tmp_path, "epoch")[1].keys() >= {"val/accuracy", "val/hits@1"}

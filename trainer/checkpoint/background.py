@@ -1,0 +1,87 @@
+"""Saving off the critical path: a thread of its own writes what the training thread has copied."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.directory import NoRoom, RunDirectory
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state that nobody changes any more. value, is_best: see `RunDirectory.save`."""
+
+    state: dict[str, Any]
+    value: float | None
+    is_best: bool
+
+
+class BackgroundSaver:
+    """Writes snapshots into a run directory, one at a time. Used on the main process, from its main thread.
+
+    A snapshot for which there is no room is kept in memory until the next one comes, one of the best weights until it
+    could be written or better ones came. So a checkpoint on the disk never speaks of a best one that is not there.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._thread: threading.Thread | None = None
+        self._unsaved: list[Snapshot] = []
+        self._written: Snapshot | None = None
+        self._error: BaseException | None = None
+        self._refusal: NoRoom | None = None
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begins to write, and returns. Call `wait` first."""
+        assert self._thread is None
+        self._unsaved = [old for old in self._unsaved if old.is_best and not snapshot.is_best] + [snapshot]
+        # Not a daemon: an interpreter that ends waits for the write, as for any other file.
+        self._thread = threading.Thread(target=self._write_in_thread, name="save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when no write is under way. Raises what kept it from being done, unless it was a lack of room."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def take_spare(self) -> dict[str, Any] | None:
+        """The state written last, whose memory is free for the next. Call `wait` first."""
+        written, self._written = self._written, None
+        return written.state if written is not None else None
+
+    def finish(self) -> None:
+        """Returns when everything is on the disk. Raises BadInput when it cannot be, for lack of room too."""
+        self.wait()
+        self._refusal = None
+        self._write()
+
+    def end(self) -> str | None:
+        """Ends a write under way, however the run ended. Returns what is to be said of one that failed."""
+        try:
+            self.wait()
+        except Exception as error:
+            return str(error)
+        return self._refusal.problem if self._refusal is not None else None
+
+    def take_refusal(self) -> str | None:
+        """Once after every write for which there was no room: what to tell the user."""
+        refusal, self._refusal = self._refusal, None
+        return f"{refusal.problem}; training goes on and tries again at the next save" if refusal else None
+
+    def _write_in_thread(self) -> None:
+        try:
+            self._write()
+        except NoRoom as refusal:
+            self._refusal = refusal
+        except BaseException as error:  # whatever it is belongs to the thread that waits
+            self._error = error
+
+    def _write(self) -> None:
+        while self._unsaved:
+            oldest = self._unsaved[0]
+            self._directory.save(oldest.state, oldest.value, oldest.is_best)
+            self._written = self._unsaved.pop(0)

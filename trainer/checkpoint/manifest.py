@@ -1,0 +1,88 @@
+"""manifest.json: what is known of each checkpoint of a run directory without opening it."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.file import size_and_sum
+from trainer.loading.errors import BadInput
+from trainer.loading.files import replace_text
+from trainer.loop.plan import Position
+
+MANIFEST = "manifest.json"
+CHECKPOINT_NAME = re.compile(r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth")
+
+
+@dataclass
+class Entry:
+    """One line of the manifest.
+
+    value: the monitored metric, None where there was no validation.
+    best: whether it was the best one so far when it was saved.
+    source: the `--resume-from` of the run that saved it.
+    """
+
+    file: str
+    epoch: int
+    phase: int
+    samples: int
+    step: int
+    value: float | None
+    best: bool
+    bytes: int
+    sha256: str
+    source: str | None
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.phase, self.samples)
+
+
+class DamagedManifest(Exception):
+    """The file is there, but nothing in it can be relied on."""
+
+
+def read_manifest(path: Path) -> list[Entry]:
+    """Its entries, oldest first. Raises FileNotFoundError, DamagedManifest."""
+    try:
+        entries = [Entry(**entry) for entry in json.loads(path.read_bytes())["checkpoints"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedManifest from None
+    files = {entry.file for entry in entries if _is_plausible(entry)}
+    if len(files) < len(entries):
+        raise DamagedManifest
+    return entries
+
+
+def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
+    """Replaces the file as a whole, durably. Raises OSError."""
+    content = {"checkpoints": [asdict(entry) for entry in entries]}
+    replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def refuse_altered(path: Path, label: str) -> None:
+    """Raises BadInput when the manifest beside a checkpoint knows it by another checksum."""
+    try:
+        known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
+    except (OSError, DamagedManifest):
+        return
+    if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
+        raise BadInput(f"{label}: is damaged: its sha256 is not the one in {path.parent / MANIFEST}")
+
+
+def _is_plausible(entry: Entry) -> bool:
+    """Whether every value is what `write_manifest` would write; a file must be one of the directory itself."""
+    counts: list[Any] = [entry.epoch, entry.phase, entry.samples, entry.step, entry.bytes]
+    return (
+        isinstance(entry.file, str)
+        and CHECKPOINT_NAME.fullmatch(entry.file) is not None
+        and all(type(count) is int and count >= 0 for count in counts)
+        and (entry.value is None or type(entry.value) in (int, float))
+        and isinstance(entry.best, bool)
+        and isinstance(entry.sha256, str)
+        and re.fullmatch("[0-9a-f]{64}", entry.sha256) is not None
+        and (entry.source is None or isinstance(entry.source, str))
+    )

@@ -1,0 +1,290 @@
+"""Builds a run from a command line, at the position where it goes on."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.checkpoint.background import BackgroundSaver
+from trainer.checkpoint.directory import CONFIG, RESULTS, RunDirectory
+from trainer.commands.flags import Flags
+from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over
+from trainer.loading.batches import BatchLoader
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+from trainer.logs.run_log import RunLog, SilentLog
+from trainer.loop.batch_norm import RunningStatistics
+from trainer.loop.ema import WeightAverage
+from trainer.loop.memory import rehearse
+from trainer.loop.memory_limit import MemoryLimit
+from trainer.loop.plan import BatchSplit, Plan, split_batch
+from trainer.loop.precision import Precision, PrecisionForward, choose_precision
+from trainer.loop.run import Run
+from trainer.loop.schedule import LearningFlags, LearningRate, device_scaling_factor
+from trainer.loop.step_results import Watch
+from trainer.parallel.base import Parallel, SingleDevice, data_parallel
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.environment import RankEnvironment, pick_device, set_num_threads
+from trainer.parallel.signals import StopRequest
+from trainer.task import Objective, Task, check_batch
+
+BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
+
+
+def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
+    """The devices of this process. Raises BadInput."""
+    if flags.multi is None:
+        return SingleDevice(pick_device(flags.devices.device))
+    if flags.multi.multi_gpu == "dp":
+        return data_parallel(flags.devices, flags.multi, print)
+    assert environment is not None
+    return Distributed(environment, flags.multi, flags.devices)
+
+
+def set_up_torch(flags: Flags, parallel: Parallel) -> None:
+    """Threads and determinism of this process."""
+    set_num_threads(flags.devices.num_threads, parallel.local_world_size)
+    if flags.precision.deterministic or parallel.device.type == "cpu":
+        if parallel.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    else:
+        torch.backends.cudnn.benchmark = True
+
+
+def build_task(flags: Flags) -> Task:
+    """The task with its data loaded. Raises BadInput."""
+    assert flags.task_type is not None
+    task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
+    splits = task.splits()
+    for name, dataset in splits.items():
+        if len(dataset) == 0:
+            raise BadInput(f"--task {flags.run.task}: its data set {name!r} is empty")
+    patience = flags.learning.early_stopping_patience
+    if patience and "val" not in splits:
+        raise BadInput(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
+    return task
+
+
+def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> tuple[Run, list[str]]:
+    """A run at its start or where it goes on, and what the user should know about that; nothing is written yet.
+
+    All processes call it; a BadInput is raised on all of them.
+    """
+    state = parallel.on_main(lambda: choose_start(directory, flags))
+    unknown = MemoryLimit.unknown(flags.batch, parallel.device)
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory))
+    before = state or parallel.on_main(lambda: directory.earlier_attempt)
+    run = assemble_run(flags, task, parallel, before, limit)
+    notes = resume(run, state) if state is not None else initialise(run, flags)
+    return run, [*notes, *limit.note()]
+
+
+def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
+    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training."""
+    facts = {"command_line": list(argv), "torchrun_agents": run.parallel.agents, **run.facts}
+    run.parallel.on_main(lambda: _claim_directory(run, flags, facts, directory))
+    for line in [*describe_run(run, flags), *notes]:
+        run.log.say(line)
+    run.net = run.parallel.wrap(run.net, example_batch(run.task), run.task.phases[0])
+    if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
+        rehearse(run)
+    if run.progress.step > 0 and run.parallel.on_main(lambda: not directory.has_checkpoint_of(run.progress.step)):
+        take_over(run, flags, directory)
+
+
+def assemble_run(
+    flags: Flags, task: Task, parallel: Parallel, before: Mapping[str, Any] | None, limit: MemoryLimit | None = None
+) -> Run:
+    """The parts, with fresh weights, no run directory and a silent log.
+
+    before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
+    """
+    values = flags.values()
+    limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
+    batches, lr_factor = arrange_batches(flags, values, parallel, before)
+    batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
+    eval_batch_size = limit.eval_batch_size or flags.batch.eval_batch_size or flags.batch.batch_size
+    phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
+    eval_every = flags.run.eval_every if "val" in task.splits() else None
+    plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
+    learning_rate = build_learning_rate(flags, plan, lr_factor)
+    objective, precision = build_objective(flags, task, parallel)
+    return Run(
+        task=task,
+        parallel=parallel,
+        precision=precision,
+        objective=objective,
+        net=PrecisionForward(objective, precision),
+        optimizers=build_optimizers(flags.learning, task, objective),
+        average=WeightAverage(objective.model, flags.learning.ema_decay),
+        plan=plan,
+        batches=batches,
+        eval_micro_batch_size=eval_batch_size * parallel.num_replicas,
+        memory_limit=limit,
+        learning_rate=learning_rate,
+        loaders=build_loaders(task, flags.run.num_workers, parallel),
+        directory=None,
+        log=SilentLog(),
+        stop=StopRequest(),
+        seed=flags.run.seed,
+        max_grad_norm=flags.learning.max_grad_norm,
+        on_nonfinite=flags.learning.on_nonfinite,
+        watch=Watch(at_once=parallel.device.type == "cpu"),
+        running_statistics=RunningStatistics(objective),
+        patience=flags.learning.early_stopping_patience,
+        save_every_steps=flags.checkpoint.save_every_steps,
+        log_interval=flags.run.log_interval,
+        facts={
+            "task": flags.run.task,
+            "config": values,
+            "global_batch_size": batches.global_batch_size,
+            "lr_factor": lr_factor,
+            "phase_sizes": list(plan.phase_sizes),
+            "environment": describe_environment(parallel),
+        },
+    )
+
+
+def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], directory: RunDirectory) -> None:
+    """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
+    weights = sum(value.nbytes for value in run.objective.state_dict().values())
+    directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
+    if starts_over(directory, flags):
+        directory.start_over()
+    run.directory, run.saver = directory, BackgroundSaver(directory)
+    directory.discard(RESULTS)
+    directory.write_json(CONFIG, facts)
+    try:
+        run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
+    except OSError as error:
+        raise BadInput(f"--save-dir {directory.path}: cannot write its logs: {error.strerror}") from None
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def arrange_batches(
+    flags: Flags, values: Mapping[str, Any], parallel: Parallel, before: Mapping[str, Any] | None
+) -> tuple[BatchSplit, float]:
+    """How batches are cut, and the factor of `--scale-lr`.
+
+    A resumed run whose batch flags are unchanged keeps its global batch and factor, whatever the devices are now.
+    """
+    batch = flags.batch
+    num_devices, world_size = parallel.num_devices, parallel.shard[1]
+    if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
+        split = split_batch(batch.batch_size, 1, before["global_batch_size"], num_devices, world_size)
+        return split, before["lr_factor"]
+    split = split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, world_size)
+    one_device = batch.batch_size * batch.grad_accum_steps
+    return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
+
+
+def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
+    """The schedule. Raises BadInput for a warm-up longer than the run."""
+    learning, total = flags.learning, float(plan.epochs)
+    warmup = learning.warmup_epochs
+    if learning.warmup_steps is not None:
+        warmup = learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch
+        num_steps = plan.epochs * plan.steps_per_epoch
+        if learning.warmup_steps > num_steps:
+            raise BadInput(
+                f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
+                "raise --epochs"
+            )
+    return LearningRate(
+        peak=learning.lr * factor,
+        floor=learning.min_lr,
+        warmup=total / 10 if warmup is None else min(warmup, total),
+        total=total,
+    )
+
+
+def build_objective(flags: Flags, task: Task, parallel: Parallel) -> tuple[Objective, Precision]:
+    """The model with its loss on this process's device, initialised alike on every process."""
+    precision = choose_precision(flags.precision, parallel.device)
+    torch.manual_seed(flags.run.seed)
+    objective = task.build_objective()
+    stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
+    if stray:
+        raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
+    return objective.to(parallel.device, precision.dtype), precision
+
+
+def build_optimizers(learning: LearningFlags, task: Task, objective: Objective) -> dict[str, torch.optim.Optimizer]:
+    """One AdamW for each phase."""
+    return {
+        phase: torch.optim.AdamW(
+            [group for group in task.param_groups(objective, phase) if group["params"]],
+            lr=learning.lr,
+            weight_decay=learning.weight_decay,
+            fused=True,
+        )
+        for phase in task.phases
+    }
+
+
+def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str, BatchLoader]:
+    """Training loads in workers, if any; evaluation is short and loads in this process."""
+    pin_memory = parallel.device.type == "cuda"
+    return {
+        name: BatchLoader(dataset, task.collate, num_workers if name == "train" else 0, pin_memory)
+        for name, dataset in task.splits().items()
+    }
+
+
+def example_batch(task: Task) -> dict[str, torch.Tensor]:
+    """A small checked batch that does not count."""
+    dataset = task.splits()["train"]
+    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
+    batch = next(BatchLoader(dataset, task.collate)([keys]))
+    check_batch(batch)
+    return batch
+
+
+# --- what the user is told ---------------------------------------------------------------------------------------
+
+
+def describe_environment(parallel: Parallel) -> dict[str, Any]:
+    """All that identity to the bit depends on, besides the flags."""
+    return {
+        "world_size": parallel.shard[1],
+        "num_devices": parallel.num_devices,
+        "num_threads_per_rank": torch.get_num_threads(),
+        "device_type": parallel.device.type,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def describe_run(run: Run, flags: Flags) -> list[str]:
+    """The lines at the start of every run."""
+    parallel, batches = run.parallel, run.batches
+    world_size, num_devices = parallel.shard[1], parallel.num_devices
+    exact = batches.batch_size * num_devices * batches.grad_accum_steps == batches.global_batch_size
+    scaled = run.learning_rate.peak
+    lines = [
+        f"Devices: {parallel.describe()}",
+        f"Batch: {batches.global_batch_size} samples per optimizer step, from {batches.batch_size} per device per "
+        f"forward (--batch-size is per device) x {num_devices} device(s) x {batches.grad_accum_steps} accumulation "
+        "step(s)" + ("" if exact else ", the last ones smaller"),
+        f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
+        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.precision}.",
+        f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
+        f"Model: {run.num_parameters} parameters.",
+    ]
+    if scaled != flags.learning.lr:
+        one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
+        why = f"{num_devices} devices"
+        if batches.global_batch_size != one_device * num_devices:
+            why = f"a global batch of {batches.global_batch_size} samples instead of {one_device}"
+        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {scaled:g} for {why}")
+    return lines

@@ -1,0 +1,99 @@
+"""Scores at the end of training, or on request."""
+
+from typing import Any
+
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.weights import find_weights
+from trainer.commands.build import assemble_run, describe_run, example_batch
+from trainer.commands.flags import Flags
+from trainer.commands.resume import undo_hint
+from trainer.logs.pictures import log_pictures
+from trainer.logs.run_log import scores_text
+from trainer.loop.ema import WeightAverage
+from trainer.loop.run import Run, check_weights_fit
+from trainer.loop.train import evaluate
+from trainer.parallel.base import Parallel
+from trainer.task import Sums, Task
+
+
+def score(run: Run, on_test: bool) -> bool:
+    """Ends a run: scores it and writes results.json. Returns False if asked to stop meanwhile.
+
+    on_test: score the test set, with the best weights. Otherwise the validation set, with the last weights: those
+    that the same settings would give without a validation set.
+    """
+    run.read_clock()
+    has_validation = run.plan.eval_every is not None
+    takes_best = on_test and has_validation and _take_best_weights(run)
+    split = "test" if on_test else "val" if has_validation else None
+    sums = evaluate(run, split) if split is not None else {}
+    if sums is None:
+        return False
+    metrics = run.metrics(split, sums) if split is not None else {}
+    run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
+    if on_test:
+        log_pictures(run, "test", sums)
+    run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
+    # Last, since it says that nothing is left to do.
+    run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
+    return True
+
+
+def _take_best_weights(run: Run) -> bool:
+    best = run.parallel.on_main(lambda: _best_weights(run))
+    if best is None:
+        run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
+        return False
+    run.objective.model.load_state_dict(best)
+    run.average = WeightAverage(run.objective.model, decay=0)  # a checkpoint's `model` already is the average
+    return True
+
+
+def _best_weights(run: Run) -> dict[str, Any] | None:
+    assert run.directory is not None
+    best = run.directory.load_best()
+    return best["model"] if best is not None else None
+
+
+def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums: Sums) -> None:
+    assert run.directory is not None
+    progress, best = run.progress, run.progress.best
+    num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
+    run.directory.write_results(
+        {
+            "task": run.facts["task"],
+            "scored": split,
+            "metrics": metrics,
+            "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
+            "num_parameters": run.num_parameters,
+            "train_seconds": round(progress.train_seconds, 3),
+            "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),
+            "world_size": run.parallel.shard[1],
+            "num_devices": run.parallel.num_devices,
+            "global_batch_size": run.batches.global_batch_size,
+            "seed": run.seed,
+            "epochs": progress.position.epoch,
+            "step": progress.step,
+            **(run.task.details(sums) if sums else {}),
+        },
+    )
+
+
+def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> None:
+    """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
+    given = flags.checkpoint
+    files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
+    trained = parallel.on_main(lambda: find_weights(directory, files))
+    label, state = trained.label, {"config": {}} | trained.state
+    run = assemble_run(flags, task, parallel, None)
+    check_weights_fit(run.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
+    run.objective.model.load_state_dict(state["model"])
+    run.average = WeightAverage(run.objective.model, decay=0)
+    run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
+    lines = [*describe_run(run, flags), f"Evaluating {label}."]
+    for split in [name for name in ("val", "test") if name in run.loaders and (name != "test" or flags.run.test)]:
+        sums = evaluate(run, split)
+        assert sums is not None
+        lines.append(scores_text(run.metrics(split, sums)))
+    if parallel.is_main:
+        print("\n".join(lines))

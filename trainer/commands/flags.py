@@ -1,0 +1,204 @@
+"""A whole command line as one typed object."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.flags import CheckpointFlags
+from trainer.commands.predict import PredictFlags
+from trainer.commands.variants import SeveralFlags
+from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, names_given, parse_flags
+from trainer.loading.errors import BadInput
+from trainer.loop.plan import BatchFlags
+from trainer.loop.precision import PrecisionFlags
+from trainer.loop.schedule import LearningFlags
+from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.task import Task
+from trainer.tasks import TASKS, find_task
+
+DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
+
+DESCRIPTION = {
+    False: "Trains on one device. The same command again resumes an unfinished run.",
+    True: "Trains on several devices, with the same result as on one. The same command again resumes, on any number "
+    "of devices.",
+}
+EXAMPLES = {
+    False: """examples:
+  python main.py                                       the default task on its built-in data
+  python main.py --download --save-dir checkpoints/uci
+  python main.py --task seqrec --data-dir ml-1m.zip --save-dir checkpoints/ml-1m
+  python main.py --seeds 5 --save-dir checkpoints/five
+  python main.py --save-dir checkpoints/uci --eval-only
+  python main.py --save-dir checkpoints/uci --predict recording.csv --output labels.csv""",
+    True: """examples:
+  python main_multi_gpu.py --multi-gpu ddp             one process per GPU of this machine
+  python main_multi_gpu.py --multi-gpu ddp --nproc 2 --device cpu
+  python main_multi_gpu.py --multi-gpu dp --gpu-ids 0,1
+  torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp --save-dir checkpoints/ddp""",
+}
+
+
+@dataclass
+class RunFlags(FlagGroup):
+    """What to train"""
+
+    task: str = flag("har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName")
+    epochs: int = flag(20, "passes over the training data", at_least=1)
+    eval_every: int = flag(
+        1, "score the validation set after every so many epochs, and after the last", metavar="EPOCHS", at_least=1
+    )
+    seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
+    num_workers: int = flag(
+        0, "data-loading processes per rank; 0 loads in the trainer, which is fastest for data in memory", at_least=0
+    )
+    cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
+    log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+    test: bool = flag(
+        True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
+        "settings",
+    )  # fmt: skip
+
+
+TRAINER_GROUPS: tuple[type, ...] = (
+    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, SeveralFlags, PredictFlags,
+    MultiDeviceFlags,
+)  # fmt: skip
+"""The flags that every task has; those of several devices come last."""
+ALTERNATIVES = (("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"))
+"""Flags that exclude each other: one given on the command line displaces a task's default of the other."""
+
+
+@dataclass
+class Flags:
+    """A whole command line, group by group."""
+
+    run: RunFlags
+    batch: BatchFlags
+    learning: LearningFlags
+    precision: PrecisionFlags
+    devices: DeviceFlags
+    checkpoint: CheckpointFlags
+    several: SeveralFlags
+    prediction: PredictFlags
+    multi: MultiDeviceFlags | None
+    task: Any
+    task_type: type[Task] | None
+    tool: Any = None
+    """Of a program that does something else with a training run than train it: its own group."""
+
+    def values(self) -> dict[str, Any]:
+        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
+        groups = (self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint)
+        return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
+
+
+def parse(
+    argv: Sequence[str],
+    several_devices: bool,
+    tool: type[FlagGroup] | None = None,
+    about: tuple[str, str] | None = None,
+    command: str = "",
+) -> tuple[Flags, list[str]]:
+    """The flags and everything that is wrong with them.
+
+    tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
+    that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
+    """
+    (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], "", ignore_unknown=True)
+    problems = []
+    task_type: type[Task] | None = None
+    try:
+        task_type = find_task(chosen.task)
+    except BadInput as error:
+        problems.append(str(error))
+    group_types = TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1]
+    if tool is not None:
+        group_types = (tool, *group_types)
+    own_flags = {field.name for group in group_types for field in fields(group)}
+    if task_type is not None:
+        taken = sorted(own_flags & {field.name for field in fields(task_type.Config)})
+        if taken:
+            names = ", ".join(flag_name(name) for name in taken)
+            raise BadInput(f"--task {chosen.task}: its flags {names} are the trainer's own; rename those fields")
+        group_types = (*group_types, task_type.Config)
+    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    groups, found = parse_flags(
+        group_types,
+        argv,
+        description,
+        examples,
+        ignore_unknown=task_type is None,
+        defaults=_task_defaults(task_type, argv) if task_type is not None else {},
+        command=command,
+    )
+    tool_flags = groups.pop(0) if tool is not None else None
+    multi = groups[8] if several_devices else None
+    run, batch, learning, precision, devices, checkpoint, several, prediction = groups[:8]
+    task = groups[-1] if task_type else None
+    flags = Flags(
+        run, batch, learning, precision, devices, checkpoint, several, prediction, multi, task, task_type, tool_flags
+    )  # fmt: skip
+    return flags, problems + found + _contradictions(flags)
+
+
+def _task_defaults(task_type: type[Task], argv: Sequence[str]) -> dict[str, Any]:
+    """The task's own defaults, without those that the command line states in another way.
+
+    Raises TypeError or ValueError for a mistake in the task.
+    """
+    try:
+        if "task" in task_type.defaults:
+            raise TypeError("task is what chooses these defaults")
+        defaults = checked_defaults(TRAINER_GROUPS, task_type.defaults)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
+    given = names_given(argv)
+    for pair in ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if flag_name(one) in given:
+                defaults.pop(other, None)
+    return defaults
+
+
+def _contradictions(flags: Flags) -> list[str]:
+    """What is wrong with flags of different groups taken together."""
+    found = []
+    warmup, device = flags.learning.warmup_epochs, flags.devices.device
+    if warmup is not None and warmup > flags.run.epochs:
+        found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {flags.run.epochs}")
+    if flags.prediction.predict is not None:
+        given = flags.checkpoint
+        others = {"--fresh": given.fresh, "--init-from": given.init_from, "--eval-only": given.eval_only}
+        found += [f"--predict and {name}: exclude each other; give one" for name, value in others.items() if value]
+        if flags.multi is not None:
+            found.append("--predict: runs on one device; use main.py")
+    if flags.multi is not None and ":" in device:
+        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
+    if flags.multi is not None and flags.multi.gpu_ids is not None and device == "cpu":
+        found.append("--device cpu and --gpu-ids: exclude each other; give one")
+    return found + _contradictions_of_several(flags)
+
+
+def _contradictions_of_several(flags: Flags) -> list[str]:
+    """What does not go with `--seeds` and `--folds`."""
+    several, given = flags.several, flags.checkpoint
+    if not several.wanted:
+        return []
+    single = {
+        "--eval-only": given.eval_only, "--resume-from": given.resume_from, "--predict": flags.prediction.predict
+    }  # fmt: skip
+    found = [
+        f"{several.as_given} and {name}: exclude each other; {name} takes the folder of one run as --save-dir"
+        for name, value in single.items()
+        if value
+    ]
+    if several.folds and flags.task_type is not None:
+        found += [
+            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; a fold says what is held out"
+            for field in fields(flags.task)
+            if field.name in flags.task_type.hold_out_flags and getattr(flags.task, field.name) != field.default
+        ]
+    return found

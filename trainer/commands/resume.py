@@ -1,0 +1,134 @@
+"""Where a run starts: afresh, from a checkpoint of its directory, or from a file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.manifest import refuse_altered
+from trainer.commands.flags import Flags
+from trainer.config import flag_values, shown
+from trainer.loading.errors import BadInput
+from trainer.loop.ema import WeightAverage
+from trainer.loop.plan import Position
+from trainer.loop.run import Run, check_weights_fit
+
+START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
+
+
+def take_over(run: Run, flags: Flags, directory: RunDirectory) -> None:
+    """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
+    source, progress = flags.checkpoint.resume_from, run.progress
+    best = progress.best
+    is_best = best is not None and progress.position == Position(best.epoch)
+    if best is not None and not is_best:
+        taken = run.parallel.on_main(lambda: _copy_best(source, best.epoch, best.value, directory))
+        if not taken:
+            run.log.say(
+                f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
+            )
+            progress.best = None
+    run.save(best.value if best is not None and is_best else None, is_best)
+    run.finish_saving()
+
+
+def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDirectory) -> bool:
+    beside = source.parent / "best.pth" if source is not None else None
+    if beside is None or not beside.is_file():
+        return False
+    state = read_checkpoint(beside, str(beside))
+    if Position(**state["position"]) != Position(epoch):
+        return False
+    directory.save(state, value, is_best=True)
+    return True
+
+
+def starts_over(directory: RunDirectory, flags: Flags) -> bool:
+    """`--fresh`, which counts once: not again in the command that torchrun restarts."""
+    return flags.checkpoint.fresh and directory.earlier_attempt is None
+
+
+def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None:
+    """The checkpoint to go on from, or None. Raises BadInput.
+
+    `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
+    """
+    source = flags.checkpoint.resume_from
+    if starts_over(directory, flags):
+        return None
+    if source is None:
+        return directory.load_newest() if directory.has_checkpoint else None
+    if directory.newest_source == str(source):
+        return directory.load_newest()
+    refuse_altered(source, f"--resume-from {source}")
+    state = read_checkpoint(source, f"--resume-from {source}")
+    directory.restrict_best(state["best"]["epoch"] if state["best"] else None)
+    return state
+
+
+def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
+    """Restores a checkpoint; returns what the user should know. Raises BadInput when it does not fit."""
+    changed = changed_flags(state["config"], run.facts["config"])
+    if state["task"] != run.facts["task"]:
+        raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
+    advice = "choose another --save-dir, or start over with --fresh"
+    check_weights_fit(run.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
+    run.restore(state)
+    position, sizes = run.progress.position, run.facts["phase_sizes"]
+    notes = []
+    if not run.is_complete:
+        where = f"epoch {position.epoch + 1}, {position.samples} of {sizes[position.phase]} samples"
+        notes.append(f"Resuming after optimizer step {run.progress.step}: {where}.")
+    if sizes != state["phase_sizes"]:
+        if not position.at_epoch_start:
+            raise BadInput(
+                f"the training data has {sizes} samples and the checkpoint in mid-epoch is of {state['phase_sizes']}; "
+                "give it the same data, or start over with --fresh"
+            )
+        notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
+    notes += [
+        f"Changed since the checkpoint: {name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()
+    ]
+    then, now = state["environment"], run.facts["environment"]
+    if then["num_devices"] != now["num_devices"] and run.batches.global_batch_size == state["global_batch_size"]:
+        notes.append(
+            f"The global batch stays at {run.batches.global_batch_size} samples on {now['num_devices']} device(s) "
+            f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
+        )
+    different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+    if different:
+        notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
+    return notes
+
+
+def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Flags of two starts of a run whose value differs, but for those that say how to start: (then, now)."""
+    return {
+        name: (then[name], value)
+        for name, value in now.items()
+        if name in then and name not in START_FLAGS and then[name] != value
+    }
+
+
+def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
+    """What to undo when a checkpoint is of another model: the task's flags that changed."""
+    changed = changed_flags(state["config"], run.facts["config"])
+    own = [f"{name} (was {shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
+    return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
+
+
+def initialise(run: Run, flags: Flags) -> list[str]:
+    """Completes fresh weights; `--init-from` takes those of another run. Raises BadInput when they do not fit."""
+    run.parallel.together(lambda: run.task.initialise(run.objective))
+    run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)
+    source = flags.checkpoint.init_from
+    if source is None:
+        return []
+    label = f"--init-from {source}"
+    run.parallel.on_main(lambda: refuse_altered(source, label))
+    state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label, only_weights=True)["model"]})
+    check_weights_fit(run.objective.model, state, label, "take the weights of a model with the same flags")
+    run.objective.model.load_state_dict(state["model"])
+    run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)
+    return [f"Starting with the weights of {source}."]

@@ -1,0 +1,84 @@
+"""Arrays that are built once, kept on disk, memory-mapped and shared by all processes of a machine."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from trainer.loading.errors import BadInput
+from trainer.loading.files import flush_path
+
+Arrays = dict[str, np.ndarray]
+
+
+def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays stored under the key, read-only and memory-mapped; built first where there are none.
+
+    Of several processes that ask at the same time one builds and the others wait. A build that is killed leaves
+    nothing that a later one would take for complete: the arrays are written into a temporary folder, flushed to
+    disk, and the folder is renamed.
+
+    cache_dir: created if need be; on a disk that all processes of the machine see.
+    key: names content and format version; a valid file name.
+    build: returns arrays under names that are valid file names. What it raises passes through.
+
+    Raises BadInput when the folder cannot be written to, is full, or holds a damaged entry.
+    """
+    entry = cache_dir / key
+    if not entry.is_dir():
+        with _lock(cache_dir, key):
+            if not entry.is_dir():
+                _store(build(), entry)
+    return _load(entry)
+
+
+@contextmanager
+def _lock(cache_dir: Path, key: str) -> Iterator[None]:
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        file = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise _unusable(cache_dir, error) from None
+    with file:
+        yield
+
+
+def _store(arrays: Arrays, entry: Path) -> None:
+    partial = entry.with_name(f"{entry.name}.partial")
+    try:
+        # One that is there was left by a build that was killed: the lock says that nobody else is at it.
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+        for name, array in arrays.items():
+            with open(partial / f"{name}.npy", "wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+        flush_path(partial)
+        partial.rename(entry)
+        flush_path(entry.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _unusable(entry.parent, error) from None
+
+
+def _load(entry: Path) -> Arrays:
+    try:
+        # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
+        return {
+            path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+            for path in sorted(entry.glob("*.npy"))
+        }
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
+
+
+def _unusable(cache_dir: Path, error: OSError) -> BadInput:
+    reason = error.strerror or str(error)
+    return BadInput(f"--cache-dir {cache_dir}: {reason}; choose a folder that can be written to and has room")

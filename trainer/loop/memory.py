@@ -1,0 +1,207 @@
+"""Out of memory on the device: smaller micro-batches for the same global batch.
+
+The step rule is exact for any split of a global batch, so the run learns what it would have learnt.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.loading.batches import Batch, BatchLoader
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+from trainer.loop.batch_norm import kept_buffers
+from trainer.loop.memory_limit import MEMORY, MemoryLimit
+from trainer.loop.plan import BatchSplit, split_batch
+from trainer.loop.run import Run
+from trainer.parallel.errors import StartAgain
+
+T = TypeVar("T")
+
+OPTIMIZER = "the optimizer"
+"""The phase in which smaller micro-batches do not help: what they take is free again by then."""
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def train_within_memory(
+    run: Run, window: Sequence[tuple[Batch, float]], step: Callable[[Sequence[tuple[Batch, float]]], T]
+) -> T:
+    """step(window), with the window cut into as many micro-batches as it takes.
+
+    A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot be:
+    StartAgain is raised. Raises BadInput when not even one sample fits.
+    """
+    while True:
+        try:
+            # Batches loaded before memory got short are too large.
+            is_short = run.memory_limit.batch_size is not None
+            return step(recut(window, run.batches.micro_batch_size) if is_short else window)
+        except torch.OutOfMemoryError:
+            if run.parallel.whereabouts.phase == OPTIMIZER:
+                raise _hopeless(run, "for the moments of the optimizer") from None
+        # Outside of the handler, because the frames of the exception hold what is to be freed.
+        _forget_attempt(run)
+        _halve(run)
+
+
+def recut(window: Sequence[tuple[Batch, float]], size: int) -> Sequence[tuple[Batch, float]]:
+    """The window with at most so many samples in a micro-batch."""
+    if all(len(batch["weight"]) <= size for batch, _ in window):
+        return window
+    return [part for batch, weight in window for part in _parts(batch, weight, size)]
+
+
+def _parts(batch: Batch, weight: float, size: int) -> list[tuple[Batch, float]]:
+    num_samples = len(batch["weight"])
+    if num_samples <= size:
+        return [(batch, weight)]
+    starts = range(0, num_samples, size)
+    parts = [{name: tensor[start : start + size] for name, tensor in batch.items()} for start in starts]
+    return [(part, float(part["weight"].sum())) for part in parts]
+
+
+def _forget_attempt(run: Run) -> None:
+    run.objective.zero_grad(set_to_none=True)
+    run.running_statistics.undo()
+    _free()
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing where no GPU is in use
+
+
+def _halve(run: Run) -> None:
+    """Goes on with half the samples per forward, and says so."""
+    before, (after, limit) = run.batches, _with_half(run)
+    account = f"out of memory in {run.parallel.whereabouts} with {before.batch_size} samples per forward"
+    change = _change(before, after)
+    if not run.parallel.redoes_steps:
+        raise StartAgain(f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit))
+    run.batches = after
+    _remember(run, limit)
+    advice = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"
+    run.log.say(f"{account[0].upper()}{account[1:]}: going on with {change}; {advice}.")
+
+
+def _with_half(run: Run) -> tuple[BatchSplit, MemoryLimit]:
+    """The same global batch with half the samples per forward. Raises BadInput when a single one did not fit."""
+    before, world_size = run.batches, run.parallel.shard[1]
+    size = _half(run, before.batch_size)
+    after = split_batch(size, 1, before.global_batch_size, run.parallel.num_devices, world_size)
+    return after, replace(run.memory_limit, batch_size=after.batch_size)
+
+
+def _half(run: Run, size: int) -> int:
+    if size == 1:
+        raise _hopeless(run, "with a single sample per forward")
+    return -(-size // 2)
+
+
+def _change(before: BatchSplit, after: BatchSplit) -> str:
+    steps = f"{after.grad_accum_steps} accumulation steps instead of {before.grad_accum_steps}"
+    return f"{after.batch_size}, and {steps} for the same global batch of {after.global_batch_size}"
+
+
+def _hopeless(run: Run, what: str) -> BadInput:
+    return BadInput(
+        f"out of memory in {run.parallel.whereabouts} {what}: a smaller --batch-size cannot help; take a smaller "
+        "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
+    )
+
+
+def _remember(run: Run, limit: MemoryLimit) -> None:
+    """On the main process alone, which has the directory."""
+    run.memory_limit = limit
+    if run.directory is not None:
+        run.directory.write_json(MEMORY, asdict(limit))
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------
+
+
+def evaluate_within_memory(
+    run: Run, batch: tuple[Batch, float], forward: Callable[[Batch, float], dict[str, Tensor]]
+) -> list[tuple[dict[str, Tensor], float]]:
+    """forward(part, weight) of each part of a batch, with its weight; a single part unless memory is short.
+
+    Sums add up whatever the parts are, so each process does this by itself.
+    """
+    while True:
+        try:
+            return [(forward(*part), part[1]) for part in _parts(*batch, run.eval_micro_batch_size)]
+        except torch.OutOfMemoryError:
+            pass
+        _free()
+        num_replicas = run.parallel.num_replicas
+        before = -(-run.eval_micro_batch_size // num_replicas)
+        smaller = _half(run, before)
+        run.eval_micro_batch_size = smaller * num_replicas
+        _remember(run, replace(run.memory_limit, eval_batch_size=smaller))
+        run.log.say(
+            f"Out of memory in {run.parallel.whereabouts} with {before} samples per forward: going on with {smaller}. "
+            f"--eval-batch-size {smaller} spares the attempt."
+        )
+
+
+# --- before the first step ---------------------------------------------------------------------------------------
+
+
+def rehearse(run: Run) -> None:
+    """Tries a forward and a backward of the largest micro-batch of each phase, and halves it until it fits everywhere.
+
+    Nothing is left of it. All processes call it. Raises BadInput when not even one sample fits. A model whose forward
+    has exchanges with other processes is left out: one that finds no room would leave the others waiting.
+    """
+    if any(isinstance(module, nn.SyncBatchNorm) for module in run.net.modules()):
+        return
+    while not _fits_everywhere(run):
+        before = run.batches
+        run.batches, run.memory_limit = _with_half(run)
+        run.parallel.on_main(lambda: _remember(run, run.memory_limit))
+        change = _change(before, run.batches)
+        run.log.say(f"{before.batch_size} samples per forward do not fit into memory: training with {change}.")
+
+
+def _fits_everywhere(run: Run) -> bool:
+    num_failures = run.parallel.sum(torch.tensor([not _fits(run)], dtype=torch.float64))
+    return num_failures.item() == 0
+
+
+def _fits(run: Run) -> bool:
+    run.parallel.whereabouts.enter("the rehearsal of the largest batch")
+    gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
+    fits = True
+    with kept_buffers(run.objective), torch.random.fork_rng(gpus):
+        for phase in range(len(run.task.phases)):
+            try:
+                _forward_and_backward(run, phase)
+            except torch.OutOfMemoryError:
+                fits = False
+            run.objective.zero_grad(set_to_none=True)
+            _free()
+    return fits
+
+
+def _forward_and_backward(run: Run, phase: int) -> None:
+    """With the gradients of an earlier micro-batch and the moments in memory."""
+    name = run.task.phases[phase]
+    held = [torch.empty_like(p) for p in _without_moments(run.optimizers[name]) for _ in range(2)]
+    index = run.task.largest_samples(name, run.batches.micro_batch_size)
+    loader = BatchLoader(run.task.splits()["train"], run.task.collate)
+    (batch,) = loader([SampleKeys(index, epoch=0, phase=phase)])
+    run.net.train()
+    for _ in range(2):
+        with run.parallel.gradient_sync(run.net, enabled=False):
+            run.precision.backward(run.net(run.parallel.to_device(batch), name)["loss"], 1.0)
+    del held
+
+
+def _without_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)]

@@ -1,0 +1,56 @@
+"""What a run has learnt about the memory of its device, so that its next start need not learn it again."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer.checkpoint.directory import RunDirectory
+from trainer.loop.plan import BatchFlags, BatchSplit, split_batch
+
+MEMORY = "memory.json"
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What is known not to fit. It holds for one kind of device, and for the flags that it was found with.
+
+    batch_size, eval_batch_size: samples per device per forward that are left to try; None where nothing failed.
+    """
+
+    device: str
+    asked_batch_size: int
+    asked_eval_batch_size: int | None
+    batch_size: int | None = None
+    eval_batch_size: int | None = None
+
+    @staticmethod
+    def unknown(flags: BatchFlags, device: torch.device) -> "MemoryLimit":
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return MemoryLimit(name, flags.batch_size, flags.eval_batch_size)
+
+    def remembered(self, directory: RunDirectory) -> "MemoryLimit":
+        """This one with what an earlier start wrote, if that is about the same."""
+        written = directory.read_json(MEMORY)
+        asked = ("device", "asked_batch_size", "asked_eval_batch_size")
+        sizes = [written.get("batch_size"), written.get("eval_batch_size")]
+        if any(written.get(name) != getattr(self, name) for name in asked):
+            return self
+        if any(size is not None and (not isinstance(size, int) or size < 1) for size in sizes):
+            return self
+        return replace(self, batch_size=sizes[0], eval_batch_size=sizes[1])
+
+    def applied(self, batches: BatchSplit, num_devices: int, world_size: int) -> BatchSplit:
+        """The split, with no more samples per forward than fit."""
+        if self.batch_size is None or self.batch_size >= batches.batch_size:
+            return batches
+        return split_batch(self.batch_size, 1, batches.global_batch_size, num_devices, world_size)
+
+    def note(self) -> list[str]:
+        """What the user is told at a start that an earlier one has taught something."""
+        known = {"": self.batch_size, " in evaluation": self.eval_batch_size}
+        return [
+            f"At most {size} samples per forward{where}: more did not fit into the memory of {self.device} before. "
+            f"Another --batch-size, or deleting {MEMORY}, tries anew."
+            for where, size in known.items()
+            if size is not None
+        ]

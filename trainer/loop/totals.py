@@ -1,0 +1,71 @@
+"""Sums over an epoch or a data set: kept on the device while they grow, divided by nobody before the end."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.base import Parallel
+from trainer.task import Sums
+
+FOLD_EVERY = 64
+"""Additions after which the tensors kept so far are summed up: rare enough to cost nothing, and little memory."""
+
+
+class Totals:
+    """This process's share of some sums, and their weight, the number of loss terms.
+
+    Adding only keeps the tensors, so that a step pays neither arithmetic nor a wait for the device.
+    """
+
+    def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
+        self._sums = dict(sums or {})
+        self._kept: list[Sums] = []
+        self._weights: list[float] = []
+        self._norms: list[Tensor] = []
+
+    def add(self, sums: Sums, weight: float, grad_norm: Tensor | None = None) -> None:
+        """sums: by name, any shape; always the same names and shapes.
+
+        grad_norm: in training, that of the step; if it is not finite, the step does not count.
+        """
+        self._kept.append(sums)
+        self._weights.append(weight)
+        if grad_norm is not None:
+            self._norms.append(grad_norm)
+        if len(self._kept) == FOLD_EVERY:
+            self._fold()
+
+    def _fold(self) -> None:
+        if not self._kept:
+            return
+        counts = torch.isfinite(torch.stack(self._norms)) if self._norms else None
+        device = next(iter(self._kept[0].values())).device
+        parts = {name: torch.stack([sums[name] for sums in self._kept]) for name in self._kept[0]}
+        weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device.type == "cuda")
+        parts["weight"] = weights.to(device, non_blocking=True)
+        for name, part in parts.items():
+            if counts is not None:
+                part = torch.where(counts.view(-1, *[1] * (part.dim() - 1)), part, 0)
+            added = part.double().sum(0)
+            self._sums[name] = self._sums[name] + added if name in self._sums else added
+        self._kept, self._weights, self._norms = [], [], []
+
+    def reduced(self, parallel: Parallel) -> dict[str, Tensor]:
+        """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
+
+        Waits for the device. All processes call it, and all have added something or none has.
+        """
+        self._fold()
+        if not self._sums:
+            return {}
+        parts = {name: value.cpu() for name, value in self._sums.items()}
+        flat = parallel.sum(torch.cat([part.flatten() for part in parts.values()]))
+        sums = flat.split([part.numel() for part in parts.values()])
+        return {name: value.view(part.shape) for (name, part), value in zip(parts.items(), sums, strict=True)}
+
+
+def share_of(reduced: Mapping[str, Tensor], parallel: Parallel) -> Totals:
+    """Reduced sums as the processes go on with them: the main one holds all of it, the others zeros."""
+    share = 1 if parallel.is_main else 0
+    return Totals({name: (value * share).to(parallel.device) for name, value in reduced.items()})

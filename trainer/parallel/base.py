@@ -1,0 +1,252 @@
+"""One device or DataParallel, behind one interface; `trainer/parallel/ddp.py` is its third form."""
+
+import hashlib
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.loading.batches import Batch
+from trainer.loading.errors import BadInput
+from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, torchrun_agent
+from trainer.parallel.errors import Failure, reason, tell
+from trainer.parallel.phase import Whereabouts
+from trainer.task import Objective, Sums
+
+T = TypeVar("T")
+
+EXCHANGE = "the exchange with the other ranks"
+
+
+class PendingSum:
+    """A sum over processes under way; for one process it is there at once."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def wait(self) -> Sequence[float]:
+        """The sums."""
+        return self._values
+
+
+class Parallel(ABC):
+    """How the run is spread over devices. Everything outside sees only this interface.
+
+    shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
+    gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
+    machine. redoes_steps: whether this process can try a step again by itself. whereabouts: where this process is; the
+    loop says so.
+    """
+
+    device: torch.device
+    num_replicas: int = 1
+    shard: tuple[int, int] = (0, 1)
+    gradient_divisor: int = 1
+    local_world_size: int = 1
+    redoes_steps: bool = True
+
+    def __init__(self) -> None:
+        self.whereabouts = Whereabouts()
+
+    @cached_property
+    def agents(self) -> list[str]:
+        """The torchrun agents that started this run's processes; none without torchrun. All processes ask for them."""
+        return sorted({agent for agent in self._gather(torchrun_agent()) if agent is not None})
+
+    def _gather(self, value: T) -> list[T]:
+        """The value of every process."""
+        return [value]
+
+    @property
+    def is_main(self) -> bool:
+        return self.shard[0] == 0
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_replicas * self.shard[1]
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The devices, in a few words."""
+
+    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+        """The module that training calls. `example` is a batch whose samples do not count."""
+        return net
+
+    def evaluation_module(self, net: nn.Module) -> nn.Module:
+        """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
+        return net
+
+    def to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: whether this backward adds up gradients over processes."""
+        return nullcontext()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over processes of a CPU tensor; the same bits on every process."""
+        return values
+
+    def start_sum(self, values: Sequence[float]) -> PendingSum:
+        """The same for a few numbers, without waiting."""
+        return PendingSum(values)
+
+    def sum_in_place(self, values: Tensor) -> None:
+        """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
+        return function()
+
+    def sync_buffers(self, objective: nn.Module) -> None:
+        """Gives every process the buffers (running statistics) of the main one, before evaluating and saving."""
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
+        return function()
+
+    def seed_dropout(self, *key: int) -> None:
+        """Makes what follows on the devices' generators a function of the key and of this process."""
+        packed = struct.pack(f"<{len(key) + 1}q", *key, self.shard[0])
+        seed = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little")
+        self._seed_generators(seed)
+
+    def _seed_generators(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
+    def full_state(self, objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
+        """Weights and moments, whole and without any wrapper's prefix."""
+        return {
+            "model": objective.model.state_dict(),
+            "optimizers": {phase: optimizer.state_dict() for phase, optimizer in optimizers.items()},
+        }
+
+    def load_full_state(
+        self, state: Mapping[str, Any], objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> None:
+        objective.model.load_state_dict(state["model"])
+        for phase, optimizer in optimizers.items():
+            # Moments come from the checkpoint, but weight decay and the like from this command line.
+            options = [
+                {k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups
+            ]
+            optimizer.load_state_dict(state["optimizers"][phase])
+            for group, own in zip(optimizer.param_groups, options, strict=True):
+                group.update(own)
+
+    def expect_promptness(self) -> None:
+        """After every step: from the first one on the others are waited for no longer than `--hang-timeout-s`."""
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Whatever goes wrong within it is explained to the user, on one process, and ends all of them.
+
+        A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
+        Failure.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from None
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise instead of an exception, once the user knows of it; see `explaining`."""
+        if isinstance(error, BadInput | Failure) or not isinstance(error, Exception):
+            return error
+        message = f"failed in {self.whereabouts}: {reason(error)}"
+        tell(message, error)
+        return Failure(message)
+
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        """record: called if another process has failed and this one is stuck, just before it is ended."""
+
+    def close(self) -> None:
+        """Leaves the group of processes."""
+
+
+class SingleDevice(Parallel):
+    """The identity."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def describe(self) -> str:
+        return device_label(self.device)
+
+
+class ForReplicas(nn.Module):
+    """Gives every sum a leading dimension, along which DataParallel gathers its replicas."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        return {name: value.unsqueeze(0) for name, value in self.net(batch, phase).items()}
+
+
+class SumOverReplicas(nn.Module):
+    """Adds up what DataParallel gathered."""
+
+    def __init__(self, replicas: nn.Module) -> None:
+        super().__init__()
+        self.replicas = replicas
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        return {name: values.sum(0) for name, values in self.replicas(batch, phase).items()}
+
+
+class DataParallel(Parallel):
+    """One process that splits every micro-batch over several GPUs."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.devices = list(devices)
+        self.device = self.devices[0]
+        self.num_replicas = len(self.devices)
+
+    def describe(self) -> str:
+        return f"DataParallel on {', '.join(device_label(device) for device in self.devices)}"
+
+    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+        replicas = nn.DataParallel(ForReplicas(net), device_ids=[device.index for device in self.devices])
+        return SumOverReplicas(replicas)
+
+    def to_device(self, batch: Batch) -> Batch:
+        return batch  # the wrapper's scatter moves each part to its own device
+
+    def _seed_generators(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        for replica, device in enumerate(self.devices):
+            torch.cuda.default_generators[device.index].manual_seed(seed + replica)
+
+
+def device_label(device: torch.device) -> str:
+    """A device as the user knows it."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags, say: Callable[[str], None]) -> Parallel:
+    """`--multi-gpu dp` on whatever there is."""
+    if devices.device == "cpu" or not torch.cuda.is_available():
+        say("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
+        return SingleDevice(torch.device("cpu"))
+    ids = list(flags.gpu_ids) if flags.gpu_ids is not None else list(range(torch.cuda.device_count()))
+    if len(ids) < 2:
+        say(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
+        return SingleDevice(torch.device("cuda", ids[0]))
+    return DataParallel([torch.device("cuda", i) for i in ids])

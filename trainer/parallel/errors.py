@@ -1,0 +1,53 @@
+"""How a run ends that nobody asked to end."""
+
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.loading.errors import BadInput
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_AGAIN = 75
+"""Of a run that can go on with less memory, in new processes; EX_TEMPFAIL of sysexits.h."""
+
+
+class Failure(Exception):
+    """The end of a run by a defect, or by another process. The user has been told; the message is for the record.
+
+    status: the exit status. memory_limit: what the next start has to know, as plain values, if that is what ended it.
+    """
+
+    def __init__(self, message: str, status: int = EXIT_FAILED, memory_limit: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.memory_limit = memory_limit
+
+
+class StartAgain(Exception):
+    """This process ran out of memory in a step with others. memory_limit: see `Failure`."""
+
+    def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.memory_limit = memory_limit
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
+        return lines[-1].strip()
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+
+
+def tell_refusal(refusal: BadInput) -> None:
+    """Writes what the user has to change, a line each."""
+    for line in str(refusal).splitlines():
+        tell(line)
+
+
+def tell(message: str, cause: BaseException | None = None) -> None:
+    """Writes an error for the user, after the traceback of its cause; in one piece, as several processes may write."""
+    trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
+    print(f"{trace}error: {message}", file=sys.stderr, flush=True)
