@@ -16,8 +16,6 @@ class Link:
 
     def all_reduce_s(self, num_bytes: float, world_size: int) -> float:
         """Seconds of a ring's all-reduce: 2 (n - 1) messages in a row, each of an n-th of the bytes."""
-        if world_size == 1:
-            return 0.0
         return 2 * (world_size - 1) * (num_bytes / world_size / self.bandwidth + self.latency_s)
 
     @classmethod
@@ -30,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Compute:
-    """A step of one device on its own.
+    """A step of one device on its own, of `batch_size` samples.
 
     last_backward_s: of the last micro-batch, during which gradients are exchanged. bucket_bytes: of the gradients, in
     the order in which they are sent.
@@ -39,25 +37,26 @@ class Compute:
     step_s: float
     last_backward_s: float
     bucket_bytes: Sequence[int]
+    batch_size: int
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """step_s = compute + exposed_s; exchange_s is the whole exchange of gradients, hidden or not."""
-
-    step_s: float
-    exchange_s: float
-    exposed_s: float
-
-
-def predict(compute: Compute, link: Link, world_size: int) -> Predicted:
-    """A step of `world_size` devices, each with as many samples as the one.
+def predict(compute: Compute, link: Link, num_devices: int) -> dict[str, float]:
+    """A step of so many devices, each with as many samples as the one; `exchange_ms` is hidden or exposed.
 
     All buckets but the last are exchanged while the last backward still runs; the last one is ready when it ends.
     """
-    times = [link.all_reduce_s(size, world_size) for size in compute.bucket_bytes]
-    exposed = max(0.0, sum(times[:-1]) - compute.last_backward_s) + sum(times[-1:])
-    return Predicted(compute.step_s + exposed, sum(times), exposed)
+    times = [link.all_reduce_s(size, num_devices) for size in compute.bucket_bytes]
+    exposed_s = max(0.0, sum(times[:-1]) - compute.last_backward_s) + sum(times[-1:])
+    step_s = compute.step_s + exposed_s
+    return {
+        "num_devices": num_devices,
+        "global_batch_size": num_devices * compute.batch_size,
+        "step_ms": 1e3 * step_s,
+        "exchange_ms": 1e3 * sum(times),
+        "exposed_exchange_ms": 1e3 * exposed_s,
+        "samples_per_second": num_devices * compute.batch_size / step_s,
+        "efficiency": compute.step_s / step_s,
+    }
 
 
 def buckets(gradient_bytes: Iterable[int]) -> list[int]:

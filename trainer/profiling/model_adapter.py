@@ -14,7 +14,6 @@ from trainer.loop.batch_norm import kept_buffers
 LossFunction = Callable[[Any, Any], Tensor]
 """(output, targets) -> loss."""
 
-
 _LOSS_OF_PAIRS = "pass a loss function with batches of (inputs, targets)"
 
 
@@ -31,31 +30,22 @@ def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def num_samples(batch: Any) -> int:
     """The size of dim 0 of its first tensor. Raises TypeError if there is none."""
-    first = next(_tensors(batch), None)
-    if first is None:
+    if isinstance(batch, Mapping | list | tuple) and batch:
+        return num_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
+    if not isinstance(batch, Tensor):
         raise TypeError(f"a batch must be a tensor, or a mapping or sequence of tensors, not {type(batch).__name__}")
-    return len(first) if first.dim() else 1
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The batch's tensors, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)
+    return len(batch) if batch.dim() else 1
 
 
 def resized(batch: Any, size: int) -> Any:
-    """A batch of so many samples: those of the batch, again and again. Raises ValueError if it has none."""
+    """A batch of so many samples: those of the batch, which has some, again and again."""
     available = num_samples(batch)
-    if not available:
-        raise ValueError("the loader's first batch is empty: there is no sample to make other batches of")
     index = torch.arange(size) % available
-    return mapped(
-        batch,
-        lambda tensor: tensor[index.to(tensor.device)] if tensor.dim() and len(tensor) == available else tensor,
-    )
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor[index.to(tensor.device)] if tensor.dim() and len(tensor) == available else tensor
+
+    return mapped(batch, take)
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -65,27 +55,20 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch[: max(1, len(batch) - 1)])
 
 
-def forward_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
-    """A scalar to run backward from, of one forward pass: see `training_loss`.
+def training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
+    """A scalar to run backward from: loss(output, targets); or the output's "loss"; or its sum, if it has none.
 
-    Raises ValueError if the model has nothing to train, and TypeError if it returns nothing to run backward from.
+    Raises ValueError if the model has nothing to train, and TypeError if there is nothing of that kind.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
-    return training_loss(call(model, batch), batch, loss)
-
-
-def training_loss(output: Any, batch: Any, loss: LossFunction | None) -> Tensor:
-    """A scalar to run backward from: loss(output, targets); or the output's "loss"; or its sum, if it has none.
-
-    Raises TypeError if there is nothing of that kind.
-    """
+    if loss is not None and (not isinstance(batch, list | tuple) or len(batch) < 2):
+        raise TypeError(
+            f"a loss function needs batches of (inputs, targets), not a {type(batch).__name__}; or let the model "
+            'return its "loss", and pass no loss function'
+        )
+    output = call(model, batch)
     if loss is not None:
-        if not isinstance(batch, list | tuple) or len(batch) < 2:
-            raise TypeError(
-                f"a loss function needs batches of (inputs, targets), not a {type(batch).__name__}; or let the model "
-                'return its "loss", and pass no loss function'
-            )
         return loss(output, batch[-1]).sum()
     if isinstance(output, Mapping):
         if "loss" not in output:
@@ -99,26 +82,22 @@ def training_loss(output: Any, batch: Any, loss: LossFunction | None) -> Tensor:
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within it the model is on the device, without gradients; after it everything is as it was before.
 
     That is: its device, the modes of its modules, gradients, buffers, and the generators of torch, numpy and Python.
-    device: None leaves the model where it is.
     """
     home = device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     python, numpy_state = random.getstate(), np.random.get_state()
-    gpus = [d for d in {device or home, home} if d.type == "cuda"]
     try:
-        with kept_buffers(model), torch.random.fork_rng(gpus):
+        with kept_buffers(model), torch.random.fork_rng([d for d in {device, home} if d.type == "cuda"]):
             model.zero_grad(set_to_none=True)
-            if device is not None and device != home:
-                model.to(device)
+            model.to(device)
             yield
     finally:
-        if device is not None and device != home:
-            model.to(home)
+        model.to(home)
         for module, mode in modes:
             module.training = mode
         for parameter, gradient in gradients:
@@ -129,6 +108,5 @@ def untouched(model: nn.Module, device: torch.device | None) -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer is; the CPU for a model without any."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    tensors = (*model.parameters(), *model.buffers())
+    return tensors[0].device if tensors else torch.device("cpu")
