@@ -8,8 +8,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.profiling.conftest import SHORT, TINY
+from trainer.commands.flags import parse
 from trainer.profiling import scaling
-from trainer.profiling.processes import World
+from trainer.profiling.processes import FOR_SEVERAL_DEVICES, World, placed
 
 
 def measured(samples_per_second, memory=(100.0,)):
@@ -36,6 +37,24 @@ def test_speedup_is_taken_within_rounds(tmp_path):
     board = EventAccumulator(str(tmp_path)).Reload()
     curve = board.Scalars("scaling/ddp/speedup")
     assert [(point.step, point.value) for point in curve] == [(1, 1), (2, pytest.approx(1.8))]
+
+
+@pytest.mark.parametrize(("world", "device", "mode", "gpus"), [
+    (World("single"), "cuda:3", None, None),
+    (World("dp", 2), "auto", "dp", (3, 1)),
+    (World("ddp", 3), "auto", "ddp", (3, 1, 2)),
+])  # fmt: skip
+def test_world_gets_the_first_of_the_chosen_gpus(world, device, mode, gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    flags, problems = parse(["--gpu-ids", "3,1,2", *FOR_SEVERAL_DEVICES], True, scaling.ScalingFlags)
+    assert not problems
+    flags.tool.world_sizes = (1, 4)
+    assert scaling.problems(flags, []) == ["--world-sizes 4: 3 GPUs can be used here; ask for fewer"]
+    placed_flags = placed(flags, world)
+    assert placed_flags.devices.device == device
+    multi = placed_flags.multi
+    assert (multi.multi_gpu, multi.gpu_ids) == (mode, gpus) if multi is not None else mode is None
 
 
 @pytest.fixture

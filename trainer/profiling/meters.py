@@ -45,10 +45,11 @@ def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, floa
 
 
 class Timer:
-    """Collects durations by name: `with timer("forward"): ...`."""
+    """Collects durations by name: `with timer("forward"): ...`. warm_up: so many of each name do not count."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, warm_up: int = 0) -> None:
         self._device = device
+        self._warm_up = warm_up
         self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     @contextmanager
@@ -57,13 +58,9 @@ class Timer:
         yield
         self._spans[name].append((start, now(self._device)))
 
-    def clear(self) -> None:
-        """Forgets everything, as after a warm-up."""
-        self._spans.clear()
-
     def milliseconds(self, name: str) -> list[float]:
-        """Every duration of that name, in order. Waits for the device."""
-        return [ms_between(*span) for span in self._spans[name]]
+        """The durations of that name, in order. Waits for the device."""
+        return [ms_between(*span) for span in self._spans[name][self._warm_up :]]
 
     def results(self) -> dict[str, dict[str, float]]:
         """By name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count`."""
@@ -98,9 +95,9 @@ def small_and_large_sum_s(parallel: Parallel) -> list[float]:
     found = []
     for num_bytes, repeats in ((4, 100), (LARGE_BYTES, 5)):
         values = torch.zeros(num_bytes // 4, device=parallel.device)
-        timer = Timer(parallel.device)
+        timer = Timer(parallel.device, WARM_UP)
         for _ in range(WARM_UP + repeats):
             with timer("sum"):
                 parallel.sum_in_place(values)
-        found.append(median(timer.milliseconds("sum")[WARM_UP:]) / 1e3)
+        found.append(median(timer.milliseconds("sum")) / 1e3)
     return found

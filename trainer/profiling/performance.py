@@ -214,10 +214,8 @@ class PerformanceProfiler:
             started = time.perf_counter()
 
     def _call(self, batches: Sequence[Any], name: str, rate: str) -> dict[str, float]:
-        timer = Timer(self._device)
+        timer = Timer(self._device, self.warm_up)
         for i in range(self.warm_up + self.repeats):
-            if i == self.warm_up:
-                timer.clear()
             with timer(name):
                 model_adapter.call(self.model, batches[i % len(batches)])
         return _speed(timer, batches, name, rate)
@@ -228,13 +226,11 @@ class PerformanceProfiler:
         Found are `forward_backward_ms_*`, `backward_ms_*`, `samples_per_second`, `peak_memory_mib`.
         """
         gpus = [self._device] if self._device.type == "cuda" else []
-        timers = {name: Timer(self._device) for name in precisions}
+        timers = {name: Timer(self._device, self.warm_up) for name in precisions}
         peaks, losses, found = dict.fromkeys(precisions, 0.0), Results(), Results()
         self.model.train()
         for i in range(self.warm_up + self.repeats):
             for name, timer in timers.items():
-                if i == self.warm_up:
-                    timer.clear()
                 forget_peak(self._device)
                 with torch.random.fork_rng(gpus):
                     loss = self._train_once(batches[i % len(batches)], timer, AMP_DTYPES.get(name))
