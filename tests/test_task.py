@@ -38,7 +38,7 @@ class Stating(Weighted):
 
 @pytest.fixture
 def stating(monkeypatch):
-    monkeypatch.setitem(TASKS, "stating", Stating)
+    monkeypatch.setitem(TASKS, "stating", lambda: Stating)
 
 
 # --- defaults ----------------------------------------------------------------------------------------------------
@@ -89,7 +89,8 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
     ],
 )
 def test_wrong_defaults_are_the_tasks_mistake(defaults, error, message, monkeypatch):
-    monkeypatch.setitem(TASKS, "wrong", type("Wrong", (Weighted,), {"defaults": defaults}))
+    task = type("Wrong", (Weighted,), {"defaults": defaults})
+    monkeypatch.setitem(TASKS, "wrong", lambda: task)
     with pytest.raises(error, match=r"Wrong\.defaults: ") as raised:
         parse(["--task", "wrong"], several_devices=False)
     assert message in str(raised.value)
@@ -97,7 +98,7 @@ def test_wrong_defaults_are_the_tasks_mistake(defaults, error, message, monkeypa
 
 def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
     task = type("Slow", (Weighted,), {"defaults": {"dist_timeout_s": 30, "warmup_steps": None}})
-    monkeypatch.setitem(TASKS, "slow", task)
+    monkeypatch.setitem(TASKS, "slow", lambda: task)
     assert parse(["--task", "slow"], several_devices=False)[1] == []
     flags, _ = parse(["--task", "slow", "--multi-gpu", "ddp"], several_devices=True)
     assert flags.multi.dist_timeout_s == 30

@@ -66,8 +66,8 @@ class SlowSequences(Sequences):
 
 @pytest.fixture
 def showing(monkeypatch):
-    monkeypatch.setitem(TASKS, "showing", Showing)
-    monkeypatch.setitem(TASKS, "slow", SlowData)
+    monkeypatch.setitem(TASKS, "showing", lambda: Showing)
+    monkeypatch.setitem(TASKS, "slow", lambda: SlowData)
 
 
 def train(directory, *argv):
