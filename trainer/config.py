@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import inspect
 import math
 import types
 import typing
@@ -56,7 +57,10 @@ def shown(value: Any) -> str:
 
 
 class FlagGroup:
-    """Base of a dataclass whose fields are flags. The first line of its docstring heads its part of `--help`."""
+    """Base of a dataclass whose fields are flags.
+
+    The first line of its docstring heads its part of `--help`; what follows stands below it, line by line.
+    """
 
     def problems(self) -> list[str]:
         """What is wrong with these values taken together; one sentence each."""
@@ -183,8 +187,8 @@ def build_parser(
         formatter_class=_HelpFormatter,
     )
     for group_type in group_types:
-        title = (group_type.__doc__ or group_type.__name__).splitlines()[0].rstrip(".")
-        section = parser.add_argument_group(title)
+        heading, *text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).splitlines()
+        section = parser.add_argument_group(heading.rstrip("."), "\n".join(text).strip() or None)
         hints = typing.get_type_hints(group_type)
         for field in dataclasses.fields(group_type):
             _add_flag(section, field, hints[field.name], defaults.get(field.name, field.default))

@@ -37,9 +37,7 @@ class PredictFlags(FlagGroup):
 
     predict: Path | None = flag(
         None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
-        "of that run. har takes the CSV of one recording at 50 Hz whose header names the nine signals, cut into "
-        "windows of 128 rows that overlap by half (a shorter rest is dropped), or a .npy of windows (N, 9, 128)",
-        metavar="FILE",
+        "of that run; what it holds, the task says", metavar="FILE",
     )  # fmt: skip
     output: Path | None = flag(
         None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE"
