@@ -29,23 +29,7 @@ class ConfusionMatrix:
     classes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class ClassifiedCurves:
-    """A picture of n samples, each as panels of curves over time, under what they were taken for.
-
-    curves: (n, panels, lines, T); the lines of a panel share its axes, and a panel has one scale in all samples.
-    panels, lines: their names. predicted, true: the class of each sample. confidence: (n,) in [0, 1].
-    """
-
-    curves: Tensor
-    panels: Sequence[str]
-    lines: Sequence[str]
-    predicted: Sequence[str]
-    confidence: Tensor
-    true: Sequence[str]
-
-
-Picture = ConfusionMatrix | ClassifiedCurves | np.ndarray
+Picture = ConfusionMatrix | np.ndarray
 """What TensorBoard can show. An array is a picture as it is: (height, width, 3) uint8, red, green, blue."""
 
 

@@ -1,7 +1,6 @@
 """Pictures of an evaluation for TensorBoard: asked of the task, drawn, encoded as PNG.
 
-They are drawn with Pillow, which every installation has, because TensorBoard itself depends on it. No meaning hangs on
-telling red from green.
+They are drawn with Pillow, which every installation has, because TensorBoard itself depends on it.
 """
 
 import io
@@ -13,20 +12,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from torch import Tensor
 
 from trainer.loading.order import SampleKeys
 from trainer.loop.precision import of_dtype
 from trainer.loop.run import Run
-from trainer.task import ClassifiedCurves, ConfusionMatrix, Picture, Sums
+from trainer.task import ConfusionMatrix, Picture, Sums
 
 NUM_EXAMPLES = 6
 
 Colour = tuple[int, int, int]
 WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
-# Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
-BLUE, VERMILION = (0, 114, 178), (213, 94, 0)
-LINE_COLOURS = (BLUE, VERMILION, (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233))
+BLUE = (0, 114, 178)
 
 # In pixels. TensorBoard stretches or shrinks a picture to this width, without smoothing, so that small print stays
 # legible at this width only.
@@ -34,8 +30,6 @@ WIDTH = 350
 CELL, WIDEST_MATRIX = 39, 1200
 LARGE, MEDIUM, SMALL = 15, 13, 11
 GAP = 4
-COLUMNS, PANEL_HEIGHT = 2, 28
-PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
 
 
 def log_pictures(run: Run, split: str, sums: Sums) -> None:
@@ -80,9 +74,8 @@ def encode(picture: Picture) -> Summary.Image:
             raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
         image = Image.fromarray(picture)
     else:
-        drawn = draw_confusion_matrix(picture) if isinstance(picture, ConfusionMatrix) else draw_curves(picture)
         # A palette halves the bytes and the time to write them.
-        image = drawn.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        image = draw_confusion_matrix(picture).quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=3)
     return Summary.Image(width=image.width, height=image.height, colorspace=3, encoded_image_string=png.getvalue())
@@ -151,65 +144,6 @@ def _paste_turned(image: Image.Image, label: Image.Image, centre: tuple[float, f
     """Puts a label on the picture so that it reads from bottom to top."""
     turned = label.transpose(Image.Transpose.ROTATE_90)
     image.paste(turned, (int(centre[0] - turned.width / 2), int(centre[1] - turned.height / 2)))
-
-
-# --- curves ------------------------------------------------------------------------------------------------------
-
-
-def draw_curves(picture: ClassifiedCurves) -> Image.Image:
-    """One block for each sample: its verdict, and its panels below each other."""
-    curves = picture.curves.double().cpu()
-    num_samples, num_panels = curves.shape[:2]
-    scales = curves.abs().amax(dim=(0, 2, 3)).clamp(min=1e-12)
-    title = MEDIUM + SMALL + GAP
-    height = title + num_panels * PANEL_HEIGHT + GAP
-    bottom = -(-num_samples // COLUMNS) * height + GAP
-    image = Image.new("RGB", (WIDTH, bottom + SMALL + GAP), WHITE)
-    draw = ImageDraw.Draw(image)
-    for i in range(num_samples):
-        x, y = GAP + i % COLUMNS * (PANEL_WIDTH + GAP), i // COLUMNS * height
-        _draw_verdict(draw, (x, y), picture.predicted[i], float(picture.confidence[i]), picture.true[i])
-        for j in range(num_panels):
-            _draw_panel(draw, (x, y + title + j * PANEL_HEIGHT), curves[i, j] / scales[j])
-    _draw_legend(draw, (GAP, bottom + SMALL / 2), picture)
-    return image
-
-
-def _draw_verdict(
-    draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
-) -> None:
-    """Two lines of text, their upper left corner given; words say what the colours say."""
-    x, y = corner
-    right = predicted == true
-    draw.text((x, y), predicted, BLUE if right else VERMILION, _font(MEDIUM))
-    verdict = f"{confidence:.0%}, right" if right else f"{confidence:.0%}, is {true}"
-    draw.text((x, y + MEDIUM + 1), verdict, GREY if right else VERMILION, _font(SMALL))
-
-
-def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: Tensor) -> None:
-    """lines: (num_lines, T) in [-1, 1]."""
-    x, y = corner
-    middle, reach = y + PANEL_HEIGHT / 2, PANEL_HEIGHT / 2 - 1
-    draw.rectangle((x, y, x + PANEL_WIDTH, y + PANEL_HEIGHT), WHITE, PALE)
-    draw.line((x, middle, x + PANEL_WIDTH, middle), PALE)
-    across = np.linspace(x, x + PANEL_WIDTH, lines.shape[1]).tolist()
-    for i, line in enumerate(lines):
-        points = list(zip(across, (middle - reach * line).tolist(), strict=True))
-        draw.line(points, _line_colour(i))
-
-
-def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], picture: ClassifiedCurves) -> None:
-    """One line of text, the middle of its left end given."""
-    x, y = left
-    for i, name in enumerate(picture.lines):
-        draw.line((x, y, x + 2 * GAP, y), _line_colour(i), 2)
-        draw.text((x + 3 * GAP, y), name, BLACK, _font(SMALL), anchor="lm")
-        x += 5 * GAP + _font(SMALL).getlength(name)
-    draw.text((x, y), "from top: " + ", ".join(picture.panels), GREY, _font(SMALL), anchor="lm")
-
-
-def _line_colour(i: int) -> Colour:
-    return LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
 @cache

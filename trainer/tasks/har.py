@@ -36,8 +36,9 @@ from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.task import ClassifiedCurves, ConfusionMatrix, Objective, Picture, Sums, Task
+from trainer.task import ConfusionMatrix, Objective, Picture, Sums, Task
 from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_features
+from trainer.tasks.har_pictures import draw_windows
 
 
 @dataclass
@@ -333,13 +334,11 @@ class HarTask(Task):
         """Windows in standard deviations of each channel, with the prediction."""
         assert isinstance(objective, HarObjective)
         confidence, predicted = objective.model(batch["signals"]).float().softmax(dim=1).max(dim=1)
-        standardised = objective.model.standardise(batch["signals"])
-        windows = ClassifiedCurves(
-            curves=standardised.unflatten(1, (3, 3)),
-            panels=("acceleration", "rotation", "with gravity"),
-            lines=("x", "y", "z"),
-            predicted=[CLASSES[i] for i in predicted],
-            confidence=confidence,
-            true=[CLASSES[i] for i in batch["label"]],
-        )
-        return {"windows": windows}
+        return {
+            "windows": draw_windows(
+                objective.model.standardise(batch["signals"]),
+                predicted=[CLASSES[i] for i in predicted],
+                confidence=confidence,
+                true=[CLASSES[i] for i in batch["label"]],
+            )
+        }
