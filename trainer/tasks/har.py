@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -177,20 +178,13 @@ def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
     return {"loss": loss, "confusion": pairs.view(num_classes, num_classes)}
 
 
-def open_download_bar(address: str, num_received: int, num_bytes: int | None) -> "tqdm[Any]":
-    """Says what is fetched, and shows a bar on a terminal. num_received of the num_bytes are here already."""
-    size = "" if num_bytes is None else f", {num_bytes / 1e6:.1f} MB"
-    rest = "" if num_received == 0 else f", going on after {num_received / 1e6:.1f} MB"
-    print(f"Downloading {address}{size}{rest}", flush=True)
-    return tqdm(
-        total=num_bytes,
-        initial=num_received,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        dynamic_ncols=True,
+def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> AbstractContextManager[Any]:
+    """Says what is fetched, and shows a bar on a terminal while the file is written."""
+    print(f"Downloading {address}" + ("" if num_bytes is None else f", {num_bytes / 1e6:.1f} MB"), flush=True)
+    return tqdm.wrapattr(
+        file, "write", total=num_bytes, unit="B", unit_scale=True, leave=False, dynamic_ncols=True,
         disable=not sys.stderr.isatty(),
-    )
+    )  # fmt: skip
 
 
 def _seconds(row: int | None, num_rows_later: int = 0) -> str:
@@ -242,7 +236,7 @@ class HarTask(Task):
         path = self.config.data_dir
         if self.config.download:
             path = path or self.cache_dir / "uci_har"
-            download_uci_har(path, self.cache_dir, open_download_bar)
+            download_uci_har(path, self.cache_dir, show_download)
         return load_synthetic_har(self.cache_dir) if path is None else load_uci_har(path, self.cache_dir)
 
     def build_objective(self) -> HarObjective:
