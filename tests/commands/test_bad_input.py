@@ -1,6 +1,6 @@
 """Whatever is wrong, the user reads one clear message and nothing is half-written; and every way to start again.
 
-Bad HAR data is in test_har_data.py. Most runs call the command line's own `main` in this process; where a process
+Bad HAR data is in test_uci_har.py. Most runs call the command line's own `main` in this process; where a process
 matters (its lock, its limits, its children) a real one is started.
 """
 

@@ -21,7 +21,7 @@ from data.har.windows import CLASSES, SIGNALS
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from tests.conftest import RANK_VARIABLES, ROOT, load
-from tests.data.har.test_har_data import write_layout
+from tests.helpers.uci_har_files import write_layout
 from trainer.cli import main
 from trainer.commands.flags import parse
 from trainer.commands.predict import output_file

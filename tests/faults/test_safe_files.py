@@ -16,7 +16,7 @@ import torch
 from data.har.uci_har import load_uci_har
 from data.interactions.reader import load_interactions
 from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
-from tests.data.har.test_har_data import write_layout
+from tests.helpers.uci_har_files import write_layout
 from trainer.checkpoint.file import size_and_sum
 from trainer.cli import main
 from trainer.loading.cache import cached_arrays

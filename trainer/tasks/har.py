@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.har.augmentation import Augmentation
 from data.har.recording import doubts_about_units, read_new_windows
 from data.har.synthetic import load_synthetic_har
 from data.har.uci_har import download_uci_har, load_uci_har
@@ -21,7 +22,6 @@ from data.har.windows import (
     SAMPLE_RATE_HZ,
     SIGNALS,
     WINDOW_LENGTH,
-    Augmentation,
     FeaturedDataset,
     HarDataset,
     HarRecordings,

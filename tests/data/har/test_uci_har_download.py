@@ -1,35 +1,20 @@
 """`--download`: UCI HAR as published, with other contents, already there, and without a network."""
 
 import hashlib
-import io
 import os
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from data.har.uci_har import SHA256, download_uci_har, load_uci_har
-from tests.data.har.test_har_data import assert_is_the_layout, write_layout, zip_folder
+from tests.helpers.uci_har_files import assert_is_the_layout, write_layout, zip_folder, zip_in_zip
 from trainer.cli import main
 from trainer.loading.errors import BadInput
 from trainer.tasks.har import HarFlags, HarTask, show_download
 
 
-@pytest.fixture
-def layout(tmp_path) -> Path:
-    return write_layout(tmp_path / "published")
-
-
 def checksums(layout: Path) -> dict[str, str]:
     return {name: hashlib.sha256((layout / name).read_bytes()).hexdigest() for name in SHA256}
-
-
-def zip_in_zip(inner: bytes) -> bytes:
-    memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w") as archive:
-        archive.writestr("UCI HAR Dataset.names", "about")
-        archive.writestr("UCI HAR Dataset.zip", inner)
-    return memory.getvalue()
 
 
 @pytest.mark.parametrize("nested", [True, False])
