@@ -18,6 +18,20 @@ WEIGHTED = f"{ROOT / 'tests' / 'helpers' / 'weighted_task.py'}:Weighted"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_stop_signal_is_ignored():
+    """A user's program starts with the stop signals as a terminal leaves them, also where nohup or a script's `&` had
+    pytest ignore some: whatever a test starts would inherit that. A handler it does not inherit, and this one keeps
+    pytest itself as deaf as it was asked to be; but Ctrl-C has Python's own, which tests rely on.
+    """
+    ignored = [number for number in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
     """A test that changes the environment, or leaves threads or a process group, fails."""
