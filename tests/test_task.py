@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load, read_metrics
+from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.weighted_task import Weighted
-from tests.parallel.test_parallel import ReplicasOnCpu
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse

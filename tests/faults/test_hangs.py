@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, launcher
-from tests.parallel.test_launch import NO_GPU, end_session, free_port, left_of_session, session_members
+from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, session_members, torchrun
 from trainer.parallel.diagnosis import Break, blame, blame_store_host
 from trainer.parallel.heartbeat import Note
 
@@ -24,11 +24,6 @@ TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "
 TRACEBACK = "Traceback (most recent call last)"
 PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"
 slow = pytest.mark.slow
-
-
-def torchrun(world_size):
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
-            "main_multi_gpu.py", "--multi-gpu", "ddp"]  # fmt: skip
 
 
 def shared_memory_of(pids):

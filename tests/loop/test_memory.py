@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher, load, read_metrics
-from tests.faults.test_hangs import torchrun
-from tests.parallel.test_parallel import ReplicasOnCpu, trained
+from tests.helpers.processes import torchrun
+from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.checkpoint.directory import RunDirectory
 from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.flags import parse

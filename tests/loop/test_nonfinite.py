@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
-from tests.parallel.test_parallel import ReplicasOnCpu
-from tests.parallel.test_parallel import trained as train_on_replicas
+from tests.helpers.replicas import ReplicasOnCpu
+from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
 from trainer.loading.order import epoch_permutation
 from trainer.loop.batch_norm import RunningStatistics

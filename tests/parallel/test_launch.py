@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,20 +13,21 @@ from types import SimpleNamespace
 import pytest
 from torch.multiprocessing import ProcessExitedException
 
-from tests.conftest import ROOT, WEIGHTED, largest_difference, launcher, load
+from tests.conftest import ROOT, WEIGHTED, assert_messages, largest_difference, launcher, load
+from tests.helpers.processes import (
+    NO_GPU,
+    end_session,
+    free_port,
+    left_of_session,
+    num_training_ranks,
+    session_members,
+)
 from trainer.parallel import launch as launching
 
 # Three steps of 10, 10 and 4 samples.
 TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
         "--dtype", "float64", "--num-threads", 1]  # fmt: skip
 DDP = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY]
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -181,32 +181,6 @@ def test_a_compiled_task_learns_the_same_and_goes_on_in_two_processes(tmp_path, 
 # --- a self-launched group, looked at while it runs --------------------------------------------------------------
 
 
-def session_members(session):
-    """Living processes of a session; Linux keeps it as the sixth field of /proc/PID/stat."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has just ended
-            continue
-        if int(its_session) == session and state != "Z":
-            members.append(int(stat.parent.name))
-    return members
-
-
-def left_of_session(session, within_s=5):
-    """Its living processes, when all have had time to go: Python's resource tracker ends a moment after its parent."""
-    deadline = time.monotonic() + within_s
-    while (left := session_members(session)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
-def end_session(session):
-    for pid in session_members(session):
-        os.kill(pid, signal.SIGKILL)
-
-
 def listening_addresses(pids):
     """Local addresses, as /proc/net/tcp and tcp6 write them, on which any of these processes listens."""
     inodes = set()
@@ -222,11 +196,6 @@ def listening_addresses(pids):
         rows = [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
         found |= {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
     return found
-
-
-def num_training_ranks(folder):
-    """Processes that have trained on a sample; before that each makes a forward that does not count."""
-    return sum('"index": [' in text.replace('"index": []', "") for text in (f.read_text() for f in folder.iterdir()))
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -302,6 +271,14 @@ def test_same_command_goes_on_after_the_signal(stopped):
     assert f"Resuming after optimizer step {stopped.saved[-1]['step']}:" in stopped.again.stdout
     results = json.loads((stopped.directory / "results.json").read_text())
     assert (results["world_size"], results["epochs"], results["step"]) == (2, 6, 36)
+
+
+@pytest.mark.slow
+def test_error_in_a_group_of_processes_is_printed_once(command, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    done = command(*launcher(2), *TINY, "--device", "cpu", "--save-dir", tmp_path / "file", status=2)
+    assert_messages(done.stderr.splitlines(), f"--save-dir {tmp_path / 'file'}: ")
+    assert "Traceback" not in done.stdout
 
 
 # --- what ends a group -------------------------------------------------------------------------------------------

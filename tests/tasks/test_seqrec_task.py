@@ -15,8 +15,8 @@ from models.sequential.sasrec import Residual, SASRec
 from models.sequential.tisasrec import TiSASRec
 from tests.conftest import assert_same_bits, cut_back, largest_difference, launcher, load, read_metrics
 from tests.data.interactions.test_sequences import slow_scaled_times
+from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.models.sequential.test_ranking import slow_bce, slow_gbce, slow_metrics, slow_sampled
-from tests.parallel.test_parallel import ReplicasOnCpu, trained
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse
