@@ -23,9 +23,10 @@ STEPS_PER_EPOCH = 3
 
 @pytest.fixture(scope="session", autouse=True)
 def no_stop_signal_is_ignored():
-    """A user's program starts with the stop signals as a terminal leaves them, also where nohup or a script's `&` had
-    pytest ignore some: whatever a test starts would inherit that. A handler it does not inherit, and this one keeps
-    pytest itself as deaf as it was asked to be; but Ctrl-C has Python's own, which tests rely on.
+    """Tests start programs as a terminal does, also where nohup or a script's `&` had pytest ignore some signals.
+
+    A process inherits that a signal is ignored, but not a handler. One that does nothing therefore spares pytest what
+    it was to be spared, and nothing that it starts; SIGINT gets Python's own, which tests rely on.
     """
     ignored = [number for number in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
