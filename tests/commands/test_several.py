@@ -26,11 +26,10 @@ from models.layers.standardised import Standardised
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load
 from trainer.cli import main
 from trainer.commands.flags import parse
-from trainer.commands.processes import Child, run_children
-from trainer.commands.several import choose_places
+from trainer.commands.scheduler import choose_slots, failure_message, run_jobs
 from trainer.loading.order import SampleKeys
 from trainer.parallel.environment import DeviceFlags
-from trainer.parallel.signals import StopRequest
+from trainer.parallel.launch import Launcher
 from trainer.tasks.har import HarFlags, HarTask
 
 SMALL = [
@@ -376,11 +375,11 @@ def test_folds_of_seeds_on_several_processes(command, har, tmp_path):
     assert all(read(tmp_path / run["directory"] / "results.json")["world_size"] == 2 for run in runs)
 
 
-def note_place(path, status):
-    """What a child does here instead of a run."""
+def note_slot(path, status):
+    """What a job does here instead of a run."""
     started = time.time()
     time.sleep(0.5)
-    path.write_text(json.dumps([os.environ["PLACE"], started, time.time()]))
+    path.write_text(json.dumps([os.environ["SLOT"], started, time.time()]))
     print("to standard output")
     print(f"{path.stem} is done", file=sys.stderr)
     if status < 0:
@@ -388,47 +387,46 @@ def note_place(path, status):
     return status
 
 
-def run_all(folder, places, statuses):
-    """(names of those that ended well, failures)"""
-    children = [Child(folder / str(i), functools.partial(note_place, folder / f"{i}.json", s)) for i, s in statuses]
-    ended = []
-    slots = [{"PLACE": place} for place in places]
-    failures = run_children(
-        children, slots, StopRequest(), lambda running: None, lambda child: ended.append(child.directory.name)
-    )
-    return sorted(ended), failures
+def run_all(folder, slots, statuses):
+    """(names of those that ended well, exit statuses of the others)"""
+    jobs = {folder / str(i): functools.partial(note_slot, folder / f"{i}.json", status) for i, status in statuses}
+    found = {}
+    with Launcher() as launcher:
+        for _, ended in run_jobs(launcher, jobs, [{"SLOT": slot} for slot in slots]):
+            found |= {directory.name: status for directory, status in ended.items()}
+    failures = {name: status for name, status in found.items() if status != 0}
+    return sorted(found.keys() - failures.keys()), failures
 
 
 @pytest.mark.slow
 def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
-    ended, (failure,) = run_all(tmp_path, "a", enumerate([0, 7, 0]))
-    assert ended == ["0"] and not (tmp_path / "2.json").exists()
-    assert failure.status == 7
-    assert failure.message() == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
+    assert run_all(tmp_path, "a", enumerate([0, 7, 0])) == (["0"], {"1": 7})
+    assert not (tmp_path / "2.json").exists()
+    assert failure_message(tmp_path / "1", 7) == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "0.stderr").read_text() == "0 is done\n"
-    _, (failure,) = run_all(tmp_path, "a", [(3, -signal.SIGKILL)])
-    assert failure.status == 137
-    assert failure.message().startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command goes on")
+    assert run_all(tmp_path, "a", [(3, -signal.SIGKILL)]) == ([], {"3": 137})
+    message = failure_message(tmp_path / "3", 137)
+    assert message.startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command goes on")
 
 
 @pytest.mark.slow
-def test_a_place_has_one_run_at_a_time(tmp_path):
-    assert run_all(tmp_path, "ab", enumerate([0] * 5)) == (list("01234"), [])
+def test_a_slot_has_one_run_at_a_time(tmp_path):
+    assert run_all(tmp_path, "ab", enumerate([0] * 5)) == (list("01234"), {})
     intervals = sorted(read(tmp_path / f"{i}.json") for i in range(5))
-    assert {place for place, _, _ in intervals} == {"a", "b"}
-    for (place, _, end), (next_place, start_of_next, _) in itertools.pairwise(intervals):
-        assert place != next_place or end <= start_of_next
+    assert {slot for slot, _, _ in intervals} == {"a", "b"}
+    for (slot, _, end), (next_slot, start_of_next, _) in itertools.pairwise(intervals):
+        assert slot != next_slot or end <= start_of_next
 
 
 # --- where they run ----------------------------------------------------------------------------------------------
 
 
-def test_places_on_the_cpu():
+def test_slots_on_the_cpu():
     for num_threads in (None, 1, NUM_CORES, 10 * NUM_CORES):
-        places = choose_places(DeviceFlags("cpu", num_threads), None)
-        assert len(places.slots) == max(1, NUM_CORES // (num_threads or 1))
-        assert places.flags == ["--num-threads", str(num_threads or 1)]
+        slots = choose_slots(DeviceFlags("cpu", num_threads), None)
+        assert len(slots.variables) == max(1, NUM_CORES // (num_threads or 1))
+        assert slots.flags == ["--num-threads", str(num_threads or 1)]
 
 
 @pytest.mark.parametrize(
@@ -439,15 +437,15 @@ def test_places_on_the_cpu():
         ("5,3", "cuda:1", [{}]),
     ],
 )
-def test_places_on_two_gpus(visible, device, expected, monkeypatch):
+def test_slots_on_two_gpus(visible, device, expected, monkeypatch):
     """As on a machine with two, whatever this one has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    places = choose_places(DeviceFlags(device), None)
-    assert (places.slots, places.flags) == (expected, [])
+    slots = choose_slots(DeviceFlags(device), None)
+    assert (slots.variables, slots.flags) == (expected, [])
 
 
 # --- refused -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.multiprocessing import ProcessExitedException
 
 from tests.conftest import ROOT, WEIGHTED, largest_difference, launcher, load
 from trainer.parallel import launch as launching
+from trainer.parallel.errors import EXIT_AGAIN
 
 # Three steps of 10, 10 and 4 samples.
 TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
@@ -313,34 +314,79 @@ def rest(environment):
     return 0
 
 
-@pytest.fixture
-def launch_variables(monkeypatch):
-    """What `launch` sets is taken back after the test."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-
-
-def test_ctrl_c_while_processes_start_is_no_traceback(launch_variables, monkeypatch, capfd):
+def test_ctrl_c_while_processes_start_is_no_traceback(monkeypatch, capfd):
     """As in a terminal, it comes to all of them, which are about to import torch."""
-    start_processes = launching.mp.start_processes
+    start = launching.Launcher.start
 
-    def interrupted(*args, **options):
-        context = start_processes(*args, **options)
-        for pid in (*context.pids(), os.getpid()):
-            os.kill(pid, signal.SIGINT)
-        return context
+    def interrupted(launcher, *args):
+        process = start(launcher, *args)
+        if len(launcher.running) == 2:
+            for pid in (*(process.pid for process in launcher.running), os.getpid()):
+                os.kill(pid, signal.SIGINT)
+        return process
 
-    monkeypatch.setattr(launching.mp, "start_processes", interrupted)
+    monkeypatch.setattr(launching.Launcher, "start", interrupted)
     assert launching.launch(rest, 2) == 128 + signal.SIGINT
     assert capfd.readouterr().err == ""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("again", "end"), [(None, ""), (rest, "; the same command goes on from the last checkpoint")])
-def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, launch_variables, monkeypatch, capsys):
-    def join(grace_period):
-        raise ProcessExitedException("", error_index=1, error_pid=1, exit_code=-signal.SIGKILL)
+def test_a_signal_before_a_process_starts_reaches_it(monkeypatch, capfd):
+    start = launching.Launcher.start
 
-    monkeypatch.setattr(launching.mp, "start_processes", lambda *_, **__: SimpleNamespace(processes=[], join=join))
-    assert launching.launch(rest, 2, again) == 128 + signal.SIGKILL
-    assert capsys.readouterr().err == f"rank 1 was killed by signal 9{end}\n"
+    def asked_before(launcher, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.undo()
+        return start(launcher, *args)
+
+    monkeypatch.setattr(launching.Launcher, "start", asked_before)
+    assert launching.launch(rest, 1) == 128 + signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+def killed(environment):
+    """A job for `launch` of which rank 1 dies."""
+    if environment.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("again", "end"), [(None, ""), (killed, "; the same command goes on from the last checkpoint")]
+)
+def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, capfd):
+    assert launching.launch(killed, 2, again) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == f"rank 1 was killed by signal 9{end}\n"
+
+
+def stuck(environment):
+    """A job for `launch` of which rank 1 fails and rank 0 heeds no request to stop."""
+    if environment.rank == 1:
+        return 7
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return rest(environment)
+
+
+def test_the_others_are_ended_when_one_fails(monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_PERIOD_S", 0.5)
+    started = time.monotonic()
+    assert launching.launch(stuck, 2) == 7
+    assert time.monotonic() - started < 30
+    assert not multiprocessing.active_children()
+
+
+class LacksMemory:
+    """A job for `launch` that notes its starts in a file, and needs three."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, environment):
+        with self.path.open("a") as file:
+            file.write("started\n")
+        return 0 if len(self.path.read_text().splitlines()) == 3 else EXIT_AGAIN
+
+
+def test_what_lacks_memory_starts_again(tmp_path):
+    assert launching.launch(LacksMemory(tmp_path / "starts"), 1) == 0
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3

@@ -6,43 +6,47 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.commands.build import assemble_run
+from trainer.checkpoint.weights import find_weights
+from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.loop.ema import WeightAverage
 from trainer.loop.precision import PrecisionForward
 from trainer.loop.run import check_weights_fit
 from trainer.loop.train import evaluate
-from trainer.parallel.base import Parallel
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.environment import pick_device
 from trainer.parallel.signals import StopRequest
 from trainer.task import Objective, Task
 
 
 def ensemble_metrics(
-    flags: Flags, task: Task, directories: Sequence[Path], parallel: Parallel, stop: StopRequest
+    flags: Flags, task: Task, directories: Sequence[Path], stop: StopRequest
 ) -> dict[str, float] | None:
     """Test metrics of the task's ensemble of these runs, each with the weights that it is used with.
 
     None where the task has no ensemble, or if asked to stop meanwhile. Raises BadInput for a run without weights.
     """
-    members = [_trained_objective(flags, task, directory) for directory in directories]
-    ensemble = task.ensemble(members)
+    device = pick_device(flags.devices.device)
+    if flags.multi is not None and flags.multi.gpu_ids is not None and device.type == "cuda":
+        device = torch.device("cuda", flags.multi.gpu_ids[0])
+    parallel = SingleDevice(device)
+    set_up_torch(flags, parallel)
+    ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
     if ensemble is None:
         return None
     run = assemble_run(flags, task, parallel, None)
     run.stop = stop
-    run.objective = ensemble.to(parallel.device)
+    run.objective = ensemble.to(device)
     run.average = WeightAverage(ensemble.model, decay=0)
     run.net = PrecisionForward(ensemble, run.precision)
     sums = evaluate(run, "test")
     return run.metrics("test", sums) if sums is not None else None
 
 
-def _trained_objective(flags: Flags, task: Task, path: Path) -> Objective:
+def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
     """On the CPU, since there may be many."""
-    directory = RunDirectory(path, flags.checkpoint.keep_checkpoints, print)
-    directory.look()
-    state = directory.load_for_use()
+    state = find_weights(RunDirectory(directory, flags.checkpoint.keep_checkpoints, print), {}).state
     objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
-    check_weights_fit(objective.model, state, str(path), "give the flags that it was trained with")
+    check_weights_fit(objective.model, state, str(directory), "give the flags that it was trained with")
     objective.model.load_state_dict(state["model"])
     return objective

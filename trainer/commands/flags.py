@@ -8,7 +8,6 @@ from typing import Any
 
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.predict import PredictFlags
-from trainer.commands.variants import SeveralFlags
 from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, names_given, parse_flags
 from trainer.loading.errors import BadInput
 from trainer.loop.plan import BatchFlags
@@ -60,6 +59,36 @@ class RunFlags(FlagGroup):
         True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
         "settings",
     )  # fmt: skip
+
+
+@dataclass
+class SeveralFlags(FlagGroup):
+    """Several runs"""
+
+    seeds: int = flag(
+        1, "train with so many seeds, from --seed on, each in a folder of --save-dir; then show mean, deviation and "
+        "ensemble. One run per GPU at a time; on the CPU as many at once as there are cores, with --num-threads 1 "
+        "unless you give another number: small models run better side by side than on several threads each",
+        metavar="N", at_least=1,
+    )  # fmt: skip
+    folds: int = flag(
+        0, "cross-validate: so many runs in the same manner, each scored on a part of the training data that it holds "
+        "out; the test set is left alone; 0 is off", metavar="K", at_least=0,
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        return ["--folds 1: must be at least 2, or 0 for none"] if self.folds == 1 else []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the command line asks for more than one run."""
+        return self.seeds > 1 or self.folds > 0
+
+    @property
+    def as_given(self) -> str:
+        """These flags as a message names them."""
+        given = [f"--seeds {self.seeds}"] * (self.seeds > 1) + [f"--folds {self.folds}"] * (self.folds > 0)
+        return " ".join(given)
 
 
 TRAINER_GROUPS: tuple[type, ...] = (

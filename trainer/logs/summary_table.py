@@ -20,28 +20,23 @@ class Progress:
     """
 
     def __init__(self, num_epochs: int, num_done: int) -> None:
-        self._shown = num_done
         self._last_line = time.monotonic()
+        no_terminal = not sys.stderr.isatty()
         self._bar = tqdm(
-            total=num_epochs,
-            initial=num_done,
-            unit=" epochs",
-            leave=False,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
+            total=num_epochs, initial=num_done, unit=" epochs", leave=False, dynamic_ncols=True, disable=no_terminal
         )
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
         """running: the names of the runs at work."""
         names = ", ".join(running)
-        if not self._bar.disable:
-            self._bar.set_postfix_str(names, refresh=False)
-            self._bar.n = num_done
-            self._bar.refresh()
-        elif num_done != self._shown and running and time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S:
+        if self._bar.disable:
+            is_due = time.monotonic() - self._last_line >= PLAIN_LINE_INTERVAL_S
+            if num_done == self._bar.n or not running or not is_due:
+                return
             self._last_line = time.monotonic()
-            self._shown = num_done
             say(f"{num_done} of {self._bar.total} epochs; running: {names}")
+        self._bar.n = num_done
+        self._bar.set_postfix_str(names)
 
     def close(self) -> None:
         self._bar.close()
@@ -60,21 +55,19 @@ class Table:
 
     def run(self, entry: Mapping[str, Any]) -> None:
         """A run, as summary.json has it."""
-        self._row(entry["directory"], entry["metrics"], entry[SECONDS])
+        self._row(entry["directory"], entry["metrics"], f"{entry[SECONDS]:.1f}")
 
     def conclusion(self, summary: Mapping[str, Any]) -> None:
         """What summary.json says of all runs together."""
-        self._row("mean", summary["mean"])
-        self._row("deviation", summary["deviation"])
-        if summary["ensemble"] is not None:
-            self._row("ensemble", summary["ensemble"])
+        for name in ("mean", "deviation", "ensemble"):
+            if summary[name] is not None:
+                self._row(name, summary[name])
 
-    def _row(self, name: str, metrics: Mapping[str, float], seconds: float | None = None) -> None:
+    def _row(self, name: str, metrics: Mapping[str, float], seconds: str = "-") -> None:
         if not self._columns:
             self._columns = [*of_headline(metrics, self._headline), SECONDS]
             self._line("run", {column: column for column in self._columns})
-        cells = {column: f"{metrics[column]:.5g}" for column in self._columns if column in metrics}
-        self._line(name, cells if seconds is None else cells | {SECONDS: f"{seconds:.1f}"})
+        self._line(name, {name: f"{value:.5g}" for name, value in metrics.items()} | {SECONDS: seconds})
 
     def _line(self, name: str, cells: Mapping[str, str]) -> None:
         say(table_line(f"{name:<{self._name_width}}", self._columns, cells))
