@@ -91,7 +91,7 @@ def run_fork(arguments, variables, out, err, timeout_s) -> subprocess.CompletedP
 @pytest.fixture
 def signals_restored():
     """For a test that calls `main` in its own process."""
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -191,6 +191,7 @@ def test_arithmetic_needs_no_torch(module):
         ("torch.nn.parallel", "trainer.parallel.ddp"),
         ("torch.nn.DataParallel", "trainer.parallel.base"),
         ("torch.multiprocessing", "trainer.parallel.launch"),
+        ("multiprocessing.get_context", "trainer.parallel.launch"),
     ],
 )
 def test_library_stays_in_its_file(library, home):

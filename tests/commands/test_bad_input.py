@@ -38,7 +38,7 @@ def shell(monkeypatch):
     """No rank variables, and this process's own signal handlers back at the end."""
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -41,7 +41,7 @@ ROUNDING = 0.5e-4 + 1e-6
 def trained(cache_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("predict") / "run"
     argv = [*SMALL, "--no-augmentation", "--cache-dir", cache_dir / "lockstep", "--save-dir", directory]
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     assert main([*map(str, argv)], several_devices=False) == 0
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -346,8 +346,8 @@ def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_finished_runs_with_other_flags_are_named(command, tmp_path):
-    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
+def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
+    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     command("main.py", *argv)
     out = command("main.py", *argv, "--lr", 0.02).stdout
     assert f"{tmp_path / 'seed-1'} was finished before, with --lr 0.01 instead of 0.02; to train it anew" in out

@@ -4,11 +4,13 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -331,6 +333,31 @@ def test_ctrl_c_while_processes_start_is_no_traceback(monkeypatch, capfd):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_comes_to_each_rank_once(environment, tmp_path):
+    """The terminal sends it to every process of the foreground; a rank that got it twice would leave without saving."""
+    argv = [*launcher(2), *TINY, "--epochs", 500, "--delay-s", 0.1, "--save-dir", tmp_path / "run"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, *map(str, argv)], environment | NO_GPU)
+    state = tmp_path / "run" / "state.json"
+    shown = b""
+    try:
+        while not (state.exists() and json.loads(state.read_text())["state"] == "running"):
+            shown += os.read(terminal, 65536)
+        os.write(terminal, b"\x03")
+        with suppress(OSError):  # the other end is closed
+            while text := os.read(terminal, 65536):
+                shown += text
+        _, code = os.waitpid(pid, 0)
+    finally:
+        end_session(pid)
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(code) == 128 + signal.SIGINT, shown.decode()
+    assert json.loads(state.read_text())["state"] == "preempted"
+
+
 def test_a_signal_before_a_process_starts_reaches_it(monkeypatch, capfd):
     start = launching.Launcher.start
 
@@ -345,18 +372,16 @@ def test_a_signal_before_a_process_starts_reaches_it(monkeypatch, capfd):
 
 
 def killed(environment):
-    """A job for `launch` of which rank 1 dies."""
-    if environment.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 0
+    """A job for `launch` that something kills."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     ("again", "end"), [(None, ""), (killed, "; the same command goes on from the last checkpoint")]
 )
 def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, capfd):
-    assert launching.launch(killed, 2, again) == 128 + signal.SIGKILL
-    assert capfd.readouterr().err == f"rank 1 was killed by signal 9{end}\n"
+    assert launching.launch(killed, 1, again) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == f"rank 0 was killed by signal 9{end}\n"
 
 
 def stuck(environment):
@@ -367,6 +392,7 @@ def stuck(environment):
     return rest(environment)
 
 
+@pytest.mark.slow
 def test_the_others_are_ended_when_one_fails(monkeypatch):
     monkeypatch.setattr(launching, "GRACE_PERIOD_S", 0.5)
     started = time.monotonic()
@@ -387,6 +413,7 @@ class LacksMemory:
         return 0 if len(self.path.read_text().splitlines()) == 3 else EXIT_AGAIN
 
 
+@pytest.mark.slow
 def test_what_lacks_memory_starts_again(tmp_path):
     assert launching.launch(LacksMemory(tmp_path / "starts"), 1) == 0
     assert len((tmp_path / "starts").read_text().splitlines()) == 3
