@@ -10,8 +10,8 @@ import trainer.checkpoint.file
 import trainer.logs.run_log
 import trainer.loop.run
 from trainer.checkpoint.directory import RunDirectory
+from trainer.loading.order import Position
 from trainer.loop.ema import WeightAverage
-from trainer.loop.plan import Position
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 

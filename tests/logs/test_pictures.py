@@ -18,10 +18,9 @@ from tests.helpers.weighted_task import Sequences, Weighted
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse
-from trainer.loading.order import SampleKeys
+from trainer.loading.order import Position, SampleKeys
 from trainer.logs.pictures import BLUE, CELL, GAP, LINE_COLOURS, VERMILION, WIDTH, encode, log_pictures
 from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.plan import Position
 from trainer.parallel.base import SingleDevice
 from trainer.task import ClassifiedCurves, ConfusionMatrix
 from trainer.tasks import TASKS

@@ -6,8 +6,8 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from trainer.loading.order import Position
 from trainer.logs.run_log import RunLog
-from trainer.loop.plan import Position
 
 TRAIN = {"train/loss": 0.5}
 BOTH = {"train/loss": 1234567.0, "val/loss": -1.2345e-5, "val/ndcg@10": math.nan, "val/x": 0.25}

@@ -15,10 +15,9 @@ from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
 from tests.parallel.test_parallel import ReplicasOnCpu
 from tests.parallel.test_parallel import trained as train_on_replicas
 from trainer.cli import main
-from trainer.loading.order import epoch_permutation
+from trainer.loading.order import Position, epoch_permutation
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.ema import WeightAverage
-from trainer.loop.plan import Position
 from trainer.loop.precision import SCALE_FLOOR, Precision
 from trainer.loop.step_results import LOOK_EVERY, Attempt, Watch
 from trainer.loop.totals import Totals

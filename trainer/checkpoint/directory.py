@@ -21,7 +21,7 @@ from trainer.checkpoint.recovery import LINKS, read_or_say, take_inventory
 from trainer.checkpoint.snapshot import state_bytes
 from trainer.loading.errors import BadInput
 from trainer.loading.files import DISK_FULL, flush_path, replace_text, stamp
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
 
 RESULTS = "results.json"
 CONFIG = "config.json"

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.checkpoint.file import size_and_sum
 from trainer.loading.errors import BadInput
 from trainer.loading.files import replace_text
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth")

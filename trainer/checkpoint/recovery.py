@@ -9,7 +9,7 @@ from typing import Any
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
 from trainer.checkpoint.manifest import MANIFEST, DamagedManifest, Entry, read_manifest
 from trainer.loading.errors import BadInput
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
 
 LINKS = ("last", "best", "final")
 

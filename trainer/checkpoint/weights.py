@@ -1,13 +1,16 @@
-"""The checkpoint of a run that is to be used, not trained on."""
+"""The weights of a checkpoint: found in a run that is to be used, and compared with the model that is to take them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import refuse_altered
+from trainer.loading.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -30,3 +33,23 @@ def find_weights(directory: RunDirectory, files: Mapping[str, Path | None]) -> T
     directory.look()
     state = directory.load_for_use()
     return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {directory.path}", state)
+
+
+def check_weights_fit(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
+    """Raises BadInput when a checkpoint's weights are of another model.
+
+    source: what the message calls the checkpoint. hint: what to do about it.
+    """
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in state["model"].items()}
+    differences = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    differences += [f"{name} is unknown" for name in found.keys() - expected.keys()]
+    differences += [
+        f"{name} has shape {found[name]}, not {expected[name]}"
+        for name in expected.keys() & found.keys()
+        if expected[name] != found[name]
+    ]
+    if differences:
+        shown = "; ".join(sorted(differences)[:3])
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise BadInput(f"{source} is of another model: {shown}{more}; {hint}")

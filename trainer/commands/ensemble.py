@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.weights import check_weights_fit
 from trainer.commands.build import assemble_run
 from trainer.commands.flags import Flags
 from trainer.loop.ema import WeightAverage
 from trainer.loop.precision import PrecisionForward
-from trainer.loop.run import check_weights_fit
 from trainer.loop.train import evaluate
 from trainer.parallel.base import Parallel
 from trainer.parallel.signals import StopRequest

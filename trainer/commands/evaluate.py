@@ -3,14 +3,14 @@
 from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.weights import find_weights
+from trainer.checkpoint.weights import check_weights_fit, find_weights
 from trainer.commands.build import assemble_run, describe_run, example_batch
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
 from trainer.logs.pictures import log_pictures
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import WeightAverage
-from trainer.loop.run import Run, check_weights_fit
+from trainer.loop.run import Run
 from trainer.loop.train import evaluate
 from trainer.parallel.base import Parallel
 from trainer.task import Sums, Task

@@ -15,14 +15,13 @@ import torch
 from tqdm import tqdm
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.weights import TrainedRun, find_weights
+from trainer.checkpoint.weights import TrainedRun, check_weights_fit, find_weights
 from trainer.config import FlagGroup, flag, flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.files import written_as_a_whole
 from trainer.loading.order import evaluation_keys
 from trainer.loop.precision import Precision, of_dtype
-from trainer.loop.run import check_weights_fit
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
 from trainer.tasks import find_task

@@ -7,12 +7,13 @@ from typing import Any
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import refuse_altered
+from trainer.checkpoint.weights import check_weights_fit
 from trainer.commands.flags import Flags
 from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
+from trainer.loading.order import Position
 from trainer.loop.ema import WeightAverage
-from trainer.loop.plan import Position
-from trainer.loop.run import Run, check_weights_fit
+from trainer.loop.run import Run
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
 

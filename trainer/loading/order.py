@@ -10,6 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 
 
+@dataclass(frozen=True, order=True)
+class Position:
+    """How far a run has come, in units that survive a change of batch size or of device count.
+
+    epoch: number of completed epochs. phase: index of the current phase. samples: consumed in this phase.
+    """
+
+    epoch: int = 0
+    phase: int = 0
+    samples: int = 0
+
+    @property
+    def at_epoch_start(self) -> bool:
+        return self.phase == 0 and self.samples == 0
+
+
 @dataclass(frozen=True, slots=True)
 class SampleKeys:
     """Names the samples of one micro-batch; everything random about a sample is derived from its key.

@@ -14,8 +14,8 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from trainer.loading.files import replace_text
+from trainer.loading.order import Position
 from trainer.logs.console import of_headline, say, table_line
-from trainer.loop.plan import Position
 
 PLAIN_LINE_INTERVAL_S = 10.0
 HYPERPARAMETERS_SUFFIX = ".hparams"

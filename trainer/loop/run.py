@@ -14,11 +14,12 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.snapshot import snapshot
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
+from trainer.loading.order import Position
 from trainer.logs.run_log import SilentLog
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.ema import WeightAverage
 from trainer.loop.memory_limit import MemoryLimit
-from trainer.loop.plan import BatchSplit, Plan, Position
+from trainer.loop.plan import BatchSplit, Plan
 from trainer.loop.precision import Precision
 from trainer.loop.schedule import LearningRate
 from trainer.loop.step_results import Watch
@@ -239,23 +240,3 @@ class Run:
             skipped_steps=state.get("skipped_steps", 0),
             left_out=[tuple(left_out) for left_out in state.get("left_out", [])],
         )
-
-
-def check_weights_fit(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
-    """Raises BadInput when a checkpoint's weights are of another model.
-
-    source: what the message calls the checkpoint. hint: what to do about it.
-    """
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in state["model"].items()}
-    differences = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    differences += [f"{name} is unknown" for name in found.keys() - expected.keys()]
-    differences += [
-        f"{name} has shape {found[name]}, not {expected[name]}"
-        for name in expected.keys() & found.keys()
-        if expected[name] != found[name]
-    ]
-    if differences:
-        shown = "; ".join(sorted(differences)[:3])
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise BadInput(f"{source} is of another model: {shown}{more}; {hint}")

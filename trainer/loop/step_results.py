@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
 
 LOOK_EVERY = 32
 """Steps of one group. A GPU's results are looked at a group later, when they have long since arrived."""

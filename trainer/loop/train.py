@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
-from trainer.loading.order import SampleKeys, epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loading.order import (
+    Position,
+    SampleKeys,
+    epoch_permutation,
+    evaluation_keys,
+    num_micro_batches,
+    split_global_batch,
+)
 from trainer.logs.pictures import log_pictures
 from trainer.loop.memory import OPTIMIZER, evaluate_within_memory, train_within_memory
 from trainer.loop.nonfinite import prepare, went_back
-from trainer.loop.plan import Position
 from trainer.loop.precision import Precision
 from trainer.loop.run import Run
 from trainer.loop.step_results import Attempt

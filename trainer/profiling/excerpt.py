@@ -11,8 +11,8 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.loading.errors import BadInput
+from trainer.loading.order import Position
 from trainer.loop.nonfinite import prepare
-from trainer.loop.plan import Position
 from trainer.loop.run import Run
 from trainer.loop.train import Outcome, train_epoch
 from trainer.parallel.base import Parallel
