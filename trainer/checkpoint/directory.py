@@ -262,15 +262,14 @@ class RunDirectory:
         try:
             self._refuse_without_room(needed)
             self._flush_metrics()
-            size, checksum = write_checkpoint(state, temporary)
+            size_and_checksum = write_checkpoint(state, temporary)
             entry = Entry(
                 path.name,
                 **state["position"],
                 step=state["step"],
                 value=value,
                 best=is_best,
-                bytes=size,
-                sha256=checksum,
+                **size_and_checksum,
                 source=state["config"].get("--resume-from"),
             )
             write_manifest(self.path / MANIFEST, [*self._entries, entry])
