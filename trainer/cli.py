@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch, start_parallel
-from trainer.commands.evaluate import evaluate_only, score
+from trainer.commands.evaluate import evaluate_only, has_results, score
 from trainer.commands.flags import Flags, RunFlags, parse
 from trainer.commands.predict import find_run, predict, rebuild_task
 from trainer.commands.several import train_several
@@ -89,10 +89,10 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         label_new_data(flags, parallel)
         return EXIT_FINISHED
     task = parallel.together(lambda: build_task(flags))
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     if flags.checkpoint.eval_only:
-        evaluate_only(flags, task, parallel, directory)
+        evaluate_only(flags, task, parallel)
         return EXIT_FINISHED
+    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     agents = parallel.agents
     try:
         parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
@@ -117,8 +117,7 @@ def refusing_full_disk(directory: RunDirectory) -> Iterator[None]:
 def label_new_data(flags: Flags, parallel: Parallel) -> None:
     """`--predict`. Standard output belongs to the table. Raises BadInput."""
     say = functools.partial(print, file=sys.stderr)
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, say)
-    trained = find_run(directory, flags.checkpoint.resume_from)
+    trained = find_run(flags.checkpoint.save_dir, flags.checkpoint.resume_from, say)
     task_name = flags.run.task if flags.run.task != RunFlags.task else None
     task = rebuild_task(trained, task_name, flags.task, flags.run.cache_dir.expanduser())
     precision = choose_precision(flags.precision, parallel.device)
@@ -131,7 +130,7 @@ def train_in(
 ) -> int:
     """Trains in a directory that is held; returns the exit status."""
     run, notes = build_run(flags, task, parallel, directory)
-    if run.is_complete and parallel.on_main(lambda: directory.has_results(run.progress.step, flags.run.test)):
+    if run.is_complete and parallel.on_main(lambda: has_results(directory.path, run.progress.step, flags.run.test)):
         if parallel.is_main:
             print(
                 f"This run is finished: {directory.path} holds its results after {run.progress.position.epoch} epochs. "

@@ -16,6 +16,9 @@ from examples.own_task import SpiralData
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
+from trainer.checkpoint.records import write_json
+from trainer.checkpoint.recovery import find_checkpoints
+from trainer.checkpoint.weights import load_best_weights
 from trainer.cli import main
 from trainer.loading.errors import BadInput
 
@@ -118,7 +121,7 @@ def test_best_and_newest_are_kept(keep, kept, opened):
 def test_last_best_and_final_are_links(opened):
     directory, _ = opened()
     first, second = save(directory, 1), save(directory, 2)
-    directory.write_results({})
+    directory.mark_final()
     for name, target in {"last": second, "best": first, "final": second}.items():
         assert (directory.path / f"{name}.pth").samefile(target)
 
@@ -163,7 +166,7 @@ def test_files_honour_the_umask(opened):
     try:
         directory, _ = opened()
         save(directory, 1)
-        directory.write_json("config.json", {})
+        write_json(directory.path / "config.json", {})
     finally:
         os.umask(old)
     for path in directory.path.iterdir():
@@ -282,9 +285,8 @@ def test_a_checkpoint_that_is_gone_is_restored_from_its_link(names_gone, opened)
     for name in names_gone:
         (directory.path / name).unlink()
     before = {path.name for path in directory.path.iterdir()}
-    looking = RunDirectory(directory.path, 3, lambda line: None)
-    looking.look()
-    assert looking.newest_step == 20
+    assert load_best_weights(directory.path, lambda line: None)["step"] == 10
+    assert find_checkpoints(directory.path, lambda line: None)[0][-1].step == 20
     assert {path.name for path in directory.path.iterdir()} == before
     again, said = opened()
     assert any("restored from last.pth" in line for line in said)
@@ -296,7 +298,7 @@ def test_a_checkpoint_that_is_gone_is_restored_from_its_link(names_gone, opened)
 def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
     directory, _ = opened()
     save(directory, 1).write_bytes(b"damaged")
-    directory.write_json("results.json", {"step": 10})
+    write_json(directory.path / "results.json", {"step": 10})
     for path in directory.path.iterdir():
         if path.name not in left:
             path.unlink()
@@ -311,7 +313,7 @@ def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
 def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(opened):
     directory, _ = opened()
     (directory.path / "checkpoint_1.tmp").write_bytes(b"half")
-    directory.write_json("config.json", {})
+    write_json(directory.path / "config.json", {})
     assert not opened()[0].has_checkpoint
 
 
@@ -416,9 +418,7 @@ def test_for_use_the_next_best_intact_one_is_taken(opened):
     for epoch in (1, 2, 3):
         save(directory, epoch, best_epoch=min(epoch, 2))
     (directory.path / "checkpoint_2.pth").write_bytes(b"damaged")
-    looking = RunDirectory(directory.path, 3, lambda line: None)
-    looking.look()
-    assert looking.load_for_use()["step"] == 10
+    assert load_best_weights(directory.path, lambda line: None)["step"] == 10
 
 
 def test_code_in_a_checkpoint_is_refused(tmp_path):

@@ -105,9 +105,9 @@ def evicted_first() -> None:
     save = RunDirectory.save
 
     def evict_and_save(directory: RunDirectory, *args: Any) -> Path:
-        for entry in directory._entries[:]:
+        for entry in directory.entries[:]:
             (directory.path / entry.file).unlink()
-            directory._entries.remove(entry)
+            directory.entries.remove(entry)
         return save(directory, *args)
 
     RunDirectory.save = evict_and_save  # type: ignore[method-assign]

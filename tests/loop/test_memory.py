@@ -272,11 +272,11 @@ def test_the_longest_histories_are_rehearsed(cache_dir):
 def test_a_limit_of_something_else_does_not_count(content, tmp_path):
     (tmp_path / MEMORY).write_text(content)
     unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
-    assert unknown.remembered(RunDirectory(tmp_path, 3, print)) == unknown
+    assert unknown.remembered(tmp_path) == unknown
 
 
 def test_a_limit_counts_where_it_was_found(tmp_path):
     found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
     (tmp_path / MEMORY).write_text(found)
     unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
-    assert unknown.remembered(RunDirectory(tmp_path, 3, print)).batch_size == 4
+    assert unknown.remembered(tmp_path).batch_size == 4

@@ -37,12 +37,12 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
             warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
-            raise BadInput(
-                f"{label}: refused, it holds more than tensors and plain values; nothing in it was run"
-            ) from None
         # What torch says of it advises to load the file without this protection.
-        raise BadInput(f"{label}: is damaged, or no checkpoint at all; nothing in it was run") from None
+        if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
+            flaw = "refused, it holds more than tensors and plain values"
+        else:
+            flaw = "is damaged, or no checkpoint at all"
+        raise BadInput(f"{label}: {flaw}; nothing in it was run") from None
     except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
         raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
     weights = state.get("model") if isinstance(state, dict) else None

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.background import BackgroundSaver
-from trainer.checkpoint.directory import CONFIG, RESULTS, RunDirectory
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.flags import Flags
 from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over
 from trainer.loading.batches import BatchLoader
@@ -78,7 +79,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
     unknown = MemoryLimit.unknown(flags.batch, parallel.device)
-    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory))
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, parallel, before, limit)
     notes = resume(run, state) if state is not None else initialise(run, flags)
@@ -94,7 +95,8 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
     run.net = run.parallel.wrap(run.net, example_batch(run.task), run.task.phases[0])
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         rehearse(run)
-    if run.progress.step > 0 and run.parallel.on_main(lambda: not directory.has_checkpoint_of(run.progress.step)):
+    step = run.progress.step
+    if step > 0 and run.parallel.on_main(lambda: all(entry.step != step for entry in directory.entries)):
         take_over(run, flags, directory)
 
 
@@ -158,8 +160,8 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], directory
     if starts_over(directory, flags):
         directory.start_over()
     run.directory, run.saver = directory, BackgroundSaver(directory)
-    directory.discard(RESULTS)
-    directory.write_json(CONFIG, facts)
+    delete(directory.path / RESULTS)
+    write_json(directory.path / CONFIG, facts)
     try:
         run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
     except OSError as error:

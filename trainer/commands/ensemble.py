@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.weights import check_weights_fit
+from trainer.checkpoint.weights import check_weights_fit, load_best_weights
 from trainer.commands.build import assemble_run
 from trainer.commands.flags import Flags
 from trainer.loop.ema import WeightAverage
@@ -39,9 +38,7 @@ def ensemble_metrics(
 
 def _trained_objective(flags: Flags, task: Task, path: Path) -> Objective:
     """On the CPU, since there may be many."""
-    directory = RunDirectory(path, flags.checkpoint.keep_checkpoints, print)
-    directory.look()
-    state = directory.load_for_use()
+    state = load_best_weights(path, print)
     objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
     check_weights_fit(objective.model, state, str(path), "give the flags that it was trained with")
     objective.model.load_state_dict(state["model"])

@@ -1,8 +1,9 @@
 """Scores at the end of training, or on request."""
 
+from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import RESULTS, read_json, write_json
 from trainer.checkpoint.weights import check_weights_fit, find_weights
 from trainer.commands.build import assemble_run, describe_run, example_batch
 from trainer.commands.flags import Flags
@@ -39,6 +40,12 @@ def score(run: Run, on_test: bool) -> bool:
     return True
 
 
+def has_results(folder: Path, step: int, of_test: bool) -> bool:
+    """Whether results.json is of the run after that many steps, with test scores if these are wanted."""
+    results = read_json(folder / RESULTS)
+    return results.get("step") == step and (results.get("scored") == "test" or not of_test)
+
+
 def _take_best_weights(run: Run) -> bool:
     best = run.parallel.on_main(lambda: _best_weights(run))
     if best is None:
@@ -59,7 +66,9 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
     assert run.directory is not None
     progress, best = run.progress, run.progress.best
     num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
-    run.directory.write_results(
+    run.directory.mark_final()
+    write_json(
+        run.directory.path / RESULTS,
         {
             "task": run.facts["task"],
             "scored": split,
@@ -79,11 +88,11 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
     )
 
 
-def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> None:
+def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.on_main(lambda: find_weights(directory, files))
+    trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
     label, state = trained.label, {"config": {}} | trained.state
     run = assemble_run(flags, task, parallel, None)
     check_weights_fit(run.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))

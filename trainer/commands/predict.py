@@ -4,7 +4,7 @@ import csv
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.weights import TrainedRun, check_weights_fit, find_weights
 from trainer.config import FlagGroup, flag, flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
@@ -59,9 +58,9 @@ class PredictFlags(FlagGroup):
         return []
 
 
-def find_run(directory: RunDirectory, resume_from: Path | None) -> TrainedRun:
+def find_run(folder: Path, resume_from: Path | None, say: Callable[[str], None]) -> TrainedRun:
     """The best weights of a run directory, or those of one checkpoint file. Raises BadInput."""
-    run = find_weights(directory, {"--resume-from": resume_from})
+    run = find_weights(folder, {"--resume-from": resume_from}, say)
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
         raise BadInput(f"--resume-from {resume_from}: {reason}")

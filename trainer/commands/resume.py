@@ -60,11 +60,11 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
         return None
     if source is None:
         return directory.load_newest() if directory.has_checkpoint else None
-    if directory.newest_source == str(source):
+    if directory.entries and directory.entries[-1].source == str(source):
         return directory.load_newest()
     refuse_altered(source, f"--resume-from {source}")
     state = read_checkpoint(source, f"--resume-from {source}")
-    directory.restrict_best(state["best"]["epoch"] if state["best"] else None)
+    directory.forget_later_best(state["best"]["epoch"] if state["best"] else None)
     return state
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import delete, read_json, write_json
 from trainer.commands.build import build_task, set_up_torch
 from trainer.commands.ensemble import ensemble_metrics
 from trainer.commands.flags import Flags
@@ -117,13 +118,13 @@ class SeveralRuns:
         summary = self._summary()
         if self.stop.signal_number is not None:
             return self._stopped(self.stop.signal_number)
-        self.directory.write_json(SUMMARY, summary)
+        write_json(self.directory.path / SUMMARY, summary)
         table.conclusion(summary)
         return 0
 
     def _train_rest(self, finished: Sequence[VariantFolder], table: Table) -> int:
         """Returns 0 when all have finished; otherwise says what is the matter."""
-        self.directory.discard(SUMMARY)
+        delete(self.directory.path / SUMMARY)
         rest = {folder.variant.directory: folder for folder in self.folders if folder not in finished}
         epochs, num_ended = self.flags.run.epochs, len(finished)
 
@@ -172,7 +173,7 @@ class SeveralRuns:
         The ensemble is one of runs that differ in their seed alone, and is scored where they are: on the test set.
         """
         summary = summarise_runs([folder.entry() for folder in self.folders])
-        before = self.directory.read_json(SUMMARY)
+        before = read_json(self.directory.path / SUMMARY)
         if before.get("runs") == summary["runs"]:
             return before
         ensemble = None

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import CONFIG, read_json, write_json
 from trainer.loading.errors import BadInput
 from trainer.loop.memory_limit import MEMORY
 from trainer.loop.run import Run
@@ -50,7 +51,7 @@ class RunState:
 
     def ended_badly(self, state: Literal["refused", "failed"], message: str | None = None) -> None:
         """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""
-        if self._parallel.is_main and (self._run is not None or self._directory.holds_run):
+        if self._parallel.is_main and (self._run is not None or self._holds_run()):
             with suppress(BadInput):
                 self._write(state, message)
 
@@ -59,7 +60,7 @@ class RunState:
         self.ended_badly("failed", str(failure) or None)
         if self._parallel.is_main and failure.memory_limit is not None:
             with suppress(BadInput):
-                self._directory.write_json(MEMORY, dict(failure.memory_limit))
+                write_json(self._directory.path / MEMORY, dict(failure.memory_limit))
 
     def stuck(self, failure: Failure) -> None:
         """The same, called by another thread than the one that trains; what is being saved is to be complete."""
@@ -67,13 +68,17 @@ class RunState:
             self._run.saver.end()
         self.failed(failure)
 
+    def _holds_run(self) -> bool:
+        """Whether a run was ever opened in the directory."""
+        return self._directory.has_checkpoint or (self._directory.path / CONFIG).exists()
+
     def _says(self, state: State) -> bool:
-        return self._directory.read_json(STATE).get("state") == state
+        return read_json(self._directory.path / STATE).get("state") == state
 
     def _write(self, state: State, message: str | None = None) -> None:
         run = self._run
-        self._directory.write_json(
-            STATE,
+        write_json(
+            self._directory.path / STATE,
             {
                 "state": state,
                 "epoch": run.progress.position.epoch if run is not None else None,

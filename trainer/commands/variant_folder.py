@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checkpoint.directory import CONFIG, RESULTS, RunDirectory
 from trainer.checkpoint.manifest import MANIFEST, DamagedManifest, read_manifest
+from trainer.checkpoint.records import CONFIG, RESULTS, read_json
 from trainer.commands.flags import parse
 from trainer.commands.resume import changed_flags
 from trainer.commands.variants import Variant
 from trainer.config import refuse, shown
 from trainer.loading.errors import BadInput
-from trainer.logs.console import say
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class VariantFolder:
         return cls(variant, json.loads(json.dumps(flags.values())))
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.variant.directory
-        return RunDirectory(path, 0, say).read_json(name) if path.is_dir() else {}
+        return read_json(self.variant.directory / name)
 
     @property
     def epochs_done(self) -> int:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.records import write_json
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -120,7 +121,7 @@ def _remember(run: Run, limit: MemoryLimit) -> None:
     """On the main process alone, which has the directory."""
     run.memory_limit = limit
     if run.directory is not None:
-        run.directory.write_json(MEMORY, asdict(limit))
+        write_json(run.directory.path / MEMORY, asdict(limit))
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------

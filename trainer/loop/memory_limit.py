@@ -1,10 +1,11 @@
 """What a run has learnt about the memory of its device, so that its next start need not learn it again."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import read_json
 from trainer.loop.plan import BatchFlags, BatchSplit, split_batch
 
 MEMORY = "memory.json"
@@ -28,9 +29,9 @@ class MemoryLimit:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return MemoryLimit(name, flags.batch_size, flags.eval_batch_size)
 
-    def remembered(self, directory: RunDirectory) -> "MemoryLimit":
-        """This one with what an earlier start wrote, if that is about the same."""
-        written = directory.read_json(MEMORY)
+    def remembered(self, folder: Path) -> "MemoryLimit":
+        """This one with what an earlier start wrote into the run directory, if that is about the same."""
+        written = read_json(folder / MEMORY)
         asked = ("device", "asked_batch_size", "asked_eval_batch_size")
         sizes = [written.get("batch_size"), written.get("eval_batch_size")]
         if any(written.get(name) != getattr(self, name) for name in asked):
