@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
-from trainer.checkpoint.background import BackgroundSaver, Snapshot
+from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.snapshot import snapshot, state_bytes
 from trainer.cli import main
@@ -49,7 +49,7 @@ def test_a_snapshot_keeps_shared_tensors_shared_and_views_small():
     assert state_bytes(copy) == 2 * 4000 + 40
 
 
-def test_a_snapshot_uses_spare_memory_where_it_fits():
+def test_a_snapshot_uses_memory_again_where_it_fits():
     old = snapshot({"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(3)})
     memory = {tensor.data_ptr() for tensor in (old["a"], old["b"])}
     state = {"a": torch.ones(10), "b": torch.full((10,), 2.0), "c": torch.ones(4), "d": torch.ones(10).double()}
@@ -80,6 +80,7 @@ def directory(tmp_path):
 
 
 def moment(step, is_best=False):
+    """What a saver is to start with."""
     state = {
         "model": {"weight": torch.full((50,), float(step))},
         **{name: {} for name in ("optimizers", "totals", "environment", "config")},
@@ -87,7 +88,7 @@ def moment(step, is_best=False):
         "step": step,
         "best": None,
     }
-    return Snapshot(state, 0.5, is_best)
+    return state, 0.5, is_best
 
 
 def steps_on_disk(directory):
@@ -119,7 +120,7 @@ def gate(monkeypatch):
 def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, gate):
     saver = BackgroundSaver(directory)
     gate.clear()
-    saver.start(moment(1))
+    saver.start(*moment(1))
     assert not (directory.path / "checkpoint_1.pth").exists()
     gate.set()
     saver.finish()
@@ -130,12 +131,12 @@ def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, 
 def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
-    saver.start(moment(1))
+    saver.start(*moment(1))
     saver.wait()
     assert "training goes on and tries again at the next save" in saver.take_refusal()
     assert saver.take_refusal() is None
     gate.refusal = None
-    saver.start(moment(2))
+    saver.start(*moment(2))
     saver.finish()
     assert steps_on_disk(directory) == [2]
 
@@ -145,7 +146,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
     gate.refusal = errno.EDQUOT
     for step, is_best in [(1, True), (2, False), (3, True), (4, False), (5, False)]:
         saver.wait()
-        saver.start(moment(step, is_best))
+        saver.start(*moment(step, is_best))
     saver.wait()
     gate.refusal = None
     saver.finish()
@@ -156,7 +157,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
 def test_at_the_end_a_full_disk_is_an_error(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
-    saver.start(moment(1))
+    saver.start(*moment(1))
     with pytest.raises(BadInput, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
         saver.finish()
     assert not [path for path in directory.path.iterdir() if path.suffix in (".tmp", ".pth")]
@@ -165,7 +166,7 @@ def test_at_the_end_a_full_disk_is_an_error(directory, gate):
 def test_any_other_error_reaches_whoever_waits(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.EIO
-    saver.start(moment(1))
+    saver.start(*moment(1))
     with pytest.raises(BadInput, match=r"checkpoint_1.pth: Input/output error"):
         saver.wait()
 

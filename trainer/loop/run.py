@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.background import BackgroundSaver, Snapshot
+from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.snapshot import snapshot
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
@@ -174,7 +173,7 @@ class Run:
         self.report_saving()
         # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
         self.log.flush()
-        self.saver.start(Snapshot(snapshot(self._state(totals), self.saver.take_spare()), value, is_best))
+        self.saver.start(self._state(totals), value, is_best)
 
     def report_saving(self) -> None:
         """Tells the user of a save for which there was no room."""
