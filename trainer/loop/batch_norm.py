@@ -1,8 +1,6 @@
 """Statistics that a forward changes: those of a step that is not applied are undone."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +39,3 @@ class RunningStatistics:
         finite = torch.isfinite(grad_norm)
         for current, kept in zip(self._current, self._kept, strict=True):
             current.copy_(torch.where(finite, current, kept))
-
-
-@contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """After it all buffers of the module hold what they held before, on whatever device it is then."""
-    before = [buffer.detach().clone() for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(module.buffers(), before, strict=True):
-                buffer.copy_(value)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.loop.batch_norm import kept_buffers
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.loop.run import Run
+from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.errors import StartAgain
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.loop.batch_norm import kept_buffers
 from trainer.parallel.base import EXCHANGE, Parallel, PendingSum, device_label
+from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.explainer import Explainer, failure_from

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.loop.batch_norm import kept_buffers
+from trainer.parallel.buffers import kept_buffers
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(output, targets) -> loss."""
