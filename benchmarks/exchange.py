@@ -34,7 +34,8 @@ from trainer.loop.precision import Precision, PrecisionForward
 from trainer.loop.train import WeightedBatch, train_step, weighted
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.ddp import NO_BUFFER_BROADCAST, Distributed, sum_directly
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
 

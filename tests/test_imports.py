@@ -189,7 +189,7 @@ def test_arithmetic_needs_no_torch(module):
     [
         ("torch.distributed", "trainer.parallel.ddp"),
         ("torch.nn.parallel", "trainer.parallel.ddp"),
-        ("torch.nn.DataParallel", "trainer.parallel.base"),
+        ("torch.nn.DataParallel", "trainer.parallel.data_parallel"),
         ("torch.multiprocessing", "trainer.parallel.launch"),
     ],
 )

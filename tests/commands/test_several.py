@@ -29,7 +29,7 @@ from trainer.commands.flags import parse
 from trainer.commands.processes import Child, run_children
 from trainer.commands.several import choose_places
 from trainer.loading.order import SampleKeys
-from trainer.parallel.environment import DeviceFlags
+from trainer.parallel.devices import DeviceFlags
 from trainer.parallel.signals import StopRequest
 from trainer.tasks.har import HarFlags, HarTask
 

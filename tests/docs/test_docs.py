@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ROOT, load
 from trainer.commands.flags import DEFAULT_CACHE, EXAMPLES, TRAINER_GROUPS, parse
 from trainer.config import build_parser
-from trainer.parallel.environment import MultiDeviceFlags
+from trainer.parallel.devices import MultiDeviceFlags
 from trainer.tasks import TASKS
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

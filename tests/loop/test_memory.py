@@ -21,7 +21,7 @@ from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchFlags
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 

@@ -15,7 +15,7 @@ from trainer.loop.train import counted, train_step, weighted
 from trainer.parallel import ddp as distributed
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask

@@ -13,8 +13,10 @@ from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import parse
 from trainer.config import refuse
 from trainer.loop.train import evaluate, train
-from trainer.parallel.base import DataParallel, ForReplicas, SingleDevice, SumOverReplicas
-from trainer.parallel.environment import MultiDeviceFlags, RankEnvironment, one_process_problems, read_rank_environment
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.data_parallel import DataParallel, ForReplicas, SumOverReplicas
+from trainer.parallel.devices import MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 
 
 class ThreadedReplicas(nn.Module):

@@ -28,7 +28,8 @@ from trainer.config import FlagGroup, build_parser, flag_name
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
 from trainer.profiling import check, command, prediction, processes, scaling, step
 from trainer.profiling.batch_size import search
 from trainer.profiling.chart import draw_scaling

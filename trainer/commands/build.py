@@ -25,9 +25,11 @@ from trainer.loop.precision import Precision, PrecisionForward, choose_precision
 from trainer.loop.run import Run
 from trainer.loop.schedule import LearningFlags, LearningRate, device_scaling_factor
 from trainer.loop.step_results import Watch
-from trainer.parallel.base import Parallel, SingleDevice, data_parallel
+from trainer.parallel.base import Parallel, SingleDevice
+from trainer.parallel.data_parallel import data_parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import RankEnvironment, pick_device, set_num_threads
+from trainer.parallel.devices import pick_device, set_num_threads
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.signals import StopRequest
 from trainer.task import Objective, Task, check_batch
 

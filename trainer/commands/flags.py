@@ -14,7 +14,7 @@ from trainer.loading.errors import BadInput
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
 from trainer.loop.schedule import LearningFlags
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.task import Task
 from trainer.tasks import TASKS, find_task
 

@@ -24,7 +24,7 @@ from trainer.loading.errors import BadInput
 from trainer.logs.console import say
 from trainer.logs.summary_table import Progress, Table
 from trainer.parallel.base import SingleDevice
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, num_cores, pick_device
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, num_cores, pick_device
 from trainer.parallel.signals import StopRequest
 from trainer.task import Task
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.parallel.base import EXCHANGE, Parallel, PendingSum, device_label
+from trainer.parallel.base import EXCHANGE, Parallel, PendingSum
 from trainer.parallel.buffers import kept_buffers
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.explainer import Explainer, failure_from
 from trainer.parallel.heartbeat import Bulletin

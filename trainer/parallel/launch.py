@@ -17,8 +17,9 @@ from types import FrameType
 import torch
 import torch.multiprocessing as mp
 
+from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.diagnosis import GOES_ON
-from trainer.parallel.environment import MultiDeviceFlags, RankEnvironment
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN
 from trainer.parallel.signals import STOP_SIGNALS, exit_quickly
 

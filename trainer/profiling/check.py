@@ -21,7 +21,8 @@ from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import Parallel
 from trainer.parallel.ddp import Distributed, available_backends
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment, num_cores
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, num_cores
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import Failure
 from trainer.parallel.launch import launch, num_processes
 from trainer.parallel.signals import STOP_SIGNALS

@@ -9,13 +9,8 @@ from dataclasses import dataclass, fields
 from trainer.commands.flags import Flags, parse
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
 from trainer.parallel.base import Parallel
-from trainer.parallel.environment import (
-    DeviceFlags,
-    MultiDeviceFlags,
-    RankEnvironment,
-    one_process_problems,
-    read_rank_environment,
-)
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT
 from trainer.parallel.launch import launch, num_processes
 from trainer.profiling import batch_size, check, prediction, scaling, step

@@ -20,7 +20,8 @@ from trainer.config import FlagGroup, refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import RankEnvironment, num_cores
+from trainer.parallel.devices import num_cores
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
 from trainer.parallel.launch import launch
 from trainer.profiling.excerpt import opened
