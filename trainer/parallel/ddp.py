@@ -21,9 +21,9 @@ from trainer.loading.errors import BadInput
 from trainer.parallel.base import EXCHANGE, Parallel, PendingSum
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
+from trainer.parallel.diagnosis import Explainer, failure_from
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
-from trainer.parallel.explainer import Explainer, failure_from
 from trainer.parallel.heartbeat import Bulletin
 from trainer.parallel.phase import Whereabouts
 
