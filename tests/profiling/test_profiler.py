@@ -407,7 +407,7 @@ def slow(function, seconds):
 
 
 def test_clock_leaves_the_run_as_it_was(run):
-    parallel, plain = run.parallel, run.parallel.whereabouts
+    parallel, plain = run.parallel, run.parallel.phase
     run.log.start_epoch = slow(run.log.start_epoch, 0.05)
     with watched(run) as clock:
         started = time.perf_counter()
@@ -415,8 +415,8 @@ def test_clock_leaves_the_run_as_it_was(run):
         train_steps(run, 3)
         total, steps = clock.stop()
         wall_ms = 1e3 * (time.perf_counter() - started)
-    assert parallel.whereabouts is plain
-    assert plain.step == clock.step == 3 and plain.phase == clock.phase
+    assert parallel.phase is plain
+    assert plain.step == clock.step == 3 and plain.name == clock.name
     assert not {"to_device", "start_sum", "gradient_sync"} & vars(parallel).keys()
     assert "step" not in vars(run.precision) and "step" not in vars(run.log)
     assert len(steps) == 3

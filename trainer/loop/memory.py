@@ -43,7 +43,7 @@ def train_within_memory(
             is_short = run.memory_limit.batch_size is not None
             return step(recut(window, run.batches.micro_batch_size) if is_short else window)
         except torch.OutOfMemoryError:
-            if run.parallel.whereabouts.phase == OPTIMIZER:
+            if run.parallel.phase.name == OPTIMIZER:
                 raise _hopeless(run, "for the moments of the optimizer") from None
         # Outside of the handler, because the frames of the exception hold what is to be freed.
         _forget_attempt(run)
@@ -80,7 +80,7 @@ def _free() -> None:
 def _halve(run: Run) -> None:
     """Goes on with half the samples per forward, and says so."""
     before, (after, limit) = run.batches, _with_half(run)
-    account = f"out of memory in {run.parallel.whereabouts} with {before.batch_size} samples per forward"
+    account = f"out of memory in {run.parallel.phase} with {before.batch_size} samples per forward"
     change = _change(before, after)
     if not run.parallel.redoes_steps:
         raise StartAgain(f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit))
@@ -111,7 +111,7 @@ def _change(before: BatchSplit, after: BatchSplit) -> str:
 
 def _hopeless(run: Run, what: str) -> BadInput:
     return BadInput(
-        f"out of memory in {run.parallel.whereabouts} {what}: a smaller --batch-size cannot help; take a smaller "
+        f"out of memory in {run.parallel.phase} {what}: a smaller --batch-size cannot help; take a smaller "
         "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
     )
 
@@ -145,7 +145,7 @@ def evaluate_within_memory(
         run.eval_micro_batch_size = smaller * num_replicas
         _remember(run, replace(run.memory_limit, eval_batch_size=smaller))
         run.log.say(
-            f"Out of memory in {run.parallel.whereabouts} with {before} samples per forward: going on with {smaller}. "
+            f"Out of memory in {run.parallel.phase} with {before} samples per forward: going on with {smaller}. "
             f"--eval-batch-size {smaller} spares the attempt."
         )
 
@@ -175,7 +175,7 @@ def _fits_everywhere(run: Run) -> bool:
 
 
 def _fits(run: Run) -> bool:
-    run.parallel.whereabouts.enter("the rehearsal of the largest batch")
+    run.parallel.phase.enter("the rehearsal of the largest batch")
     gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
     fits = True
     with kept_buffers(run.objective), torch.random.fork_rng(gpus):

@@ -164,7 +164,7 @@ class Run:
         totals = self.progress.totals.reduced(self.parallel)
         # As after a resume, so that an unbroken run adds up in the same order.
         self.progress.totals = share_of(totals, self.parallel)
-        self.parallel.whereabouts.enter("saving")
+        self.parallel.phase.enter("saving")
         self.parallel.on_main(lambda: self._save_in_background(totals, value, is_best))
 
     def _save_in_background(self, totals: dict[str, Tensor], value: float | None, is_best: bool) -> None:

@@ -95,7 +95,7 @@ def train_phase(run: Run) -> Outcome:
         learning_rate = run.learning_rate.at(plan.epochs_done(middle))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        run.parallel.whereabouts.step = progress.step + 1
+        run.parallel.phase.step = progress.step + 1
         if total_weight > 0:
             run.running_statistics.keep()
             step = partial(
@@ -147,7 +147,7 @@ def train_step(
     all on the device. If the norm is not finite, the step was not applied.
     """
     sums: Sums = {}
-    here = parallel.whereabouts
+    here = parallel.phase
     for i, (batch, weight) in enumerate(window):
         parallel.seed_dropout(*dropout_key, i)
         with parallel.gradient_sync(net, enabled=i == len(window) - 1):
@@ -192,7 +192,7 @@ def training_windows(run: Run) -> Iterator[tuple[int, list[WeightedBatch]]]:
     )
     for (start, end), leave_out in zip(bounds, left_out, strict=True):
         num_batches = 0 if leave_out else num_micro_batches(end - start, world_size, micro_batch_size)
-        run.parallel.whereabouts.enter("data loading")
+        run.parallel.phase.enter("data loading")
         started = time.perf_counter()
         window = [weighted(next(batches)) for _ in range(num_batches)]
         run.log.data_wait_seconds += time.perf_counter() - started
@@ -250,7 +250,7 @@ def evaluate(run: Run, split: str) -> Sums | None:
         for _, (batch,), _, stop in agree_ahead(run, windows):
             if stop:
                 return None
-            run.parallel.whereabouts.enter("evaluation")
+            run.parallel.phase.enter("evaluation")
             for sums, weight in evaluate_within_memory(run, batch, forward):
                 totals.add(sums, weight)
     net.train()
@@ -259,7 +259,7 @@ def evaluate(run: Run, split: str) -> Sums | None:
 
 def evaluation_batches(run: Run, split: str, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
     """This process's batches of a data set."""
-    here, batches = run.parallel.whereabouts, iter(run.loaders[split](keys))
+    here, batches = run.parallel.phase, iter(run.loaders[split](keys))
     while True:
         here.enter("data loading of the evaluation")
         batch = next(batches, None)

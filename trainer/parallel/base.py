@@ -16,12 +16,10 @@ from trainer.loading.errors import BadInput
 from trainer.parallel.devices import device_label
 from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.errors import Failure, reason, tell
-from trainer.parallel.phase import Whereabouts
+from trainer.parallel.phase import CurrentPhase
 from trainer.task import Objective
 
 T = TypeVar("T")
-
-EXCHANGE = "the exchange with the other ranks"
 
 
 class PendingSum:
@@ -40,8 +38,8 @@ class Parallel(ABC):
 
     shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
     gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
-    machine. redoes_steps: whether this process can try a step again by itself. whereabouts: where this process is; the
-    loop says so.
+    machine. redoes_steps: whether this process can try a step again by itself. phase: what this process is
+    doing; the loop says so.
     """
 
     device: torch.device
@@ -52,7 +50,7 @@ class Parallel(ABC):
     redoes_steps: bool = True
 
     def __init__(self) -> None:
-        self.whereabouts = Whereabouts()
+        self.phase = CurrentPhase()
 
     @cached_property
     def agents(self) -> list[str]:
@@ -167,7 +165,7 @@ class Parallel(ABC):
         """What to raise instead of an exception, once the user knows of it; see `explaining`."""
         if isinstance(error, BadInput | Failure) or not isinstance(error, Exception):
             return error
-        message = f"failed in {self.whereabouts}: {reason(error)}"
+        message = f"failed in {self.phase}: {reason(error)}"
         tell(message, error)
         return Failure(message)
 

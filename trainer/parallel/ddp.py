@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.parallel.base import EXCHANGE, Parallel, PendingSum
+from trainer.parallel.base import Parallel, PendingSum
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
 from trainer.parallel.diagnosis import Explainer, failure_from
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.heartbeat import Bulletin
-from trainer.parallel.phase import Whereabouts
+from trainer.parallel.phase import EXCHANGE, CurrentPhase
 
 T = TypeVar("T")
 
@@ -42,13 +42,13 @@ NO_BUFFER_BROADCAST: dict[str, Any] = {
 
 
 class _PendingAllReduce(PendingSum):
-    def __init__(self, values: Sequence[float], group: dist.ProcessGroup, whereabouts: Whereabouts) -> None:
+    def __init__(self, values: Sequence[float], group: dist.ProcessGroup, phase: CurrentPhase) -> None:
         self._tensor = torch.tensor(values, dtype=torch.float64)
         self._work = dist.all_reduce(self._tensor, group=group, async_op=True)
-        self._whereabouts = whereabouts
+        self._phase = phase
 
     def wait(self) -> Sequence[float]:
-        self._whereabouts.enter(EXCHANGE)
+        self._phase.enter(EXCHANGE)
         self._work.wait()
         return self._tensor.tolist()
 
@@ -90,11 +90,9 @@ class Distributed(Parallel):
             members = self._gather(f"process {os.getpid()} on {host}")
             # A store may outlive a group of processes, and must not confuse the next one by what this one noted.
             notes = dist.PrefixStore(self._gather(uuid.uuid4().hex)[0], store)
-        self._bulletin = Bulletin(notes, self.shard, self.whereabouts)
+        self._bulletin = Bulletin(notes, self.shard, self.phase)
         speaks_for_host = local_rank == 0 or environment.rank == 1
-        self._explainer = Explainer(
-            self._bulletin, self.shard, self.whereabouts, members, self._patience_s, speaks_for_host
-        )
+        self._explainer = Explainer(self._bulletin, self.shard, self.phase, members, self._patience_s, speaks_for_host)
 
     @contextmanager
     def _meeting(self, environment: RankEnvironment) -> Iterator[None]:
@@ -185,16 +183,16 @@ class Distributed(Parallel):
         return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         values = values.clone()
         dist.all_reduce(values, group=self._step_group)
         return values
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        return _PendingAllReduce(values, self._step_group, self.whereabouts)
+        return _PendingAllReduce(values, self._step_group, self.phase)
 
     def sum_in_place(self, values: Tensor) -> None:
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         dist.all_reduce(values)
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -206,14 +204,14 @@ class Distributed(Parallel):
             except BadInput as error:
                 answer[1] = str(error)
             self._bulletin.may_be_ended = True
-        self.whereabouts.enter(EXCHANGE if self.is_main else "waiting for rank 0")
+        self.phase.enter(EXCHANGE if self.is_main else "waiting for rank 0")
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
         if answer[1] is not None:
             raise BadInput(answer[1])
         return answer[0]
 
     def sync_buffers(self, objective: nn.Module) -> None:
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         for buffer in objective.buffers():
             dist.broadcast(buffer, src=0)
 
@@ -223,7 +221,7 @@ class Distributed(Parallel):
             result = function()
         except BadInput as error:
             said = str(error)
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         messages = dict.fromkeys(message for message in self._gather(said) if message is not None)
         if messages:
             raise BadInput("\n".join(messages))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.loading.errors import BadInput
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, StartAgain, reason, tell
 from trainer.parallel.heartbeat import Bulletin, LastWords, Note, StoreLost
-from trainer.parallel.phase import Whereabouts
+from trainer.parallel.phase import CurrentPhase
 
 GOES_ON = "the same command goes on from the last checkpoint"
 
@@ -25,14 +25,14 @@ class Explainer:
         self,
         bulletin: Bulletin,
         shard: tuple[int, int],
-        whereabouts: Whereabouts,
+        phase: CurrentPhase,
         members: Sequence[str],
         patience_s: Mapping[str, float],
         speaks_for_host: bool,
     ) -> None:
         self._bulletin = bulletin
         self._rank, self._world_size = shard
-        self._whereabouts = whereabouts
+        self._phase = phase
         self._members = members
         self._patience_s = patience_s
         self._speaks_for_host = speaks_for_host
@@ -59,7 +59,7 @@ class Explainer:
         if isinstance(error, StartAgain):
             return LastWords(self._rank, EXIT_AGAIN, f"{name} is {error}", memory_limit=error.memory_limit)
         if isinstance(error, Exception):
-            return LastWords(self._rank, EXIT_FAILED, f"{name} failed in {self._whereabouts}: {reason(error)}")
+            return LastWords(self._rank, EXIT_FAILED, f"{name} failed in {self._phase}: {reason(error)}")
         return LastWords(self._rank, EXIT_FAILED, "")  # the user wants the process to end at once
 
     def of_broken_exchange(self, error: BaseException) -> BaseException:
@@ -68,7 +68,7 @@ class Explainer:
         timeout = re.search(r"Timed out waiting (\d+)ms", str(error))
         waited = int(timeout[1]) / 1000 if timeout else None
         flag = next((f"{name} {limit:g}" for name, limit in self._patience_s.items() if limit == waited), "")
-        found = Break(self._rank, str(self._whereabouts), waited, flag, reason(error), self.has_checkpoints)
+        found = Break(self._rank, str(self._phase), waited, flag, reason(error), self.has_checkpoints)
 
         def compose(answers: Mapping[int, Note], notes: Mapping[int, Note]) -> LastWords:
             return LastWords(self._rank, EXIT_FAILED, blame(found, answers, notes, self._members))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-from trainer.parallel.phase import Whereabouts
+from trainer.parallel.phase import CurrentPhase
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class LastWords:
 
 @dataclass(frozen=True)
 class Note:
-    """Where a rank was. number: see `Whereabouts`. seconds: for how long then. written: in seconds since 1970."""
+    """Where a rank was. number: see `CurrentPhase`. seconds: for how long then. written: in seconds since 1970."""
 
     where: str
     number: int
@@ -73,10 +73,10 @@ class Bulletin:
     end a process that somebody started by hand.
     """
 
-    def __init__(self, store: Store, shard: tuple[int, int], whereabouts: Whereabouts) -> None:
+    def __init__(self, store: Store, shard: tuple[int, int], phase: CurrentPhase) -> None:
         self._store = store
         self._rank, self._world_size = shard
-        self._whereabouts = whereabouts
+        self._phase = phase
         self._seen = (-1, time.monotonic())
         """Number of the phase at the last look, and when it was first seen."""
         self._noted = (-1, -1.0)
@@ -106,8 +106,8 @@ class Bulletin:
                 self._end_if_overdue()
 
     def _look(self) -> None:
-        if self._whereabouts.number != self._seen[0]:
-            self._seen = (self._whereabouts.number, time.monotonic())
+        if self._phase.number != self._seen[0]:
+            self._seen = (self._phase.number, time.monotonic())
 
     def _note(self) -> None:
         (number, since), (noted, when), now = self._seen, self._noted, time.monotonic()
@@ -117,7 +117,7 @@ class Bulletin:
 
     def _own_note(self) -> str:
         number, since = self._seen
-        return json.dumps([str(self._whereabouts), number, time.monotonic() - since, time.time()])
+        return json.dumps([str(self._phase), number, time.monotonic() - since, time.time()])
 
     def _answer(self) -> None:
         if not self._answered and self._store.check([ROLL_CALL]):

@@ -8,8 +8,7 @@ import torch
 
 from trainer.loop import memory
 from trainer.loop.run import Run
-from trainer.parallel.base import EXCHANGE
-from trainer.parallel.phase import Whereabouts
+from trainer.parallel.phase import EXCHANGE, CurrentPhase
 from trainer.profiling.timing import DeviceClock, Instant
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
@@ -32,14 +31,14 @@ Durations = dict[str, float]
 """Milliseconds by phase."""
 
 
-class PhaseClock(Whereabouts):
+class PhaseClock(CurrentPhase):
     """Takes the time whenever the loop enters another phase; what lies between two such borders belongs to the first.
 
     reported: what the other ranks are told of, which goes on being told. spans: also name the phases in a trace of
     torch.profiler.
     """
 
-    def __init__(self, reported: Whereabouts, device: torch.device, spans: bool = False) -> None:
+    def __init__(self, reported: CurrentPhase, device: torch.device, spans: bool = False) -> None:
         self._reported = reported
         self._clock = DeviceClock(device)
         self._spans = spans
@@ -110,7 +109,7 @@ def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
     device, after the optimizer, around what it starts to exchange and what it logs.
     """
     parallel, precision, log = run.parallel, run.precision, run.log
-    plain = parallel.whereabouts
+    plain = parallel.phase
     clock = PhaseClock(plain, parallel.device, spans)
     wrapped: list[tuple[Any, str, str, str]] = [
         (parallel, "to_device", COPY, FORWARD),
@@ -121,11 +120,11 @@ def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
         wrapped.append((parallel, "start_sum", COMMUNICATION, REST))
     for owner, name, within, after in wrapped:
         setattr(owner, name, _bordered(getattr(owner, name), clock, within, after))
-    parallel.whereabouts = clock
+    parallel.phase = clock
     try:
         yield clock
     finally:
-        parallel.whereabouts = plain
+        parallel.phase = plain
         for owner, name, _, _ in wrapped:
             delattr(owner, name)
 
