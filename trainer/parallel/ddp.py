@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +29,6 @@ from trainer.parallel.phase import EXCHANGE, CurrentPhase
 T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
-
-DIRECT_BYTES = 3 * 2**18
-"""So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
 
 # Buffers are agreed before evaluating and saving, not in every forward; newer releases renamed the option.
 _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -148,22 +144,8 @@ class Distributed(Parallel):
             find_unused_parameters=self._find_unused_parameters,
             **NO_BUFFER_BROADCAST,
         )
-        if self._sends_directly(net):
-            wrapped.register_comm_hook(None, self._average_directly)
         self._settle_buckets(wrapped, example, phase)
         return wrapped
-
-    def _sends_directly(self, net: nn.Module) -> bool:
-        num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-        return self.device.type == "cpu" and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES
-
-    def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
-        gradients = bucket.buffer()
-        sum_directly(gradients, self.shard, self._timeout)
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(gradients.div_(self.shard[1]))
-        return averaged
 
     def _settle_buckets(self, net: nn.Module, example: Batch, phase: str) -> None:
         """One backward that changes nothing.
@@ -271,22 +253,6 @@ class Distributed(Parallel):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._failure_status)
-
-
-def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> None:
-    """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
-
-    So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
-    thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
-    """
-    rank, world_size = shard
-    others = [other for other in range(world_size) if other != rank]
-    found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
-    sent = [dist.isend(values, other) for other in others]
-    received = [dist.irecv(found[other], other) for other in others]
-    for work in (*sent, *received):
-        work.wait(timeout)  # type: ignore[union-attr]
-    values.copy_(reduce(torch.add, found))
 
 
 def available_backends() -> list[str]:

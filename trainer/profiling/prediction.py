@@ -40,7 +40,7 @@ The model: t(n) = t(1) + what of the exchange is not hidden. A bucket of B bytes
 2 (n-1) latency, as in a ring. All buckets but the last are exchanged while the backward of the last micro-batch runs;
 the last one, ready when it ends, is always waited for. It assumes equally fast devices that do not disturb each other,
 as many samples per device as here, data and --log-interval that cost what they cost on one device, and a single ring:
-where NCCL builds trees, latency grows more slowly, and CPU processes send a small model's gradients directly.""",
+where NCCL builds trees, latency grows more slowly.""",
     """examples:
   python profiler.py predict --world-sizes 8,64,512
   python profiler.py predict --world-sizes 64 --bandwidth-gb-s 12 --latency-us 8
