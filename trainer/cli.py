@@ -20,9 +20,8 @@ from trainer.loading.files import DISK_FULL
 from trainer.loop.precision import choose_precision
 from trainer.loop.train import train
 from trainer.parallel.base import Parallel
-from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, tell_refusal
+from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment, torchrun_agent
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.launch import launch, num_processes
 from trainer.task import Task
 
@@ -66,13 +65,13 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
         speaks = True
         parallel = start_parallel(flags, environment)
         speaks = parallel.is_main
-        with parallel.explaining():
+        with parallel.diagnosis.explaining():
             return run_command(flags, argv, parallel)
     except Failure as failure:
         return failure.status
     except BadInput as error:
         if speaks:
-            tell_refusal(error)
+            print_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was changed", file=sys.stderr)
@@ -93,11 +92,11 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
     if flags.checkpoint.eval_only:
         evaluate_only(flags, task, parallel, directory)
         return EXIT_FINISHED
-    agents = parallel.agents
+    agents = torchrun_agents(parallel)
     try:
         parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
         with recorded(directory, parallel) as state, refusing_full_disk(directory):
-            return train_in(directory, flags, argv, task, parallel, state)
+            return train_in(directory, flags, argv, task, parallel, state, agents)
     finally:
         directory.release()
 
@@ -126,8 +125,19 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     predict(flags.prediction, trained, task, parallel, precision, batch_size)
 
 
+def torchrun_agents(parallel: Parallel) -> list[str]:
+    """The torchrun agents that started this run's processes; none without torchrun. All processes call it."""
+    return sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
+
+
 def train_in(
-    directory: RunDirectory, flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel, state: RunState
+    directory: RunDirectory,
+    flags: Flags,
+    argv: Sequence[str],
+    task: Task,
+    parallel: Parallel,
+    state: RunState,
+    agents: Sequence[str],
 ) -> int:
     """Trains in a directory that is held; returns the exit status."""
     run, notes = build_run(flags, task, parallel, directory)
@@ -140,8 +150,8 @@ def train_in(
         state.finished(run)
         return EXIT_FINISHED
     # What went wrong is told before this process takes the time to close, for the others wait until they know.
-    with closing(run), parallel.explaining(), refusing_full_disk(directory):
-        open_run(run, notes, flags, argv, directory)
+    with closing(run), parallel.diagnosis.explaining(), refusing_full_disk(directory):
+        open_run(run, notes, flags, argv, directory, agents)
         run.stop.install()
         state.running(run)
         if train(run) and score(run, flags.run.test):
@@ -149,8 +159,8 @@ def train_in(
             return EXIT_FINISHED
         state.preempted()
         run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
-        if len(parallel.agents) > 1:
+        if len(agents) > 1:
             # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
             run.stop.await_own()
         number = run.stop.signal_number
-        return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
+        return EXIT_FINISHED if parallel.is_launched or number is None else 128 + number

@@ -43,9 +43,6 @@ class Numberless(SingleDevice):
     def __init__(self) -> None:
         super().__init__(torch.device("meta"))
 
-    def _seed_generators(self, seed: int) -> None:
-        pass
-
 
 class Copies(TorchDispatchMode):
     """Notes copies to the device for which the host would wait."""

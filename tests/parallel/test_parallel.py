@@ -64,9 +64,6 @@ class ReplicasOnCpu(DataParallel):
     def wrap(self, net, example, phase):
         return SumOverReplicas(ThreadedReplicas(ForReplicas(net), self.num_replicas))
 
-    def _seed_generators(self, seed):
-        torch.default_generator.manual_seed(seed)
-
 
 def trained(parallel, directory: Path, *more: str):
     argv = ["--task", WEIGHTED, "--epochs", "2", "--dtype", "float64", "--save-dir", str(directory),

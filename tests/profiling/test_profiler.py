@@ -496,12 +496,11 @@ def test_step_of_two_processes(start, command, tmp_path):
         assert sum(phases.values()) == pytest.approx(rank["step_ms_mean"], rel=0.1)
 
 
-def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone, monkeypatch):
-    told = []
-    monkeypatch.setattr(Distributed, "has_no_checkpoints", lambda parallel: told.append(parallel.shard))
+def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone):
+    found = []
     flags, _ = command.parse([*TINY, "--multi-gpu", "ddp"], True, StepFlags)
-    assert processes.on_devices(flags, alone, lambda parallel: None) == 0
-    assert told == [(0, 1)]
+    assert processes.on_devices(flags, alone, lambda parallel: found.append(parallel.diagnosis.has_checkpoints)) == 0
+    assert found == [False]
 
 
 def test_sigterm_ends_a_measurement_in_order():
@@ -797,7 +796,7 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
     def lost(self, value):
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
-    monkeypatch.setattr(Distributed, "_gather", lost)
+    monkeypatch.setattr(Distributed, "gather", lost)
     try:
         with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
             Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))

@@ -26,7 +26,7 @@ from trainer.loop.run import Run
 from trainer.loop.schedule import LearningFlags, LearningRate, device_scaling_factor
 from trainer.loop.step_results import Watch
 from trainer.parallel.base import Parallel, SingleDevice
-from trainer.parallel.data_parallel import data_parallel
+from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
@@ -41,7 +41,7 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device))
     if flags.multi.multi_gpu == "dp":
-        return data_parallel(flags.devices, flags.multi, print)
+        return start_data_parallel(flags.devices, flags.multi, print)
     assert environment is not None
     return Distributed(environment, flags.multi, flags.devices)
 
@@ -87,9 +87,19 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     return run, [*notes, *limit.note()]
 
 
-def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
-    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training."""
-    facts = {"command_line": list(argv), "torchrun_agents": run.parallel.agents, **run.facts}
+def open_run(
+    run: Run,
+    notes: Sequence[str],
+    flags: Flags,
+    argv: Sequence[str],
+    directory: RunDirectory,
+    agents: Sequence[str] = (),
+) -> None:
+    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training.
+
+    agents: the torchrun agents of this job.
+    """
+    facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
     run.parallel.on_main(lambda: _claim_directory(run, flags, facts, directory))
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)

@@ -91,9 +91,9 @@ class RunState:
 def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     """Around all that happens while a directory is held: notes whatever ends it by an exception."""
     state = RunState(directory, parallel)
-    parallel.before_forced_end(state.stuck)
+    parallel.diagnosis.before_forced_end(state.stuck)
     try:
-        with parallel.explaining():
+        with parallel.diagnosis.explaining():
             yield state
     except BadInput as error:
         state.ended_badly("refused", str(error))

@@ -18,7 +18,7 @@ from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.loop.run import Run
 from trainer.parallel.buffers import kept_buffers
-from trainer.parallel.errors import StartAgain
+from trainer.parallel.errors import RestartNeeded
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def train_within_memory(
     """step(window), with the window cut into as many micro-batches as it takes.
 
     A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot be:
-    StartAgain is raised. Raises BadInput when not even one sample fits.
+    RestartNeeded is raised. Raises BadInput when not even one sample fits.
     """
     while True:
         try:
@@ -83,7 +83,9 @@ def _halve(run: Run) -> None:
     account = f"out of memory in {run.parallel.phase} with {before.batch_size} samples per forward"
     change = _change(before, after)
     if not run.parallel.redoes_steps:
-        raise StartAgain(f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit))
+        raise RestartNeeded(
+            f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit)
+        )
     run.batches = after
     _remember(run, limit)
     advice = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"

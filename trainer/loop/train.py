@@ -111,7 +111,6 @@ def train_phase(run: Run) -> Outcome:
         progress.position = Position(epoch, phase, end)
         progress.step += 1
         progress.skipped_steps += not window
-        run.parallel.expect_promptness()
         run.log.advance(end - start)
         logs = progress.step % run.log_interval == 0 and total_weight > 0
         saves = run.save_every_steps > 0 and progress.step % run.save_every_steps == 0

@@ -3,9 +3,8 @@
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import device_label
-from trainer.parallel.environment import torchrun_agent
-from trainer.parallel.errors import Failure, reason, tell
+from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.phase import CurrentPhase
 from trainer.task import Objective
 
@@ -36,38 +34,38 @@ class PendingSum:
 class Parallel(ABC):
     """How the run is spread over devices. Everything outside sees only this interface.
 
-    shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
-    gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
-    machine. redoes_steps: whether this process can try a step again by itself. phase: what this process is
-    doing; the loop says so.
+    devices: those that this process feeds; the model lives on the first one. shard: (rank, world_size) of this process,
+    for splitting data. gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of
+    this run on this machine. redoes_steps: whether this process can try a step again by itself. is_launched: whether a
+    launcher waits for the exit status of this process. phase: what this process is doing; the loop says so.
     """
 
-    device: torch.device
-    num_replicas: int = 1
+    devices: Sequence[torch.device]
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
     local_world_size: int = 1
     redoes_steps: bool = True
+    is_launched: bool = False
 
     def __init__(self) -> None:
         self.phase = CurrentPhase()
-
-    @cached_property
-    def agents(self) -> list[str]:
-        """The torchrun agents that started this run's processes; none without torchrun. All processes ask for them."""
-        return sorted({agent for agent in self._gather(torchrun_agent()) if agent is not None})
-
-    def _gather(self, value: T) -> list[T]:
-        """The value of every process."""
-        return [value]
+        self.diagnosis = Diagnosis(self.phase)
 
     @property
-    def is_main(self) -> bool:
-        return self.shard[0] == 0
+    def device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.devices)
 
     @property
     def num_devices(self) -> int:
         return self.num_replicas * self.shard[1]
+
+    @property
+    def is_main(self) -> bool:
+        return self.shard[0] == 0
 
     @abstractmethod
     def describe(self) -> str:
@@ -101,6 +99,22 @@ class Parallel(ABC):
     def sum_in_place(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
 
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, on every process."""
+        return [value]
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
+        result, refusal = None, None
+        try:
+            result = function()
+        except BadInput as error:
+            refusal = str(error)
+        refusals = dict.fromkeys(text for text in self.gather(refusal) if text is not None)
+        if refusals:
+            raise BadInput("\n".join(refusals))
+        return result  # type: ignore[return-value]
+
     def on_main(self, function: Callable[[], T]) -> T:
         """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
         return function()
@@ -108,20 +122,14 @@ class Parallel(ABC):
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers (running statistics) of the main one, before evaluating and saving."""
 
-    def together(self, function: Callable[[], T]) -> T:
-        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
-        return function()
-
     def seed_dropout(self, *key: int) -> None:
-        """Makes what follows on the devices' generators a function of the key and of this process."""
+        """Makes what follows on the devices' generators a function of the key, of this process and of the device."""
         packed = struct.pack(f"<{len(key) + 1}q", *key, self.shard[0])
         seed = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little")
-        self._seed_generators(seed)
-
-    def _seed_generators(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        for replica, device in enumerate(self.devices):
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(seed + replica)
 
     def full_state(self, objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
         """Weights and moments, whole and without any wrapper's prefix."""
@@ -143,35 +151,6 @@ class Parallel(ABC):
             for group, own in zip(optimizer.param_groups, options, strict=True):
                 group.update(own)
 
-    def expect_promptness(self) -> None:
-        """After every step: from the first one on the others are waited for no longer than `--hang-timeout-s`."""
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Whatever goes wrong within it is explained to the user, on one process, and ends all of them.
-
-        A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
-        Failure.
-        """
-        try:
-            yield
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            explained = self.explain(error)
-            if explained is error:
-                raise
-            raise explained from None
-
-    def explain(self, error: BaseException) -> BaseException:
-        """What to raise instead of an exception, once the user knows of it; see `explaining`."""
-        if isinstance(error, BadInput | Failure) or not isinstance(error, Exception):
-            return error
-        message = f"failed in {self.phase}: {reason(error)}"
-        tell(message, error)
-        return Failure(message)
-
-    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        """record: called if another process has failed and this one is stuck, just before it is ended."""
-
     def close(self) -> None:
         """Leaves the group of processes."""
 
@@ -181,7 +160,7 @@ class SingleDevice(Parallel):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device = device
+        self.devices = [device]
 
     def describe(self) -> str:
         return device_label(self.device)

@@ -38,9 +38,7 @@ class DataParallel(Parallel):
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
-        self.devices = list(devices)
-        self.device = self.devices[0]
-        self.num_replicas = len(self.devices)
+        self.devices = devices
 
     def describe(self) -> str:
         return f"DataParallel on {', '.join(device_label(device) for device in self.devices)}"
@@ -52,13 +50,8 @@ class DataParallel(Parallel):
     def to_device(self, batch: Batch) -> Batch:
         return batch  # the wrapper's scatter moves each part to its own device
 
-    def _seed_generators(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        for replica, device in enumerate(self.devices):
-            torch.cuda.default_generators[device.index].manual_seed(seed + replica)
 
-
-def data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags, say: Callable[[str], None]) -> Parallel:
+def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags, say: Callable[[str], None]) -> Parallel:
     """`--multi-gpu dp` on whatever there is."""
     if devices.device == "cpu" or not torch.cuda.is_available():
         say("DataParallel needs at least two GPUs and none is in use: training on the CPU.")

@@ -313,8 +313,8 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
     def work() -> None:
         nonlocal parallel
         parallel = Distributed(environment, multi, devices)
-        parallel.has_no_checkpoints()
-        with parallel.explaining():
+        parallel.diagnosis.has_checkpoints = False
+        with parallel.diagnosis.explaining():
             findings = list(of_exchange(parallel))
             if parallel.is_main:
                 told(findings)

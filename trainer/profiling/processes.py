@@ -19,10 +19,9 @@ from trainer.commands.flags import Flags, parse
 from trainer.config import FlagGroup, refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
-from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import num_cores
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
+from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, print_refusal
 from trainer.parallel.launch import launch
 from trainer.profiling.excerpt import opened
 from trainer.profiling.measure import measure
@@ -52,7 +51,7 @@ def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
         return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
     except BadInput as error:
         if speaks:
-            tell_refusal(error)
+            print_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -86,9 +85,8 @@ def on_devices(flags: Flags, environment: RankEnvironment | None, work: Callable
     def explained() -> None:
         nonlocal parallel
         parallel = start_parallel(flags, environment)
-        if isinstance(parallel, Distributed):
-            parallel.has_no_checkpoints()
-        with parallel.explaining():
+        parallel.diagnosis.has_checkpoints = False
+        with parallel.diagnosis.explaining():
             work(parallel)
 
     try:
