@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, launcher
 from tests.parallel.test_launch import NO_GPU, end_session, free_port, left_of_session, session_members
-from trainer.parallel.diagnosis import BrokenExchange, diagnose, diagnose_lost_store
+from trainer.parallel.diagnosis import BrokenExchange
 from trainer.parallel.heartbeat import Heartbeat
 
 FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
@@ -260,8 +260,10 @@ def test_launcher_that_is_killed_leaves_no_process(environment, tmp_path):
 # --- which rank is missing ---------------------------------------------------------------------------------------
 
 MEMBERS = [f"process {10 + rank} on host" for rank in range(3)]
-WAITED = BrokenExchange(0, "backward at optimizer step 7", 120.0, "--hang-timeout-s 120", "timed out")
-BROKEN = BrokenExchange(0, "backward at optimizer step 7", None, "--hang-timeout-s 120", "RuntimeError: closed by peer")
+WAITED = BrokenExchange(0, MEMBERS, "backward at optimizer step 7", 120.0, "--hang-timeout-s 120", "timed out")
+BROKEN = BrokenExchange(
+    0, MEMBERS, "backward at optimizer step 7", None, "--hang-timeout-s 120", "RuntimeError: closed by peer"
+)
 
 
 def answer(number, seconds=1.0):
@@ -273,18 +275,18 @@ def no_answer(number, ago):
 
 
 def test_the_ranks_that_have_come_least_far_are_late():
-    found = diagnose(WAITED, {0: answer(9), 1: answer(7, 130.4), 2: answer(9)}, MEMBERS)
+    found = WAITED.diagnose({0: answer(9), 1: answer(7, 130.4), 2: answer(9)})
     assert found == (
         "rank 1 of 3 is late: in forward at optimizer step 7 for 130 s (process 11 on host); "
         "rank 0 waited 120 s for it in backward at optimizer step 7 (--hang-timeout-s 120)"
     )
-    both = diagnose(WAITED, {0: answer(9), 1: answer(7), 2: answer(7)}, MEMBERS)
+    both = WAITED.diagnose({0: answer(9), 1: answer(7), 2: answer(7)})
     assert "rank 1 of 3 is late" in both
     assert "rank 2 of 3 is late" in both
 
 
 def test_a_silent_rank_is_missing_before_a_late_one():
-    found = diagnose(WAITED, {0: answer(9), 1: answer(7), 2: no_answer(6, ago=125)}, MEMBERS)
+    found = WAITED.diagnose({0: answer(9), 1: answer(7), 2: no_answer(6, ago=125)})
     assert found.startswith(
         "rank 2 of 3 gives no sign of life (process 12 on host), noted 125 s ago in forward at optimizer step 7; "
     )
@@ -292,24 +294,24 @@ def test_a_silent_rank_is_missing_before_a_late_one():
 
 
 def test_a_rank_that_never_sent_a_heartbeat_is_missing():
-    found = diagnose(WAITED, {0: answer(9), 1: answer(9)}, MEMBERS)
+    found = WAITED.diagnose({0: answer(9), 1: answer(9)})
     assert found.startswith("rank 2 of 3 gives no sign of life (process 12 on host); rank 0 waited 120 s for it in ")
 
 
 def test_no_rank_is_missing_when_all_are_alive_and_equally_far():
     for found in (WAITED, BROKEN):
-        said = diagnose(found, dict.fromkeys(range(3), answer(9)), MEMBERS)
+        said = found.diagnose(dict.fromkeys(range(3), answer(9)))
         assert said.endswith(f"in backward at optimizer step 7, and all ranks are alive: {found.error}")
 
 
 def test_without_the_store_its_keeper_is_missing():
-    assert diagnose_lost_store(BROKEN, MEMBERS).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
-    assert "no sign of life" in diagnose_lost_store(WAITED, MEMBERS)
+    assert BROKEN.diagnose_lost_store().startswith("rank 0 of 3 is gone (process 10 on host), and with it")
+    assert "no sign of life" in WAITED.diagnose_lost_store()
 
 
 def test_a_job_without_checkpoints_is_not_said_to_go_on():
     found = replace(BROKEN, has_checkpoints=False)
-    for said in (diagnose(found, {0: answer(9), 1: answer(9)}, MEMBERS), diagnose_lost_store(found, MEMBERS)):
+    for said in (found.diagnose({0: answer(9), 1: answer(9)}), found.diagnose_lost_store()):
         assert "is gone" in said and "checkpoint" not in said
 
 

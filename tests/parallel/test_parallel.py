@@ -14,20 +14,20 @@ from trainer.commands.flags import parse
 from trainer.config import refuse
 from trainer.loop.train import evaluate, train
 from trainer.parallel.base import SingleDevice
-from trainer.parallel.data_parallel import DataParallel, ForReplicas, SumOverReplicas
+from trainer.parallel.data_parallel import DataParallel, SummedReplicas
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 
 
-class ThreadedReplicas(nn.Module):
+class ThreadedReplicas(SummedReplicas):
     """nn.DataParallel's semantics on CPU threads.
 
     As torch's scatter does, every tensor is chunked along dim 0, and a list of zip stops at the shortest; other values
-    go to all replicas; outputs are concatenated along dim 0. Threads start without the caller's autocast.
+    go to all replicas. Threads start without the caller's autocast.
     """
 
     def __init__(self, module, num_replicas):
-        super().__init__()
+        nn.Module.__init__(self)
         self.module = module
         self.num_replicas = num_replicas
 
@@ -52,7 +52,7 @@ class ThreadedReplicas(nn.Module):
             thread.join()
         if errors:
             raise errors[0]
-        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+        return self.gather(outputs, torch.device("cpu"))
 
 
 class ReplicasOnCpu(DataParallel):
@@ -62,7 +62,7 @@ class ReplicasOnCpu(DataParallel):
         super().__init__([torch.device("cpu")] * num_replicas)
 
     def wrap(self, net, example, phase):
-        return SumOverReplicas(ThreadedReplicas(ForReplicas(net), self.num_replicas))
+        return ThreadedReplicas(net, self.num_replicas)
 
 
 def trained(parallel, directory: Path, *more: str):

@@ -41,7 +41,7 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device))
     if flags.multi.multi_gpu == "dp":
-        return start_data_parallel(flags.devices, flags.multi, print)
+        return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
     return Distributed(environment, flags.multi, flags.devices)
 

@@ -2,9 +2,9 @@
 
 import hashlib
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,18 +20,14 @@ from trainer.task import Objective
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class PendingSum:
-    """A sum over processes under way; for one process it is there at once."""
+    """A sum over processes under way. wait: returns it when it is there."""
 
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def wait(self) -> Sequence[float]:
-        """The sums."""
-        return self._values
+    wait: Callable[[], Sequence[float]]
 
 
-class Parallel(ABC):
+class Parallel:
     """How the run is spread over devices. Everything outside sees only this interface.
 
     devices: those that this process feeds; the model lives on the first one. shard: (rank, world_size) of this process,
@@ -40,14 +36,14 @@ class Parallel(ABC):
     launcher waits for the exit status of this process. phase: what this process is doing; the loop says so.
     """
 
-    devices: Sequence[torch.device]
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
     local_world_size: int = 1
     redoes_steps: bool = True
     is_launched: bool = False
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self.devices = devices
         self.phase = CurrentPhase()
         self.diagnosis = Diagnosis(self.phase)
 
@@ -67,9 +63,9 @@ class Parallel(ABC):
     def is_main(self) -> bool:
         return self.shard[0] == 0
 
-    @abstractmethod
     def describe(self) -> str:
         """The devices, in a few words."""
+        return ", ".join(map(device_label, self.devices))
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
         """The module that training calls. `example` is a batch whose samples do not count."""
@@ -94,7 +90,7 @@ class Parallel(ABC):
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
         """The same for a few numbers, without waiting."""
-        return PendingSum(values)
+        return PendingSum(lambda: values)
 
     def sum_in_place(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
@@ -105,11 +101,7 @@ class Parallel(ABC):
 
     def together(self, function: Callable[[], T]) -> T:
         """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
-        result, refusal = None, None
-        try:
-            result = function()
-        except BadInput as error:
-            refusal = str(error)
+        result, refusal = attempt(function)
         refusals = dict.fromkeys(text for text in self.gather(refusal) if text is not None)
         if refusals:
             raise BadInput("\n".join(refusals))
@@ -144,12 +136,10 @@ class Parallel(ABC):
         objective.model.load_state_dict(state["model"])
         for phase, optimizer in optimizers.items():
             # Moments come from the checkpoint, but weight decay and the like from this command line.
-            options = [
-                {k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups
-            ]
-            optimizer.load_state_dict(state["optimizers"][phase])
-            for group, own in zip(optimizer.param_groups, options, strict=True):
-                group.update(own)
+            saved, own = state["optimizers"][phase], optimizer.state_dict()["param_groups"]
+            kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
+            groups = [options | its for options, its in zip(own, kept, strict=True)]
+            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
     def close(self) -> None:
         """Leaves the group of processes."""
@@ -159,8 +149,12 @@ class SingleDevice(Parallel):
     """The identity."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.devices = [device]
+        super().__init__([device])
 
-    def describe(self) -> str:
-        return device_label(self.device)
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """(result, None), or (None, what a BadInput said)."""
+    try:
+        return function(), None
+    except BadInput as error:
+        return None, str(error)

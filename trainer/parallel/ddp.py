@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.parallel.base import Parallel, PendingSum
+from trainer.parallel.base import Parallel, PendingSum, attempt
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
 from trainer.parallel.heartbeat import HeartbeatMonitor
-from trainer.parallel.phase import EXCHANGE, CurrentPhase
+from trainer.parallel.phase import EXCHANGE
 
 T = TypeVar("T")
 
@@ -33,18 +33,6 @@ _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 NO_BUFFER_BROADCAST: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False
 }
-
-
-class _PendingAllReduce(PendingSum):
-    def __init__(self, values: Sequence[float], group: dist.ProcessGroup, phase: CurrentPhase) -> None:
-        self._tensor = torch.tensor(values, dtype=torch.float64)
-        self._work = dist.all_reduce(self._tensor, group=group, async_op=True)
-        self._phase = phase
-
-    def wait(self) -> Sequence[float]:
-        self._phase.enter(EXCHANGE)
-        self._work.wait()
-        return self._tensor.tolist()
 
 
 class Distributed(Parallel):
@@ -76,12 +64,10 @@ class Distributed(Parallel):
         with self._meeting(environment):
             self._labels = self.gather(label)
             members = self.gather(f"process {os.getpid()} on {socket.gethostname()}")
-        self._monitor = HeartbeatMonitor(store, self.shard, self.phase)
+        monitor = HeartbeatMonitor(store, self.shard, self.phase)
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or environment.rank == 1
-        self.diagnosis = GroupDiagnosis(
-            self._monitor, self.phase, environment.rank, members, limits_s, reports_lost_store
-        )
+        self.diagnosis = GroupDiagnosis(self.phase, monitor, environment.rank, members, limits_s, reports_lost_store)
 
     @contextmanager
     def _meeting(self, environment: RankEnvironment) -> Iterator[None]:
@@ -157,7 +143,15 @@ class Distributed(Parallel):
         # In the loop a window's sum starts when the step before it is done.
         if self.phase.step > 0 and not self._is_prompt:
             self._expect_promptness()
-        return _PendingAllReduce(values, self._step_group, self.phase)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, group=self._step_group, async_op=True)
+
+        def wait() -> Sequence[float]:
+            self.phase.enter(EXCHANGE)
+            work.wait()
+            return tensor.tolist()
+
+        return PendingSum(wait)
 
     def _expect_promptness(self) -> None:
         """From the first step on the others are waited for no longer than `--hang-timeout-s`."""
@@ -165,8 +159,7 @@ class Distributed(Parallel):
         # NCCL ends a process that has waited too long itself, and explains nothing: it is given more time, in which
         # the ranks miss each other in the exchange of the next step.
         groups = [(self._step_group, torch.device("cpu"))]
-        if self.backend == "gloo":
-            groups.append((dist.group.WORLD, self.device))
+        groups += [(dist.group.WORLD, self.device)] if self.backend == "gloo" else []
         for group, device in groups:
             # Its public form, ProcessGroup.set_timeout, is not in torch 2.8.
             group._get_backend(device)._set_default_timeout(timedelta(seconds=self._flags.hang_timeout_s))
@@ -184,12 +177,9 @@ class Distributed(Parallel):
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]
         if self.is_main:
-            self._monitor.may_force_end = False
-            try:
-                answer[0] = function()
-            except BadInput as error:
-                answer[1] = str(error)
-            self._monitor.may_force_end = True
+            self.diagnosis.monitor.may_force_end = False
+            answer[:] = attempt(function)
+            self.diagnosis.monitor.may_force_end = True
         self.phase.enter(EXCHANGE if self.is_main else "waiting for rank 0")
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
         result, refusal = answer
@@ -203,7 +193,7 @@ class Distributed(Parallel):
             dist.broadcast(buffer, src=0)
 
     def close(self) -> None:
-        self._monitor.close()
+        self.diagnosis.monitor.close()
         status = self.diagnosis.exit_status
         if status is None:
             with suppress(RuntimeError):
@@ -228,23 +218,19 @@ def available_backends() -> list[str]:
 def _place_on_host(environment: RankEnvironment, hosts: Sequence[str]) -> tuple[int, int]:
     """(local rank, local world size), from the host of every rank where the launcher did not say."""
     same_host = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
-    local_rank = environment.local_rank
-    return (
-        same_host.index(environment.rank) if local_rank is None else local_rank,
-        environment.local_world_size or len(same_host),
-    )
+    local_rank = same_host.index(environment.rank) if environment.local_rank is None else environment.local_rank
+    return local_rank, environment.local_world_size or len(same_host)
 
 
 def _rank_device(local_rank: int, on_gpu: bool, gpu_ids: Sequence[int] | None) -> torch.device:
     """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
     if not on_gpu:
         return torch.device("cpu")
-    usable = list(gpu_ids) if gpu_ids is not None else list(range(torch.cuda.device_count()))
-    if len(usable) == 1:
-        return torch.device("cuda", usable[0])
-    if local_rank >= len(usable):
+    usable = list(gpu_ids if gpu_ids is not None else range(torch.cuda.device_count()))
+    index = local_rank if len(usable) > 1 else 0
+    if index >= len(usable):
         raise BadInput(
             f"local rank {local_rank} has no GPU: this machine offers {len(usable)} ({usable}); start fewer "
             "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
-    return torch.device("cuda", usable[local_rank])
+    return torch.device("cuda", usable[index])

@@ -1,6 +1,7 @@
 """Which devices a command line names."""
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,13 +20,13 @@ class DeviceFlags(FlagGroup):
     )
 
     def problems(self) -> list[str]:
-        kind, _, index = self.device.partition(":")
-        num_gpus = torch.cuda.device_count()
-        if self.device == "auto" or self.device == "cpu":
+        if self.device in ("auto", "cpu"):
             return []
-        if kind != "cuda" or (index and not index.isdigit()) or self.device.endswith(":"):
+        cuda = re.fullmatch(r"cuda(?::(\d+))?", self.device)
+        if cuda is None:
             return [f"--device {self.device}: must be auto, cpu, cuda or cuda:N"]
-        if int(index or 0) >= num_gpus:
+        num_gpus = torch.cuda.device_count()
+        if int(cuda[1] or 0) >= num_gpus:
             return [f"--device {self.device}: {_visible_gpus(num_gpus)}; choose another or --device cpu"]
         return []
 
@@ -88,8 +89,8 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def set_num_threads(requested: int | None, local_world_size: int) -> int:
-    """CPU threads of this process; returns the number.
+def set_num_threads(requested: int | None, local_world_size: int) -> None:
+    """CPU threads of this process.
 
     torchrun sets OMP_NUM_THREADS=1 for processes whose user said nothing, which would leave cores idle.
     """
@@ -99,7 +100,6 @@ def set_num_threads(requested: int | None, local_world_size: int) -> int:
         requested = max(1, num_cores() // local_world_size)
     if requested is not None:
         torch.set_num_threads(requested)
-    return torch.get_num_threads()
 
 
 def num_cores() -> int:

@@ -1,5 +1,6 @@
 """Which rank the environment gives this process."""
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.parallel.devices import MultiDeviceFlags
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,8 @@ class RankEnvironment:
     @property
     def meeting_place(self) -> str:
         """Where the processes meet, as a message names it."""
-        if self.init_method != "env://":
-            return self.init_method
-        return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return address if self.init_method == "env://" else self.init_method
 
 
 def read_rank_environment(
@@ -40,53 +42,47 @@ def read_rank_environment(
 
     Returns None if there are none, and one sentence for each contradiction.
     """
-    local_rank_flag = flags.local_rank
     if flags.multi_gpu == "dp":
         return None, one_process_problems(environ)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not any(name in environ for name in (*names[:2], "LOCAL_RANK")):
-        if local_rank_flag is not None:
-            return None, [f"--local-rank {local_rank_flag}: RANK and WORLD_SIZE are not set; use torchrun"]
-        return None, []
+    present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+    if not present:
+        unset = f"--local-rank {flags.local_rank}: RANK and WORLD_SIZE are not set; use torchrun"
+        return None, [unset] if flags.local_rank is not None else []
     problems = [
-        f"{name} is not set but {_set_names(environ)} is; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        f"{name} is not set but {', '.join(present)} is; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not environ.get(name)
     ]
-    numbers: dict[str, int] = {}
-    for name in (*names, "MASTER_PORT"):
-        text = environ.get(name)
-        if text:
-            if text.isdigit():
-                numbers[name] = int(text)
-            else:
-                problems.append(f"{name}={text}: must be a whole number, 0 or more")
-    if local_rank_flag is not None and numbers.setdefault("LOCAL_RANK", local_rank_flag) != local_rank_flag:
-        problems.append(f"--local-rank {local_rank_flag} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}")
-    for small, large in (
-        ("RANK", "WORLD_SIZE"),
-        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        ("LOCAL_RANK", "WORLD_SIZE"),
-    ):
-        if small in numbers and large in numbers and numbers[small] >= numbers[large]:
-            problems.append(f"{small}={numbers[small]} must be below {large}={numbers[large]}")
-    if numbers.get("LOCAL_WORLD_SIZE", 0) > numbers.get("WORLD_SIZE", 1 << 30):
-        problems.append(
-            f"LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} must not exceed WORLD_SIZE={numbers['WORLD_SIZE']}"
-        )
-    if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
-        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
+    texts = {name: environ[name] for name in NUMBERS if environ.get(name)}
+    numbers = {name: int(text) for name, text in texts.items() if text.isdigit()}
+    problems += [f"{name}={texts[name]}: must be a whole number, 0 or more" for name in texts if name not in numbers]
+    if flags.local_rank is not None and numbers.setdefault("LOCAL_RANK", flags.local_rank) != flags.local_rank:
+        problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}")
     if flags.nproc is not None:
         problems.append(f"--nproc {flags.nproc}: RANK and WORLD_SIZE are set already, by a launcher; leave it out")
+    problems += _contradictions(numbers)
     if problems:
         return None, problems
     # Several torchrun agents meet at a new store each time, and do not count their restarts alike.
     is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
     attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_one_agent else 0
-    return RankEnvironment(
-        numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE"),
-        attempt=attempt,
-    ), []  # fmt: skip
+    local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
+    return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, attempt=attempt), []
+
+
+def _contradictions(numbers: Mapping[str, int]) -> list[str]:
+    """What cannot be true of the numbers in rank variables; any of them may be missing."""
+    problems = [
+        f"{small}={numbers[small]} must be below {large}={numbers[large]}"
+        for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE"))
+        if small in numbers and large in numbers and numbers[small] >= numbers[large]
+    ]
+    world_size, local_world_size = numbers.get("WORLD_SIZE", math.inf), numbers.get("LOCAL_WORLD_SIZE", 0)
+    if local_world_size > world_size:
+        problems.append(f"LOCAL_WORLD_SIZE={local_world_size} must not exceed WORLD_SIZE={world_size}")
+    if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
+        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
+    return problems
 
 
 def torchrun_agent() -> str | None:
@@ -111,7 +107,3 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
             "a single one; use main_multi_gpu.py --multi-gpu ddp, or start it without the launcher"
         ]
     return []
-
-
-def _set_names(environ: Mapping[str, str]) -> str:
-    return ", ".join(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ)

@@ -3,14 +3,13 @@
 They go through the store at which the processes met, which works when their collectives do not.
 """
 
+import itertools
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 
@@ -18,14 +17,12 @@ from trainer.parallel.errors import Failure, exit_at_once
 from trainer.parallel.phase import CurrentPhase
 
 TICK_S = 0.5
-LONG_PHASE_S = 1.0
-"""A phase that lasts so long is worth a heartbeat at once."""
-BEAT_EVERY_S = 5.0
+TICKS_PER_BEAT = 10
 ANSWER_WITHIN_S = 3.0
 REPORT_WITHIN_S = 18.0
 LEAVE_WITHIN_S = 5.0
 
-PING, REPORTER, END_REPORT = "ping", "reporter", "end report"
+PING, NUM_REPORTERS, END_REPORT = "ping", "number of reporters", "end report"
 
 
 @dataclass(frozen=True)
@@ -42,25 +39,6 @@ class Heartbeat:
     answers_ping: bool
 
 
-@dataclass(frozen=True)
-class EndReport:
-    """Why the run ends, by the process that was the first to report it.
-
-    rank: its own. status: the exit status of all. message: empty if there is nothing to be said. memory_limit: see
-    `Failure`.
-    """
-
-    rank: int
-    status: int
-    message: str
-    memory_limit: Mapping[str, Any] | None = None
-
-    @property
-    def failure(self) -> Failure:
-        """How the other processes end."""
-        return Failure(self.message, self.status, self.memory_limit)
-
-
 class HeartbeatMonitor:
     """One process's part. A thread of its own sends heartbeats about the training thread, and answers pings.
 
@@ -72,9 +50,6 @@ class HeartbeatMonitor:
         self._store = store
         self._rank, self._world_size = shard
         self._phase = phase
-        self._sent_number, self._sent_at = -1, -math.inf
-        self._answers_ping = False
-        self._ticks_since_end = 0
         self._closed = threading.Event()
         self.may_force_end = True
         """Whether the training thread may be given up on: not while it does what all wait for, nor when it leaves."""
@@ -88,19 +63,14 @@ class HeartbeatMonitor:
         self._closed.set()
         self._thread.join(ANSWER_WITHIN_S)
 
-    def report_end(self, compose: Callable[[], EndReport]) -> EndReport | None:
-        """The report of the first process that asks for it, which is the one that calls `compose`.
+    def report_end(self, compose: Callable[[], Failure]) -> tuple[Failure, bool] | None:
+        """Why the run ends, and whether this process is the first one to report it, and so the one that composes it.
 
         None if the process that keeps the store is gone, or does not answer.
         """
-        reports: list[EndReport] = []
-
-        def agree() -> None:
-            with suppress(Exception):
-                reports.append(self._agree(compose))
-
+        reports: list[tuple[Failure, bool]] = []
         # A store whose host is stopped never answers, so the wait is not left to it.
-        thread = threading.Thread(target=agree, name="report", daemon=True)
+        thread = threading.Thread(target=self._agree, args=(compose, reports), name="report", daemon=True)
         thread.start()
         thread.join(REPORT_WITHIN_S)
         return reports[0] if reports else None
@@ -111,46 +81,48 @@ class HeartbeatMonitor:
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while True:
             ranks = [rank for rank in range(self._world_size) if self._store.check([f"heartbeat {rank}"])]
-            beats = {rank: Heartbeat(**json.loads(self._store.get(f"heartbeat {rank}"))) for rank in ranks}
+            beats = {rank: Heartbeat(*json.loads(self._store.get(f"heartbeat {rank}"))) for rank in ranks}
             num_answers = sum(beat.answers_ping for beat in beats.values())
             if num_answers == self._world_size or time.monotonic() > deadline:
                 return beats
             time.sleep(0.05)
 
-    def _agree(self, compose: Callable[[], EndReport]) -> EndReport:
-        own = str(self._rank)
-        if not self._store.check([END_REPORT]) and self._store.compare_set(REPORTER, "", own).decode() == own:
-            self._store.set(END_REPORT, json.dumps(asdict(compose())))
-        while not self._store.check([END_REPORT]):
-            time.sleep(0.05)
-        return self._read_report()
+    def _agree(self, compose: Callable[[], Failure], reports: list[tuple[Failure, bool]]) -> None:
+        with suppress(Exception):
+            is_first = self._store.add(NUM_REPORTERS, 1) == 1
+            if is_first:
+                failure = compose()
+                self._store.set(END_REPORT, json.dumps([str(failure), failure.status, failure.memory_limit]))
+            while not self._store.check([END_REPORT]):
+                time.sleep(0.05)
+            reports.append((self._reported(), is_first))
 
-    def _read_report(self) -> EndReport:
-        return EndReport(**json.loads(self._store.get(END_REPORT)))
+    def _reported(self) -> Failure:
+        return Failure(*json.loads(self._store.get(END_REPORT)))
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        ticks_since_end = 0
         with suppress(Exception):  # a store that is gone says nothing, and its process is missed elsewhere
-            while not self._closed.wait(TICK_S):
-                self._beat()
-                self._end_if_overdue()
+            for tick in itertools.count():
+                if self._closed.wait(TICK_S):
+                    return
+                is_pinged = self._store.check([PING])
+                if is_pinged or tick % TICKS_PER_BEAT == 0:
+                    self._send_heartbeat(is_pinged)
+                is_over = self.may_force_end and self._store.check([END_REPORT])
+                ticks_since_end = ticks_since_end + 1 if is_over else 0
+                if ticks_since_end * TICK_S > LEAVE_WITHIN_S:
+                    self._force_end()
 
-    def _beat(self) -> None:
-        now, phase = time.monotonic(), self._phase
-        is_pinged = not self._answers_ping and self._store.check([PING])
-        is_due = now - phase.since >= LONG_PHASE_S or now - self._sent_at >= BEAT_EVERY_S
-        if is_pinged or (is_due and phase.number != self._sent_number):
-            self._answers_ping |= is_pinged
-            self._sent_number, self._sent_at = phase.number, now
-            beat = Heartbeat(str(phase), phase.number, now - phase.since, time.time(), self._answers_ping)
-            self._store.set(f"heartbeat {self._rank}", json.dumps(asdict(beat)))
+    def _send_heartbeat(self, is_pinged: bool) -> None:
+        phase = self._phase
+        beat = Heartbeat(str(phase), phase.number, time.monotonic() - phase.since, time.time(), is_pinged)
+        self._store.set(f"heartbeat {self._rank}", json.dumps(astuple(beat)))
 
-    def _end_if_overdue(self) -> None:
-        is_over = self.may_force_end and self._store.check([END_REPORT])
-        self._ticks_since_end = self._ticks_since_end + 1 if is_over else 0
-        if self._ticks_since_end * TICK_S > LEAVE_WITHIN_S:
-            report = self._read_report()
-            with suppress(Exception):
-                self.before_forced_end(report.failure)
-            exit_at_once(report.status)
+    def _force_end(self) -> None:
+        failure = self._reported()
+        with suppress(Exception):
+            self.before_forced_end(failure)
+        exit_at_once(failure.status)
