@@ -101,7 +101,7 @@ class Parallel:
 
     def together(self, function: Callable[[], T]) -> T:
         """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
-        result, refusal = attempt(function)
+        result, refusal = result_or_refusal(function)
         refusals = dict.fromkeys(text for text in self.gather(refusal) if text is not None)
         if refusals:
             raise BadInput("\n".join(refusals))
@@ -152,7 +152,7 @@ class SingleDevice(Parallel):
         super().__init__([device])
 
 
-def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """(result, None), or (None, what a BadInput said)."""
     try:
         return function(), None

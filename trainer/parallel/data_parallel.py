@@ -36,7 +36,7 @@ def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Parall
     if devices.device == "cpu" or not torch.cuda.is_available():
         print("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
         return SingleDevice(torch.device("cpu"))
-    ids = list(flags.gpu_ids) if flags.gpu_ids is not None else list(range(torch.cuda.device_count()))
+    ids = list(flags.gpu_ids or range(torch.cuda.device_count()))
     if len(ids) < 2:
         print(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
         return SingleDevice(torch.device("cuda", ids[0]))

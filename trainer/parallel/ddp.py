@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.parallel.base import Parallel, PendingSum, attempt
+from trainer.parallel.base import Parallel, PendingSum, result_or_refusal
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
 from trainer.parallel.diagnosis import GroupDiagnosis
@@ -178,7 +178,7 @@ class Distributed(Parallel):
         answer: list[Any] = [None, None]
         if self.is_main:
             self.diagnosis.monitor.may_force_end = False
-            answer[:] = attempt(function)
+            answer[:] = result_or_refusal(function)
             self.diagnosis.monitor.may_force_end = True
         self.phase.enter(EXCHANGE if self.is_main else "waiting for rank 0")
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
@@ -226,7 +226,7 @@ def _rank_device(local_rank: int, on_gpu: bool, gpu_ids: Sequence[int] | None) -
     """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
     if not on_gpu:
         return torch.device("cpu")
-    usable = list(gpu_ids if gpu_ids is not None else range(torch.cuda.device_count()))
+    usable = list(gpu_ids or range(torch.cuda.device_count()))
     index = local_rank if len(usable) > 1 else 0
     if index >= len(usable):
         raise BadInput(

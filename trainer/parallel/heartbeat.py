@@ -82,8 +82,8 @@ class HeartbeatMonitor:
         while True:
             ranks = [rank for rank in range(self._world_size) if self._store.check([f"heartbeat {rank}"])]
             beats = {rank: Heartbeat(*json.loads(self._store.get(f"heartbeat {rank}"))) for rank in ranks}
-            num_answers = sum(beat.answers_ping for beat in beats.values())
-            if num_answers == self._world_size or time.monotonic() > deadline:
+            have_all_answered = sum(beat.answers_ping for beat in beats.values()) == self._world_size
+            if have_all_answered or time.monotonic() > deadline:
                 return beats
             time.sleep(0.05)
 
