@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer.profiling.command import main
+from trainer.profiling.cli import main
 from trainer.profiling.performance import PerformanceProfiler, compare_amp_performance
 
 __all__ = ["PerformanceProfiler", "compare_amp_performance", "main"]

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.autoencoder import Autoencoder
 from benchmarks.opened_run import opened_run
 from trainer.checkpoint.snapshot import state_bytes
+from trainer.loop.checkpointing import finish_saving, save
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 
@@ -65,17 +66,17 @@ class Timer:
         if step_of_block == 0:
             self.started = time.perf_counter()
             if saves:
-                self.run.save()
+                save(self.run)
                 self.stalls.append(time.perf_counter() - self.started)
 
     def _end_block(self, saved: bool) -> None:
-        self.run.finish_saving()
+        finish_saving(self.run)
         (self.with_save if saved else self.without).append(time.perf_counter() - self.started)
         if saved:
             self._time_references()
 
     def _time_references(self) -> None:
-        state = self.run.parallel.full_state(self.run.objective, self.run.optimizers)
+        state = self.run.parallel.full_state(self.run.learner.objective, self.run.learner.optimizers)
         tensors = []
         started = time.perf_counter()
         for value in state["model"].values():
@@ -85,8 +86,8 @@ class Timer:
         self.clones.append(time.perf_counter() - started)
         del tensors
         started = time.perf_counter()
-        self.run.save()
-        self.run.finish_saving()
+        save(self.run)
+        finish_saving(self.run)
         self.blocking.append(time.perf_counter() - started)
 
 
@@ -95,8 +96,8 @@ def measure(num_cycles: int, num_steps: int) -> dict:
         run = build_lockstep(Path(folder), 1 + 2 * num_cycles * num_steps)
         timer = Timer(run, num_steps)
         train_epoch(run)
-        num_bytes = state_bytes(run.parallel.full_state(run.objective, run.optimizers))
-        num_parameters = run.num_parameters
+        num_bytes = state_bytes(run.parallel.full_state(run.learner.objective, run.learner.optimizers))
+        num_parameters = run.learner.num_parameters
         run.close()
         run.directory.release()
     extra = [more - less for more, less in zip(timer.with_save, timer.without, strict=True)]

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -25,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.opened_run import opened_run
 from trainer.loop.run import Run
-from trainer.loop.train import train_step, training_windows
+from trainer.loop.train import train_step
+from trainer.loop.windows import training_windows
 
 COMMAND_LINES = {
     "har": [],
@@ -41,19 +43,16 @@ class Steps:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.windows = cycle([window for _, window in islice(training_windows(run), NUM_WINDOWS)])
+        self.windows = cycle(list(islice(training_windows(run), NUM_WINDOWS)))
         self.phase = run.task.phases[0]
-        self.optimizer = run.optimizers[self.phase]
-        self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def seconds(self, net: nn.Module) -> float:
         """Of going through all windows once."""
         started = time.perf_counter()
         for window in islice(self.windows, NUM_WINDOWS):
             train_step(
-                net, window, sum(weight for _, weight in window), phase=self.phase, optimizer=self.optimizer,
-                params=self.params, parallel=self.run.parallel, precision=self.run.precision,
-                max_grad_norm=self.run.max_grad_norm, dropout_key=(0, 0, 0, 0),
+                replace(self.run.learner, net=net), self.run.parallel, self.phase, window.micro_batches,
+                total_weight=window.weight, dropout_key=(0, 0, 0, 0),
             )  # fmt: skip
         return time.perf_counter() - started
 
@@ -61,9 +60,9 @@ class Steps:
 def measure(argv: list[str], rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = opened_run(Path(folder), argv)
-        steps, compiled = Steps(run), torch.compile(run.net)
+        steps, compiled = Steps(run), torch.compile(run.learner.net)
         first = steps.seconds(compiled)  # every shape of the windows is compiled
-        times = [(steps.seconds(run.net), steps.seconds(compiled)) for _ in range(rounds + WARM_UP_ROUNDS)]
+        times = [(steps.seconds(run.learner.net), steps.seconds(compiled)) for _ in range(rounds + WARM_UP_ROUNDS)]
         run.close()
         run.directory.release()
     times = times[WARM_UP_ROUNDS:]

@@ -2,22 +2,18 @@
 
     python benchmarks/exchange.py
 
-First the default model's training step in two processes that run four kinds of it in turns, a block of steps each:
+The default model's training step in two processes that run four kinds of it in turns, a block of steps each:
 without any exchange; each waiting for the other once a step, without exchanging anything; a bare hand-written loop
 under DistributedDataParallel; Lockstep's step. Processes that wait for each other go at the pace of the slower one, and
 the speed of a shared machine's cores varies: the second is the most that any exchange could reach on it.
-
-Then the sum of a tensor over processes, by gloo's ring and sent directly to every other process.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -30,11 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys, epoch_permutation
-from trainer.loop.precision import Precision, PrecisionForward
-from trainer.loop.train import WeightedBatch, train_step, weighted
+from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.learner import Learner
+from trainer.loop.precision import Precision, in_precision
+from trainer.loop.train import train_step
+from trainer.loop.windows import WeightedBatch, weighted
 from trainer.parallel.base import Parallel, SingleDevice
-from trainer.parallel.ddp import NO_BUFFER_BROADCAST, Distributed, sum_directly
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
 
@@ -42,9 +42,7 @@ BATCH_SIZE = 32
 NUM_BATCHES = 16
 BLOCK_STEPS = 10
 WARM_UP_ROUNDS = 5
-WORLD_SIZES = (2, 3, 4)
-SIZES_KB = (64, 608, 768, 1024, 4096)
-SUMS = 40
+WORLD_SIZE = 2
 CPU = torch.device("cpu")
 
 Step = Callable[[], None]
@@ -53,7 +51,7 @@ Step = Callable[[], None]
 def shuffled_batches(task: HarTask, rank: int) -> Iterator[WeightedBatch]:
     """The same few batches again and again, in memory."""
     dataset = task.splits()["train"]
-    order = epoch_permutation(0, 0, 0, len(dataset))[rank :: WORLD_SIZES[0]]
+    order = epoch_permutation(0, 0, 0, len(dataset))[rank::WORLD_SIZE]
     keys = [SampleKeys(order[i * BATCH_SIZE : (i + 1) * BATCH_SIZE], epoch=0) for i in range(NUM_BATCHES)]
     return cycle([weighted(batch) for batch in BatchLoader(dataset, task.collate)(keys)])
 
@@ -67,20 +65,18 @@ def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedB
     """The trainer's step, with the exchange of the next window's weight that its loop makes."""
     precision = Precision("off", torch.float32, CPU)
     objective = task.build_objective()
-    optimizer, params = optimized(objective)
-    net = parallel.wrap(PrecisionForward(objective, precision), next(batches)[0], "train")
+    net = parallel.wrap(in_precision(objective, precision), next(batches).batch, "train")
+    ema = ExponentialMovingAverage(objective.model, decay=0)
+    learner = Learner(objective, net, precision, {"train": optimized(objective)[0]}, 1.0, ema)
     window = [next(batches)]
-    pending = parallel.start_sum([window[0][1], 0.0])
+    pending = parallel.start_sum([window[0].weight, 0.0])
 
     def step() -> None:
         nonlocal window, pending
-        (total_weight, _), current = pending.wait(), window
+        (total_weight, _), current = pending(), window
         window = [next(batches)]
-        pending = parallel.start_sum([window[0][1], 0.0])
-        train_step(
-            net, current, total_weight, phase="train", optimizer=optimizer, params=params, parallel=parallel,
-            precision=precision, max_grad_norm=1.0, dropout_key=(0, 0, 0, 0),
-        )  # fmt: skip
+        pending = parallel.start_sum([window[0].weight, 0.0])
+        train_step(learner, parallel, "train", current, total_weight, dropout_key=(0, 0, 0, 0))
 
     return step
 
@@ -99,9 +95,8 @@ def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
 
 def bare_step(task: HarTask, batches: Iterator[WeightedBatch]) -> Step:
     """What one would write by hand."""
-    model = nn.parallel.DistributedDataParallel(
-        task.build_objective(), gradient_as_bucket_view=True, **NO_BUFFER_BROADCAST
-    )
+    model = nn.parallel.DistributedDataParallel(task.build_objective(), gradient_as_bucket_view=True)
+    model.broadcast_buffers = False
     optimizer, params = optimized(model)
 
     def step() -> None:
@@ -114,7 +109,7 @@ def bare_step(task: HarTask, batches: Iterator[WeightedBatch]) -> Step:
     return step
 
 
-def measure_steps(environment: RankEnvironment, folder: Path, rounds: int) -> int:
+def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
     """What each of the two processes does; the first one writes the median times and efficiencies."""
     torch.set_num_threads(1)
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
@@ -136,9 +131,7 @@ def measure_steps(environment: RankEnvironment, folder: Path, rounds: int) -> in
             for _ in range(BLOCK_STEPS):
                 step()
             blocks[name].append((time.perf_counter() - started) / BLOCK_STEPS)
-    means = {
-        name: parallel.sum(torch.tensor(times[WARM_UP_ROUNDS:])) / WORLD_SIZES[0] for name, times in blocks.items()
-    }
+    means = {name: parallel.sum(torch.tensor(times[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, times in blocks.items()}
     if parallel.is_main:
         alone_s = means["without_exchange"]
         result = {
@@ -146,32 +139,7 @@ def measure_steps(environment: RankEnvironment, folder: Path, rounds: int) -> in
             "efficiency": {name: round(float((alone_s / times).median()), 3) for name, times in means.items()},
             "lockstep_over_bare_ddp": round(float((means["lockstep"] / means["bare_ddp"]).median()), 3),
         }
-        (folder / "steps.json").write_text(json.dumps(result))
-    parallel.close()
-    return 0
-
-
-def measure_sums(environment: RankEnvironment, folder: Path) -> int:
-    """Median milliseconds of a sum over the processes, in turns."""
-    torch.set_num_threads(1)
-    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
-    ways = {
-        "ring": dist.all_reduce,
-        "direct": partial(sum_directly, shard=parallel.shard, timeout=timedelta(minutes=1)),
-    }
-    found = {}
-    for size in SIZES_KB:
-        values = torch.zeros(size * 256)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(SUMS + WARM_UP_ROUNDS):
-            for name, way in ways.items():
-                dist.barrier()
-                started = time.perf_counter()
-                way(values)
-                times[name].append(1e3 * (time.perf_counter() - started))
-        found[f"{size} KB"] = {name: round(statistics.median(seen[WARM_UP_ROUNDS:]), 2) for name, seen in times.items()}
-    if parallel.is_main:
-        (folder / "sums.json").write_text(json.dumps(found))
+        (folder / "result.json").write_text(json.dumps(result))
     parallel.close()
     return 0
 
@@ -182,17 +150,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be 1 or more")
-    result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if launch(partial(measure_steps, folder=folder, rounds=args.rounds), WORLD_SIZES[0]):
+        if launch(partial(measure, folder=folder, rounds=args.rounds), WORLD_SIZE):
             sys.exit("a process failed; its message is above")
-        result |= json.loads((folder / "steps.json").read_text())
-        print("efficiency relative to processes that do not talk:", result["efficiency"], flush=True)
-        for world_size in WORLD_SIZES:
-            if launch(partial(measure_sums, folder=folder), world_size):
-                sys.exit("a process failed; its message is above")
-            result[f"sum_ms_{world_size}_processes"] = json.loads((folder / "sums.json").read_text())
+        result = json.loads((folder / "result.json").read_text())
+    print("efficiency relative to processes that do not talk:", result["efficiency"])
     print(json.dumps(result))
 
 

@@ -23,5 +23,5 @@ def opened_run(folder: Path, argv: Sequence[str]) -> Run:
     directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
     directory.acquire()
     run, notes = build_run(flags, build_task(flags), parallel, directory)
-    open_run(run, notes, flags, argv, directory)
+    open_run(run, notes, flags, argv)
     return run

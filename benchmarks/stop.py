@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.autoencoder import Autoencoder, AutoencoderFlags, Reproduction
 from benchmarks.opened_run import opened_run
 from trainer.config import flag
+from trainer.loop.checkpointing import finish_saving, save
 from trainer.loop.train import train_epoch
 from trainer.parallel.signals import STOP_SIGNALS
 
@@ -127,11 +128,10 @@ def measure_save(num_saves: int = 5) -> float:
         times = []
         for _ in range(num_saves):
             started = time.perf_counter()
-            run.save()
-            run.finish_saving()
+            save(run)
+            finish_saving(run)
             times.append(time.perf_counter() - started)
         run.close()
-        assert run.directory is not None
         run.directory.release()
     return statistics.median(times)
 

@@ -12,10 +12,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import FlagGroup, flag
-from trainer.loading.batches import Batch
-from trainer.loading.order import SampleKeys
-from trainer.task import Objective, Sums, Task
+from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag
 
 NUM_ARMS = 3
 

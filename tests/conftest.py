@@ -12,10 +12,28 @@ import torch
 
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
+from trainer.cli import main
 from trainer.parallel.signals import STOP_SIGNALS
 
 WEIGHTED = f"{ROOT / 'tests' / 'helpers' / 'weighted_task.py'}:Weighted"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--batch-size", 8, "--lr", 0.01, "--num-threads", 1]
+STEPS_PER_EPOCH = 3
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_stop_signal_is_ignored():
+    """Tests start programs as a terminal does, also where nohup or a script's `&` had pytest ignore some signals.
+
+    A process inherits that a signal is ignored, but not a handler. One that does nothing therefore spares pytest what
+    it was to be spared, and nothing that it starts; SIGINT gets Python's own, which tests rely on.
+    """
+    ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +109,7 @@ def run_fork(arguments, variables, out, err, timeout_s) -> subprocess.CompletedP
 @pytest.fixture
 def signals_restored():
     """For a test that calls `main` in its own process."""
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -102,13 +120,63 @@ def run_here(cache_dir, signals_restored, capsys):
     """Runs a command line of main.py in this process, which spares its start; returns what it printed, (out, err)."""
 
     def run(*argv, status=0):
-        from trainer.cli import main
-
         arguments = [*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")]
         assert main(arguments, several_devices=False) == status
         return capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def no_rank_variables(monkeypatch):
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch, no_rank_variables, signals_restored):
+    """Runs a command line in this process: (exit status, standard output, lines of standard error)."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file adds its folder
+
+    def run(*args, several_devices=False):
+        capsys.readouterr()
+        status = main([str(arg) for arg in args], several_devices)
+        out, err = capsys.readouterr()
+        return status, out, err.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def train(cli):
+    """A tiny run in a directory, which must succeed; returns what it printed."""
+
+    def run(directory, *more):
+        status, out, err = cli(*TINY, "--save-dir", directory, *more)
+        assert (status, err) == (0, [])
+        return out
+
+    return run
+
+
+@pytest.fixture
+def refused(cli):
+    """A command line that must be refused with one message for each part."""
+
+    def run(parts, *args, **options):
+        status, out, err = cli(*args, **options)
+        assert status == 2
+        assert_messages(err, *parts)
+        return out
+
+    return run
+
+
+def assert_messages(lines, *parts):
+    """One line for each part, which it contains, and no other line."""
+    assert len(lines) == len(parts), lines
+    for part in parts:
+        assert any(line.startswith("error: ") and part in line for line in lines), (part, lines)
 
 
 def launcher(num_processes: int) -> list[str]:
@@ -155,6 +223,16 @@ def largest_difference(a: dict, b: dict) -> float:
     """Over the weights of two checkpoints, relative to each tensor's largest value."""
     assert a["model"].keys() == b["model"].keys()
     return max(float((x - b["model"][k]).abs().max() / x.abs().max()) for k, x in a["model"].items())
+
+
+REFUSAL = ("lock", "state.json")
+"""What a refusal may change of a run: who was there, and what became of it."""
+
+
+def contents(directory: Path, leave_out: tuple[str, ...] = ("lock",)) -> dict[str, bytes]:
+    """Every file with its bytes; the lock names whoever looked last."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files if path.name not in leave_out}
 
 
 def cut_back(directory: Path, entries: list[dict], copy: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from trainer.commands.flags import parse
-from trainer.config import FlagGroup, flag, flag_values, parse_flags
+from trainer.config import FlagGroup, build_parser, flag, flag_values, parse_flags
 from trainer.tasks import TASKS
 
 
@@ -46,6 +46,21 @@ def test_every_type_is_read():
 @pytest.mark.parametrize("given", ["3,4,5", "3 4 5", "3, 4, 5", "3,4 5"])
 def test_lists_have_commas_or_spaces(given):
     assert read("--sizes", *given.split())[0].sizes == (3, 4, 5)
+
+
+def test_help_heads_a_group_with_its_docstring():
+    class Described(Example):
+        """Example.
+
+        What cannot be said
+        of one flag alone.
+        """
+
+    for group, text in (
+        (Described, "Example:\n  What cannot be said\n  of one flag alone.\n\n"),
+        (Example, "Example:\n"),
+    ):
+        assert f"\n{text}  --rate RATE " in build_parser([group], "").format_help()
 
 
 def test_underscores_and_equals_signs():
@@ -104,6 +119,13 @@ def test_help_names_every_task(capsys):
         parse(["--help"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{', '.join(TASKS)}, or a task of your own" in shown
+
+
+@pytest.mark.parametrize(("task", "says"), [("har", True), ("seqrec", False)])
+def test_help_says_what_a_task_labels_where_it_is_chosen(task, says, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--task", task, "--help"], several_devices=False)
+    assert ("recording at 50 Hz" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,58 @@
-"""Imports run one way, and what belongs to one file stays in it. Read from the source with `ast`; nothing is run."""
+"""Imports run one way, and what belongs to one room stays in it. Read from the source with `ast`; nothing is run."""
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trainer", "models", "data")
-SCRIPTS = ("main.py", "main_multi_gpu.py", "profiler.py")
+SCRIPTS = ("main", "main_multi_gpu", "profiler")
+FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "cli.py"}
+
+# --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
+
+CONTRACT = {"trainer.task", "trainer.config", "trainer.loading"}
+BELOW_THE_LOOP = CONTRACT | {"trainer.parallel", "trainer.checkpoint", "trainer.logs"}
+ARROWS = {
+    "trainer.loading": set(),
+    "trainer.config": {"trainer.loading"},
+    "trainer.task": {"trainer.loading"},
+    "models": {"trainer.loading"},
+    "data": {"trainer.loading"},
+    "trainer.parallel": CONTRACT,
+    "trainer.checkpoint": CONTRACT,
+    "trainer.logs": CONTRACT,
+    "trainer.tasks": CONTRACT | {"trainer.checkpoint", "models", "data"},
+    "trainer.loop": BELOW_THE_LOOP,
+    "trainer.commands": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop"},
+    "trainer.profiling": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands"},
+    "trainer.cli": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands"},
+    "main": {"trainer.cli", "trainer.parallel.signals"},
+    "main_multi_gpu": {"trainer.cli", "trainer.parallel.signals"},
+    "profiler": {"trainer.profiling"},
+    "trainer": CONTRACT,  # trainer/__init__.py, with what a task of one's own needs
+    "examples": {"trainer"},
+}
+
+# --- who may use which library -----------------------------------------------------------------------------------
+
 THIRD_PARTIES = {"torch", "numpy", "tqdm", "tensorboard", "PIL"}
+HOMES = {
+    "torch.distributed": {"trainer.parallel"},
+    "torch.nn.parallel": {"trainer.parallel"},
+    "torch.nn.DataParallel": {"trainer.parallel"},
+    "torch.multiprocessing": {"trainer.parallel"},
+    "multiprocessing.get_context": {"trainer.parallel"},
+    "multiprocessing": {"trainer.parallel", "trainer.commands", "trainer.loading"},
+}
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-# What a task's own files may know of the trainer: the contract, the way to declare flags, and to read weights.
-TASK_MAY_USE = ("trainer.task", "trainer.config", "trainer.checkpoint.", "trainer.loading.", "trainer.tasks.")
+HOME_OF_RANK_VARIABLES = "trainer.parallel"
 
 
 @dataclass(frozen=True)
@@ -38,20 +75,15 @@ class Found:
 @cache
 def modules() -> dict[str, Path]:
     """Every module that runs outside the tests, by its dotted name."""
-    found = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    for script in SCRIPTS:
-        if (ROOT / script).exists():
-            found[script.removesuffix(".py")] = ROOT / script
-    return found
+    paths = [path for folder in (*PACKAGES, "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths += [ROOT / f"{script}.py" for script in SCRIPTS]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
-@cache
-def examples() -> dict[str, Path]:
-    return {f"examples.{path.stem}": path for path in sorted((ROOT / "examples").glob("*.py"))}
+def room_of(module: str) -> str:
+    """trainer.loop.train -> trainer.loop; data.har.windows -> data"""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "trainer" else parts[0]
 
 
 @cache
@@ -61,8 +93,11 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(module: str) -> tuple[Found, ...]:
-    """Every import of a module, also those inside functions, under the name of the module that is imported."""
-    path = modules().get(module) or examples()[module]
+    """Every import of a module, under the name of the module that is imported.
+
+    Also those inside functions, and modules that are named by a string, to be imported later.
+    """
+    path = modules()[module]
     found = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -74,6 +109,8 @@ def imports_of(module: str) -> tuple[Found, ...]:
             names = [
                 full if (full := f"{node.module}.{alias.name}") in modules() else node.module for alias in node.names
             ]
+        elif isinstance(node, ast.Constant) and node.value in modules() and "." in node.value:
+            names = [node.value]
         else:
             continue
         found += [Found(module, path, node.lineno, name) for name in dict.fromkeys(names)]
@@ -81,9 +118,7 @@ def imports_of(module: str) -> tuple[Found, ...]:
 
 
 def project_imports(module: str) -> list[Found]:
-    return [
-        found for found in imports_of(module) if found.top in (*PACKAGES, *(s.removesuffix(".py") for s in SCRIPTS))
-    ]
+    return [found for found in imports_of(module) if found.top in (*PACKAGES, *SCRIPTS, "examples")]
 
 
 def reached_from(module: str) -> dict[str, str]:
@@ -123,54 +158,104 @@ def used_names(path: Path) -> Iterator[tuple[int, str]]:
             yield inner.lineno, ".".join([aliases[inner.id], *reversed(parts)])
 
 
-def uses_of(prefix: str) -> list[Found]:
-    return [
-        Found(module, path, line, name)
-        for module, path in (modules() | examples()).items()
-        for line, name in used_names(path)
-        if name == prefix or name.startswith(f"{prefix}.")
-    ]
-
-
-def report(offenders: list[Found]) -> str:
+def report(offenders: Iterable[Found]) -> str:
     return "\n".join(sorted({str(found) for found in offenders}))
 
 
-@pytest.mark.parametrize("package", ["models", "data"])
-def test_models_and_data_stand_alone(package):
-    allowed = {package, "torch", "numpy", *sys.stdlib_module_names}
-    offenders = [
-        found
+# --- rooms -------------------------------------------------------------------------------------------------------
+
+
+def test_every_module_has_a_room():
+    """A package of trainer/, or one of its few files; and the table knows no other."""
+    astray = {path.name for path in (ROOT / "trainer").glob("*.py")} ^ FILES_OF_TRAINER
+    assert not astray, f"trainer/ holds {', '.join(sorted(FILES_OF_TRAINER))} and packages: {astray}"
+    without = [folder for folder in (ROOT / "trainer").iterdir() if folder.is_dir() and not is_package(folder)]
+    assert not without, f"no __init__.py: {without}"
+    assert {room_of(module) for module in modules()} == ARROWS.keys()
+
+
+def is_package(folder: Path) -> bool:
+    return (folder / "__init__.py").exists() or folder.name == "__pycache__"
+
+
+def test_no_circle_of_rooms():
+    rooms = {room: {room_of(name) for name in allowed} for room, allowed in ARROWS.items()}
+    TopologicalSorter(rooms).prepare()  # raises CycleError, which names it
+
+
+def may_import(module: str, name: str) -> bool:
+    return room_of(name) == room_of(module) or not ARROWS[room_of(module)].isdisjoint({name, room_of(name)})
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "allowed"),
+    [
+        ("trainer.loop.train", "trainer.loop.plan", True),
+        ("trainer.commands.build", "trainer.parallel.base", True),
+        ("trainer.logs.console", "trainer.parallel.base", False),
+        ("trainer.loop.train", "trainer.tasks", False),
+        ("trainer.tasks.har", "trainer.logs.console", False),
+        ("trainer.cli", "trainer.profiling.report", False),
+        ("trainer.loading.order", "trainer.config", False),
+        ("trainer.task", "trainer", False),
+        ("data.har.windows", "trainer.loading.order", True),
+        ("data.har.windows", "models.har.harnet", False),
+        ("main", "trainer.parallel.signals", True),
+        ("main", "trainer.parallel.ddp", False),
+        ("examples.own_task", "trainer", True),
+        ("examples.own_task", "trainer.task", False),
+    ],
+)
+def test_arrows_are_read_as_meant(module, name, allowed):
+    assert may_import(module, name) == allowed
+
+
+def test_imports_follow_the_arrows():
+    broken = [
+        f"{found}: {room} may import only {', '.join(sorted(ARROWS[room])) or 'itself'}"
         for module in modules()
-        if module.partition(".")[0] == package
-        for found in imports_of(module)
-        if found.top not in allowed and not found.name.startswith("trainer.loading.")
+        for found in project_imports(module)
+        if not may_import(module, found.name)
+        for room in [room_of(module)]
     ]
-    what = "torch, numpy, the standard library, trainer.loading and itself"
-    assert not offenders, f"{package}/ imports only {what}:\n{report(offenders)}"
+    assert not broken, "\n".join(broken)
+
+
+def test_no_circle_of_modules():
+    imports = {module: {found.name for found in project_imports(module)} for module in modules()}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        # Of each two neighbours, the second imports the first.
+        pairs = set(zip(error.args[1][1:], error.args[1], strict=False))
+        arrows = [found for module in modules() for found in project_imports(module)]
+        raise AssertionError("import cycle:\n" + report(f for f in arrows if (f.module, f.name) in pairs)) from None
+
+
+def test_imports_name_modules_that_exist():
+    offenders = [found for module in modules() for found in project_imports(module) if found.name not in modules()]
+    assert not offenders, f"no such module:\n{report(offenders)}"
+
+
+# --- libraries ---------------------------------------------------------------------------------------------------
 
 
 def test_runtime_needs_only_the_declared_third_parties():
-    allowed = {*PACKAGES, *THIRD_PARTIES, *sys.stdlib_module_names}
-    offenders = [
-        found for module in (*modules(), *examples()) for found in imports_of(module) if found.top not in allowed
-    ]
+    allowed = {*PACKAGES, *SCRIPTS, *THIRD_PARTIES, *sys.stdlib_module_names}
+    offenders = [found for module in modules() for found in imports_of(module) if found.top not in allowed]
     assert not offenders, f"not in requirements.txt:\n{report(offenders)}"
 
 
-def test_loop_knows_no_task_model_or_data_source():
+def test_models_and_data_need_only_torch_and_numpy():
+    allowed = {*PACKAGES, "torch", "numpy", *sys.stdlib_module_names}
     offenders = [
         found
-        for found in project_imports("trainer.loop.train")
-        if found.name.startswith(("trainer.tasks", "models")) or found.top == "data"
+        for module in modules()
+        if room_of(module) in ("models", "data")
+        for found in imports_of(module)
+        if found.top not in allowed
     ]
-    assert not offenders, f"the loop imports no task, no model and no data source:\n{report(offenders)}"
-
-
-def test_loop_reaches_no_task_model_or_data_source_by_a_detour():
-    ways = reached_from("trainer.loop.train")
-    offenders = [way for name, way in ways.items() if name.startswith(("trainer.tasks", "models.", "data."))]
-    assert not offenders, "\n".join(offenders)
+    assert not offenders, f"models/ and data/ need only torch, numpy and the standard library:\n{report(offenders)}"
 
 
 @pytest.mark.parametrize("module", ["trainer.loop.plan", "trainer.loop.schedule"])
@@ -179,92 +264,29 @@ def test_arithmetic_needs_no_torch(module):
         f"{found}  (by way of {way})"
         for name, way in reached_from(module).items()
         for found in imports_of(name)
-        if found.top not in (*PACKAGES, *sys.stdlib_module_names)
+        if found.top not in (*PACKAGES, "numpy", *sys.stdlib_module_names)
     ]
-    assert not offenders, f"{module} is pure Python:\n" + "\n".join(offenders)
+    assert not offenders, f"{module} needs numpy at most:\n" + "\n".join(offenders)
 
 
-@pytest.mark.parametrize(
-    ("library", "home"),
-    [
-        ("torch.distributed", "trainer.parallel.ddp"),
-        ("torch.nn.parallel", "trainer.parallel.ddp"),
-        ("torch.nn.DataParallel", "trainer.parallel.base"),
-        ("torch.multiprocessing", "trainer.parallel.launch"),
-    ],
-)
-def test_library_stays_in_its_file(library, home):
-    offenders = [found for found in uses_of(library) if found.module != home]
-    assert not offenders, f"{library} belongs to {home} alone:\n{report(offenders)}"
+@pytest.mark.parametrize("library", HOMES)
+def test_library_stays_in_its_rooms(library):
+    offenders = [
+        Found(module, path, line, name)
+        for module, path in modules().items()
+        if room_of(module) not in HOMES[library]
+        for line, name in used_names(path)
+        if name == library or name.startswith(f"{library}.")
+    ]
+    assert not offenders, f"{library} belongs to {', '.join(sorted(HOMES[library]))} alone:\n{report(offenders)}"
 
 
-def test_rank_variables_stay_in_ranks():
+def test_rank_variables_stay_in_their_room():
     offenders = [
         Found(module, path, node.lineno, node.value)
-        for module, path in (modules() | examples()).items()
-        if module != "trainer.parallel.environment"
+        for module, path in modules().items()
+        if room_of(module) != HOME_OF_RANK_VARIABLES
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in RANK_VARIABLES
     ]
-    assert not offenders, f"only trainer/parallel/environment.py reads rank variables:\n{report(offenders)}"
-
-
-def test_only_the_scripts_import_the_command_line():
-    allowed = {"trainer.cli", *(script.removesuffix(".py") for script in SCRIPTS)}
-    offenders = [
-        found
-        for module in modules()
-        if module not in allowed
-        for found in project_imports(module)
-        if found.name in allowed
-    ]
-    assert not offenders, f"nothing imports the entry points:\n{report(offenders)}"
-
-
-def test_training_knows_nothing_of_profiling():
-    offenders = [
-        found
-        for module in modules()
-        if module != "profiler" and not module.startswith("trainer.profiling")
-        for found in project_imports(module)
-        if found.name.startswith("trainer.profiling")
-    ]
-    assert not offenders, f"only profiler.py imports trainer.profiling:\n{report(offenders)}"
-
-
-def test_tasks_use_only_the_contract():
-    tasks = [module for module in modules() if module.startswith("trainer.tasks.")]
-    offenders = [
-        found
-        for module in (*tasks, *examples())
-        for found in project_imports(module)
-        if found.top == "trainer" and not found.name.startswith(TASK_MAY_USE)
-    ]
-    assert not offenders, f"a task sees of the trainer only {', '.join(sorted(TASK_MAY_USE))}:\n{report(offenders)}"
-
-
-def test_imports_name_modules_that_exist():
-    offenders = [
-        found
-        for module in (*modules(), *examples())
-        for found in project_imports(module)
-        if found.name not in modules()
-    ]
-    assert not offenders, f"no such module:\n{report(offenders)}"
-
-
-def test_no_import_cycle():
-    done: set[str] = set()
-
-    def visit(module: str, above: tuple[Found, ...]) -> None:
-        for found in project_imports(module):
-            chain = (*above, found)
-            if any(step.module == found.name for step in chain):
-                start = next(i for i, step in enumerate(chain) if step.module == found.name)
-                raise AssertionError("import cycle:\n" + "\n".join(map(str, chain[start:])))
-            if found.name in modules() and found.name not in done:
-                visit(found.name, chain)
-        done.add(module)
-
-    for module in modules():
-        visit(module, ())
+    assert not offenders, f"only {HOME_OF_RANK_VARIABLES} reads rank variables:\n{report(offenders)}"

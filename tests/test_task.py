@@ -1,19 +1,22 @@
 """What a task may state about its run: defaults, headline metrics, settings of the optimizer; and when it is scored."""
 
 import json
+import textwrap
 from typing import ClassVar
 
 import pytest
 import torch
 
+import trainer
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load, read_metrics
+from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.weighted_task import Weighted
-from tests.parallel.test_parallel import ReplicasOnCpu
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse
-from trainer.loop.train import evaluate
+from trainer.loop.evaluate import evaluate
 from trainer.parallel.base import SingleDevice
+from trainer.task import Task
 from trainer.tasks import TASKS
 
 CPU = torch.device("cpu")
@@ -38,7 +41,7 @@ class Stating(Weighted):
 
 @pytest.fixture
 def stating(monkeypatch):
-    monkeypatch.setitem(TASKS, "stating", Stating)
+    monkeypatch.setitem(TASKS, "stating", lambda: Stating)
 
 
 # --- defaults ----------------------------------------------------------------------------------------------------
@@ -89,7 +92,8 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
     ],
 )
 def test_wrong_defaults_are_the_tasks_mistake(defaults, error, message, monkeypatch):
-    monkeypatch.setitem(TASKS, "wrong", type("Wrong", (Weighted,), {"defaults": defaults}))
+    task = type("Wrong", (Weighted,), {"defaults": defaults})
+    monkeypatch.setitem(TASKS, "wrong", lambda: task)
     with pytest.raises(error, match=r"Wrong\.defaults: ") as raised:
         parse(["--task", "wrong"], several_devices=False)
     assert message in str(raised.value)
@@ -97,7 +101,7 @@ def test_wrong_defaults_are_the_tasks_mistake(defaults, error, message, monkeypa
 
 def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
     task = type("Slow", (Weighted,), {"defaults": {"dist_timeout_s": 30, "warmup_steps": None}})
-    monkeypatch.setitem(TASKS, "slow", task)
+    monkeypatch.setitem(TASKS, "slow", lambda: task)
     assert parse(["--task", "slow"], several_devices=False)[1] == []
     flags, _ = parse(["--task", "slow", "--multi-gpu", "ddp"], several_devices=True)
     assert flags.multi.dist_timeout_s == 30
@@ -109,12 +113,12 @@ def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
 def assembled(parallel, *argv):
     flags, problems = parse(["--task", WEIGHTED, "--dtype", "float64", *argv], several_devices=False)
     assert problems == []
-    return assemble_run(flags, build_task(flags), parallel, None)
+    return assemble_run(flags, build_task(flags), parallel)
 
 
 def sizes_of_forwards(run):
     sizes = []
-    run.objective.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0]["weight"])))
+    run.learner.objective.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0]["weight"])))
     return sizes
 
 
@@ -208,3 +212,18 @@ def test_console_shows_the_headline_and_files_hold_everything(stating, tmp_path,
     assert results["metrics"].keys() == everything
     assert read_metrics(tmp_path, "result")[0].keys() >= everything
     assert read_metrics(tmp_path, "epoch")[1].keys() >= {"val/accuracy", "val/hits@1"}
+
+
+def test_the_example_of_the_contract_trains(run_here, tmp_path):
+    _, _, example = Task.__doc__.partition("trains it:\n")
+    (tmp_path / "sides.py").write_text(textwrap.dedent(example))
+    argv = ("--task", f"{tmp_path / 'sides.py'}:Sides", "--num-points", 500, "--epochs", 6, "--lr", 0.1)
+    run_here(*argv, "--save-dir", tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]["test/accuracy"] > 0.9
+
+
+def test_one_import_has_all_that_a_task_needs():
+    assert {name: getattr(trainer, name) for name in trainer.__all__}.keys() == set(trainer.__all__)
+    assert trainer.Task is Task
+    with pytest.raises(AttributeError, match="no attribute 'Tsk'"):
+        trainer.Tsk  # noqa: B018

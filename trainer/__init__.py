@@ -1,0 +1,35 @@
+"""All that a task of one's own needs: `from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag`.
+
+Each name is imported when it is asked for, so that a part of the trainer can be used without the others.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.config import FlagGroup, flag
+    from trainer.loading.batches import Batch, KeyedDataset
+    from trainer.loading.cache import cached_arrays
+    from trainer.loading.counter_random import normal, random_bits, uniform
+    from trainer.loading.errors import BadInput
+    from trainer.loading.order import SampleKeys
+    from trainer.task import ConfusionMatrix, Objective, ParamGroup, Picture, Sums, Task
+
+_HOMES = {
+    "trainer.config": ("FlagGroup", "flag"),
+    "trainer.loading.batches": ("Batch", "KeyedDataset"),
+    "trainer.loading.cache": ("cached_arrays",),
+    "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
+    "trainer.loading.errors": ("BadInput",),
+    "trainer.loading.order": ("SampleKeys",),
+    "trainer.task": ("ConfusionMatrix", "Objective", "ParamGroup", "Picture", "Sums", "Task"),
+}
+
+__all__ = [name for names in _HOMES.values() for name in names]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,32 +1,23 @@
-"""From a command line to an exit status: checks everything, builds everything, then calls train()."""
+"""From a command line to an exit status: reads the flags, and calls the command that they ask for."""
 
 import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 
-from trainer.checkpoint.directory import RunDirectory
-from trainer.commands.build import build_run, build_task, open_run, set_up_torch, start_parallel
-from trainer.commands.evaluate import evaluate_only, score
-from trainer.commands.flags import Flags, RunFlags, parse
-from trainer.commands.predict import find_run, predict, rebuild_task
+from trainer.commands.build import build_task, set_up_torch, start_parallel
+from trainer.commands.evaluate import evaluate_only
+from trainer.commands.flags import Flags, parse
+from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
-from trainer.commands.state import RunState, recorded
+from trainer.commands.train import EXIT_FINISHED, train_in_directory
 from trainer.config import refuse
 from trainer.loading.errors import BadInput
-from trainer.loading.files import DISK_FULL
-from trainer.loop.precision import choose_precision
-from trainer.loop.train import train
 from trainer.parallel.base import Parallel
-from trainer.parallel.ddp import Distributed
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, tell_refusal
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.launch import launch, num_processes
-from trainer.task import Task
-
-EXIT_FINISHED = 0
 
 
 def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
@@ -40,7 +31,7 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
     anything else for a failure.
     """
     parallel: Parallel | None = None
-    speaks = True
+    reports = True  # whether this process, and not another one, tells the user of a mistake
     try:
         flags, problems = parse(argv, several_devices)
         if flags.multi is not None and environment is None:
@@ -49,7 +40,7 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
         elif flags.multi is None:
             problems += one_process_problems(os.environ)
         # Ranks of one launcher share a console and are wrong alike; those started by hand have a terminal each.
-        speaks = environment is None or environment.local_rank in (None, 0)
+        reports = environment is None or environment.local_rank in (None, 0)
         if flags.several.wanted and environment is not None:
             problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
         refuse(problems)
@@ -63,16 +54,16 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             again = [argument for argument in argv if argument != "--fresh"]
             start, start_again = (functools.partial(main, arguments, True) for arguments in (list(argv), again))
             return launch(start, world_size, start_again)
-        speaks = True
+        reports = True
         parallel = start_parallel(flags, environment)
-        speaks = parallel.is_main
-        with parallel.explaining():
+        reports = parallel.is_main
+        with parallel.diagnosis.explaining():
             return run_command(flags, argv, parallel)
     except Failure as failure:
         return failure.status
     except BadInput as error:
-        if speaks:
-            tell_refusal(error)
+        if reports:
+            print_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was changed", file=sys.stderr)
@@ -89,68 +80,7 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         label_new_data(flags, parallel)
         return EXIT_FINISHED
     task = parallel.together(lambda: build_task(flags))
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     if flags.checkpoint.eval_only:
-        evaluate_only(flags, task, parallel, directory)
+        evaluate_only(flags, task, parallel)
         return EXIT_FINISHED
-    agents = parallel.agents
-    try:
-        parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
-        with recorded(directory, parallel) as state, refusing_full_disk(directory):
-            return train_in(directory, flags, argv, task, parallel, state)
-    finally:
-        directory.release()
-
-
-@contextmanager
-def refusing_full_disk(directory: RunDirectory) -> Iterator[None]:
-    """Makes a BadInput of what the file system says when it has no room."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        advice = "earlier checkpoints are intact; free some space and run the same command again"
-        raise BadInput(f"--save-dir {directory.path}: {error.strerror}; {advice}") from None
-
-
-def label_new_data(flags: Flags, parallel: Parallel) -> None:
-    """`--predict`. Standard output belongs to the table. Raises BadInput."""
-    say = functools.partial(print, file=sys.stderr)
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, say)
-    trained = find_run(directory, flags.checkpoint.resume_from)
-    task_name = flags.run.task if flags.run.task != RunFlags.task else None
-    task = rebuild_task(trained, task_name, flags.task, flags.run.cache_dir.expanduser())
-    precision = choose_precision(flags.precision, parallel.device)
-    batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
-    predict(flags.prediction, trained, task, parallel, precision, batch_size)
-
-
-def train_in(
-    directory: RunDirectory, flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel, state: RunState
-) -> int:
-    """Trains in a directory that is held; returns the exit status."""
-    run, notes = build_run(flags, task, parallel, directory)
-    if run.is_complete and parallel.on_main(lambda: directory.has_results(run.progress.step, flags.run.test)):
-        if parallel.is_main:
-            print(
-                f"This run is finished: {directory.path} holds its results after {run.progress.position.epoch} epochs. "
-                "To train on raise --epochs, to start over add --fresh."
-            )
-        state.finished(run)
-        return EXIT_FINISHED
-    # What went wrong is told before this process takes the time to close, for the others wait until they know.
-    with closing(run), parallel.explaining(), refusing_full_disk(directory):
-        open_run(run, notes, flags, argv, directory)
-        run.stop.install()
-        state.running(run)
-        if train(run) and score(run, flags.run.test):
-            state.finished(run)
-            return EXIT_FINISHED
-        state.preempted()
-        run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
-        if len(parallel.agents) > 1:
-            # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
-            run.stop.await_own()
-        number = run.stop.signal_number
-        return EXIT_FINISHED if isinstance(parallel, Distributed) or number is None else 128 + number
+    return train_in_directory(flags, argv, task, parallel)

@@ -3,64 +3,39 @@
 import argparse
 import dataclasses
 import difflib
+import inspect
 import math
-import types
+import operator
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainer.loading.errors import BadInput
 
-_MISSING_VALUE = "\0"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flag:
-    """What a flag says of itself in `--help`, and the range of its values."""
-
-    help: str
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    metavar: str | None = None
-    hidden: bool = False
-
-    def range_problem(self, value: float) -> str | None:
-        wanted = []
-        if self.at_least is not None:
-            wanted.append((value >= self.at_least, f"at least {self.at_least}"))
-        if self.above is not None:
-            wanted.append((value > self.above, f"above {self.above}"))
-        if self.at_most is not None:
-            wanted.append((value <= self.at_most, f"at most {self.at_most}"))
-        if self.below is not None:
-            wanted.append((value < self.below, f"below {self.below}"))
-        if all(holds for holds, _ in wanted):
-            return None
-        return f"must be {' and '.join(text for _, text in wanted)}"
-
-
-def flag(default: Any, help: str, **limits: Any) -> Any:
-    """A dataclass field that is a command-line flag.
-
-    limits: at_least, above, at_most, below (numbers); metavar; hidden (not shown in `--help`).
-    """
-    return dataclasses.field(default=default, metadata={"flag": _Flag(help, **limits)})
-
-
-def shown(value: Any) -> str:
-    """A flag's value as one would type it."""
-    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+_LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 class FlagGroup:
-    """Base of a dataclass whose fields are flags. The first line of its docstring heads its part of `--help`."""
+    """Base of a dataclass whose fields are flags.
+
+    The first line of its docstring heads its part of `--help`; what follows stands below it, line by line.
+    """
 
     def problems(self) -> list[str]:
         """What is wrong with these values taken together; one sentence each."""
         return []
+
+
+def flag(default: Any, help: str, *, metavar: str | None = None, hidden: bool = False, **limits: float) -> Any:
+    """A dataclass field that is a command-line flag.
+
+    hidden: neither shown in `--help` nor recorded. limits: at_least, above, at_most, below; of numbers.
+    """
+    assert limits.keys() <= _LIMITS.keys()
+    about = {"help": help, "metavar": metavar, "hidden": hidden, "limits": limits}
+    return dataclasses.field(default=default, metadata=about)
 
 
 def flag_name(field_name: str) -> str:
@@ -68,19 +43,96 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def shown(value: Any) -> str:
+    """A flag's value as one would type it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+class _Option:
+    """A field of a group as a flag.
+
+    name: that of a switch which is on by default turns it off. type: of the value, or of each one of a list.
+    """
+
+    def __init__(self, field: Any, hint: Any) -> None:
+        self.default, self.is_switch = field.default, hint is bool
+        self.name = flag_name(f"no_{field.name}" if self.default is True else field.name)
+        parts = typing.get_args(hint)
+        self.is_optional = type(None) in parts
+        self.type = next(part for part in parts if part is not type(None)) if self.is_optional else hint
+        self.is_list = typing.get_origin(self.type) is tuple
+        if self.is_list:
+            self.type = typing.get_args(self.type)[0]
+        self.choices: tuple[str, ...] = typing.get_args(self.type)
+        self.help: str = field.metadata["help"]
+        self.metavar: str | None = field.metadata["metavar"]
+        self.hidden: bool = field.metadata["hidden"]
+        self.limits: dict[str, float] = field.metadata["limits"]
+
+    def to_plain(self, value: Any) -> Any:
+        """A value in a form that JSON and a checkpoint can hold; of a switch, whether it is given."""
+        if self.is_switch:
+            return value != self.default
+        return str(value) if isinstance(value, Path) else value
+
+    def from_plain(self, value: Any) -> Any:
+        """The opposite, and for values that are stated elsewhere. Raises ValueError like `parse`."""
+        if self.is_switch:
+            return bool(value) != self.default
+        if value is None and self.is_optional:
+            return None
+        return self.parse(list(map(str, value)) if self.is_list else str(value))
+
+    def parse(self, given: Any) -> Any:
+        """The value of what the command line gives. Raises ValueError with the whole message."""
+        if self.is_switch:
+            return given
+        # A comma separates the values of a list, or a space, or both.
+        texts = re.split(",?\n|,", "\n".join(given)) if self.is_list else [given]
+        if not any(texts):
+            raise ValueError(f"{self.name}: needs {'at least one' if self.is_list else 'a'} value")
+        if not all(texts):
+            raise ValueError(f"{self.name} {' '.join(given)}: must have a value before and after each comma")
+        values = tuple(map(self._parse_one, texts))
+        return values if self.is_list else values[0]
+
+    def _parse_one(self, text: str) -> Any:
+        try:
+            return self._converted(text)
+        except ValueError as error:
+            raise ValueError(f"{self.name} {text}: must be {error}") from None
+
+    def _converted(self, text: str) -> Any:
+        """Raises ValueError with what it must be."""
+        if self.choices and text not in self.choices:
+            raise ValueError(f"one of {', '.join(self.choices)}")
+        if self.type not in (int, float):
+            return Path(text).expanduser() if self.type is Path else text
+        try:
+            number = self.type(text)
+        except ValueError:
+            raise ValueError("a whole number" if self.type is int else "a number") from None
+        if not math.isfinite(number):
+            raise ValueError("a finite number")
+        if not all(_LIMITS[name](number, limit) for name, limit in self.limits.items()):
+            raise ValueError(" and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items()))
+        return number
+
+
+def _options(group_type: type) -> dict[str, _Option]:
+    """By the name of their field."""
+    hints = typing.get_type_hints(group_type)
+    return {field.name: _Option(field, hints[field.name]) for field in dataclasses.fields(group_type)}
+
+
 def flag_values(*groups: Any) -> dict[str, Any]:
     """Every flag's value in a form that JSON and a checkpoint can hold."""
-    values: dict[str, Any] = {}
-    for group in groups:
-        for field in dataclasses.fields(group):
-            if field.metadata["flag"].hidden:
-                continue
-            value = getattr(group, field.name)
-            if field.default is True:
-                values["--no-" + flag_name(field.name)[2:]] = not value
-            else:
-                values[flag_name(field.name)] = str(value) if isinstance(value, Path) else value
-    return values
+    return {
+        option.name: option.to_plain(getattr(group, field))
+        for group in groups
+        for field, option in _options(type(group)).items()
+        if not option.hidden
+    }
 
 
 def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
@@ -89,17 +141,24 @@ def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
     values: of this group and perhaps of others, as a checkpoint or JSON holds them. Raises ValueError for a value that
     the flag would refuse.
     """
-    hints = typing.get_type_hints(group_type)
-    given: dict[str, Any] = {}
-    for field in dataclasses.fields(group_type):
-        inverted = field.default is True
-        name = "--no-" + flag_name(field.name)[2:] if inverted else flag_name(field.name)
-        if name in values:
-            is_switch = hints[field.name] is bool
-            given[field.name] = (
-                bool(values[name]) != inverted if is_switch else _checked(field, hints[field.name], values[name])
-            )
-    return group_type(**given)
+    given = {field: option for field, option in _options(group_type).items() if option.name in values}
+    return group_type(**{field: option.from_plain(values[option.name]) for field, option in given.items()})
+
+
+def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Other defaults for flags of the groups, by field name, as their types and ranges want them.
+
+    Raises TypeError for a name that is no field, or that is a flag without a value: switched on by default, it could
+    not be switched off. Raises ValueError for a value that the flag would refuse.
+    """
+    known = {field: option for group_type in group_types for field, option in _options(group_type).items()}
+    for field in defaults:
+        if field not in known:
+            close = difflib.get_close_matches(field, known, n=1)
+            raise TypeError(f"{field} is no flag of the trainer" + (f"; did you mean {close[0]}?" if close else ""))
+        if known[field].is_switch:
+            raise TypeError(f"{field} is a switch, and the command line could not undo it")
+    return {field: known[field].from_plain(value) for field, value in defaults.items()}
 
 
 def parse_flags(
@@ -124,15 +183,13 @@ def parse_flags(
     problems = [] if ignore_unknown else _unknown_problems(unknown, parser)
     groups = []
     for group_type in group_types:
-        hints = typing.get_type_hints(group_type)
         values = {}
-        for field in dataclasses.fields(group_type):
-            if field.name in defaults:
-                values[field.name] = defaults[field.name]
-            given = getattr(parsed, field.name, None)
-            if given is not None:
+        for field, option in _options(group_type).items():
+            if field in defaults:
+                values[field] = defaults[field]
+            if field in parsed:
                 try:
-                    values[field.name] = _convert(field, hints[field.name], given)
+                    values[field] = option.parse(getattr(parsed, field))
                 except ValueError as error:
                     problems.append(str(error))
         groups.append(group_type(**values))
@@ -141,35 +198,8 @@ def parse_flags(
     return groups, problems
 
 
-def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Other defaults for flags of the groups, by field name, as their types and ranges want them.
-
-    Raises TypeError for a name that is no field, or that is a flag without a value: switched on by default, it could
-    not be switched off. Raises ValueError for a value that the flag would refuse.
-    """
-    known = {
-        field.name: (field, typing.get_type_hints(group_type)[field.name])
-        for group_type in group_types
-        for field in dataclasses.fields(group_type)
-    }
-    checked: dict[str, Any] = {}
-    for name, value in defaults.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise TypeError(f"{name} is no flag of the trainer" + (f"; did you mean {close[0]}?" if close else ""))
-        field, hint = known[name]
-        if hint is bool:
-            raise TypeError(f"{name} is a switch, and the command line could not undo it")
-        checked[name] = _checked(field, hint, value)
-    return checked
-
-
 def build_parser(
-    group_types: Sequence[type],
-    description: str,
-    epilog: str = "",
-    defaults: Mapping[str, Any] = {},
-    command: str = "",
+    group_types: Sequence[type], description: str, epilog: str = "", defaults: Mapping[str, Any] = {}, command: str = ""
 ) -> argparse.ArgumentParser:
     """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later.
 
@@ -180,66 +210,44 @@ def build_parser(
         description=description,
         epilog=epilog,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
     )
     for group_type in group_types:
-        title = (group_type.__doc__ or group_type.__name__).splitlines()[0].rstrip(".")
-        section = parser.add_argument_group(title)
-        hints = typing.get_type_hints(group_type)
-        for field in dataclasses.fields(group_type):
-            _add_flag(section, field, hints[field.name], defaults.get(field.name, field.default))
+        heading, *text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).splitlines()
+        section = parser.add_argument_group(heading.rstrip("."), "\n".join(text).strip() or None)
+        for field, option in _options(group_type).items():
+            # A flag without its value must not end the parsing, or the other mistakes would go unseen.
+            how: dict[str, Any] = {"nargs": "*"} if option.is_list else {"nargs": "?", "const": ""}
+            if option.is_switch:
+                how = {"action": "store_const", "const": not option.default}
+            choices = "{" + ",".join(option.choices) + "}" if option.choices else None
+            metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
+            help_text = _help_text(option, defaults.get(field, option.default))
+            section.add_argument(option.name, dest=field, metavar=metavar, help=help_text, **how)
     return parser
 
 
+def _help_text(option: _Option, default: Any) -> str:
+    if option.hidden:
+        return argparse.SUPPRESS
+    text = option.help.replace("%", "%%")
+    if option.is_switch or default is None or default == "":
+        return text
+    # A text that says what happens without a value is overtaken by a value.
+    return f"{text.partition(' (default: ')[0]} (default: {shown(default)})"
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a value as required although the parser would do without: see `_add_flag`."""
+    """Shows a value as required although the parser would do without."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        metavar = str(action.metavar or default_metavar)
-        return f"{metavar} ..." if action.nargs == "*" else metavar
-
-
-def _add_flag(section: Any, field: Any, hint: Any, default: Any) -> None:
-    about: _Flag = field.metadata["flag"]
-    help_text = argparse.SUPPRESS if about.hidden else _help_text(about.help, default)
-    name = flag_name(field.name)
-    if hint is bool:
-        if field.default:
-            section.add_argument(name, action="store_true", default=None, help=argparse.SUPPRESS)
-            section.add_argument(
-                "--no-" + name[2:], action="store_false", dest=field.name, default=None, help=about.help
-            )
-        else:
-            section.add_argument(name, action="store_true", default=None, help=about.help)
-        return
-    choices = _choices(hint)
-    metavar = about.metavar or ("{" + ",".join(choices) + "}" if choices else name[2:].split("-")[-1].upper())
-    # A flag without its value must not end the parsing, or the other mistakes would go unseen.
-    nargs: dict[str, Any] = {"nargs": "*"} if _is_tuple(hint) else {"nargs": "?", "const": _MISSING_VALUE}
-    section.add_argument(name, dest=field.name, metavar=metavar, default=None, help=help_text, **nargs)
-
-
-def _help_text(text: str, default: Any) -> str:
-    if default is None or default == "":
-        shown = ""
-    elif isinstance(default, tuple):
-        shown = " ".join(map(str, default))
-    else:
-        shown = str(default)
-    text = text.replace("%", "%%")
-    # A text that says what happens without a value is overtaken by a value.
-    return f"{text.partition(' (default: ')[0]} (default: {shown})" if shown else text
+        return f"{action.metavar} ..." if action.nargs == "*" else str(action.metavar)
 
 
 def _with_dashes(argv: Sequence[str]) -> list[str]:
     """--batch_size=4 -> --batch-size=4; values keep their underscores."""
-    tokens = []
-    for token in argv:
-        if token.startswith("--"):
-            name, equals, value = token.partition("=")
-            token = name.replace("_", "-") + equals + value
-        tokens.append(token)
-    return tokens
+    return [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), token) for token in argv]
 
 
 def names_given(argv: Sequence[str]) -> set[str]:
@@ -250,84 +258,13 @@ def names_given(argv: Sequence[str]) -> set[str]:
 def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     known = [option for action in parser._actions for option in action.option_strings]
     found = []
-    previous = ""
-    for token in tokens:
+    for previous, token in zip(["", *tokens], tokens, strict=False):
         if token.startswith("-"):
             close = difflib.get_close_matches(token.partition("=")[0], known, n=1)
             found.append(f"{token}: no such flag; " + (f"did you mean {close[0]}?" if close else "see --help"))
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
-        previous = token
     return found
-
-
-def _checked(field: Any, hint: Any, value: Any) -> Any:
-    """A value as its flag's type and range want it. Raises ValueError with the whole message."""
-    if value is None and type(None) in typing.get_args(hint):
-        return None
-    return _convert(field, hint, list(map(str, value)) if _is_tuple(hint) else str(value))
-
-
-def _convert(field: Any, hint: Any, given: Any) -> Any:
-    """Text -> the field's type, within its range. Raises ValueError with the whole message."""
-    name = flag_name(field.name)
-    about: _Flag = field.metadata["flag"]
-    if isinstance(given, bool):
-        return given
-    if _is_tuple(hint):
-        texts = _listed(given)
-        if not any(texts):
-            raise ValueError(f"{name}: needs at least one value")
-        if not all(texts):
-            raise ValueError(f"{name} {' '.join(given)}: must have a value before and after each comma")
-        return tuple(_convert_one(name, about, typing.get_args(_without_none(hint))[0], text) for text in texts)
-    if given == _MISSING_VALUE:
-        raise ValueError(f"{name}: needs a value")
-    return _convert_one(name, about, _without_none(hint), given)
-
-
-def _listed(tokens: Sequence[str]) -> list[str]:
-    """The values of a list, which commas separate, or spaces, or a comma with a space after it."""
-    ends = [token.removesuffix(",") for token in tokens[:-1]]
-    return [text for token in (*ends, *tokens[-1:]) for text in token.split(",")]
-
-
-def _convert_one(name: str, about: _Flag, hint: Any, text: str) -> Any:
-    choices = _choices(hint)
-    if choices:
-        if text not in choices:
-            raise ValueError(f"{name} {text}: must be one of {', '.join(choices)}")
-        return text
-    if hint in (int, float):
-        try:
-            number = hint(text)
-        except ValueError:
-            kind = "a whole number" if hint is int else "a number"
-            raise ValueError(f"{name} {text}: must be {kind}") from None
-        if not math.isfinite(number):
-            raise ValueError(f"{name} {text}: must be a finite number")
-        problem = about.range_problem(number)
-        if problem:
-            raise ValueError(f"{name} {text}: {problem}")
-        return number
-    if not text:
-        raise ValueError(f"{name}: must not be empty")
-    return hint(text).expanduser() if hint is Path else hint(text)
-
-
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    hint = _without_none(hint)
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-
-
-def _is_tuple(hint: Any) -> bool:
-    return typing.get_origin(_without_none(hint)) is tuple
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -29,23 +29,7 @@ class ConfusionMatrix:
     classes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class ClassifiedCurves:
-    """A picture of n samples, each as panels of curves over time, under what they were taken for.
-
-    curves: (n, panels, lines, T); the lines of a panel share its axes, and a panel has one scale in all samples.
-    panels, lines: their names. predicted, true: the class of each sample. confidence: (n,) in [0, 1].
-    """
-
-    curves: Tensor
-    panels: Sequence[str]
-    lines: Sequence[str]
-    predicted: Sequence[str]
-    confidence: Tensor
-    true: Sequence[str]
-
-
-Picture = ConfusionMatrix | ClassifiedCurves | np.ndarray
+Picture = ConfusionMatrix | np.ndarray
 """What TensorBoard can show. An array is a picture as it is: (height, width, 3) uint8, red, green, blue."""
 
 
@@ -70,7 +54,56 @@ class Objective(nn.Module):
 
 
 class Task(ABC):
-    """One workload: its data, its model with loss, its metrics."""
+    """One workload: its data, its model with loss, its metrics.
+
+    Example, a whole task. In a file sides.py, `python main.py --task sides.py:Sides --num-points 500` trains it:
+
+        from dataclasses import dataclass
+
+        import numpy as np
+        import torch.nn.functional as F
+        from torch import nn
+
+        from trainer import FlagGroup, Objective, Task, flag
+
+        @dataclass
+        class SidesFlags(FlagGroup):
+            '''Task: on which side of a line does a point lie?'''
+
+            num_points: int = flag(1000, "training points", at_least=1)
+
+        class Points:
+            def __init__(self, num_points, seed):
+                self.points = np.random.default_rng(seed).normal(size=(num_points, 2)).astype(np.float32)
+
+            def __len__(self):
+                return len(self.points)
+
+            def __getitems__(self, keys):
+                points = self.points[keys.index]
+                return {"point": points, "side": (points.sum(axis=1) > 0).astype(np.int64)}
+
+        class SidesObjective(Objective):
+            def forward(self, batch, phase="train"):
+                logits = self.model(batch["point"])
+                loss = F.cross_entropy(logits, batch["side"], reduction="sum")
+                return {"loss": loss, "correct": (logits.argmax(dim=1) == batch["side"]).sum()}
+
+        class Sides(Task):
+            Config = SidesFlags
+            monitor = ("val/accuracy", "max")
+
+            def splits(self):
+                sizes = {"train": self.config.num_points, "val": 100, "test": 100}
+                return {name: Points(size, self.seed + i) for i, (name, size) in enumerate(sizes.items())}
+
+            def build_objective(self):
+                return SidesObjective(nn.Linear(2, 2))
+
+            def summarise(self, sums):
+                names = {"loss": "loss", "accuracy": "correct"}
+                return {name: float(sums[key] / sums["weight"]) for name, key in names.items()}
+    """
 
     Config: ClassVar[type]
     """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag."""
@@ -191,7 +224,7 @@ class Task(ABC):
 
         Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32).
         """
-        batch = {name: torch.as_tensor(array) for name, array in samples.items()}
+        batch = {name: torch.from_numpy(array) for name, array in samples.items()}
         batch["index"] = torch.from_numpy(keys.index)
         batch["weight"] = torch.ones(len(keys.index))
         return batch

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.har.windows import CLASSES, SAMPLE_RATE_HZ, WINDOW_LENGTH, HarRecordings, rotation_matrices
+from data.har.augmentation import rotation_matrices
+from data.har.windows import CLASSES, SAMPLE_RATE_HZ, WINDOW_LENGTH, HarRecordings
 from trainer.loading.cache import Arrays, cached_arrays
 
 TEST_SUBJECTS = (2, 4, 9, 10, 12, 13, 18, 20, 24)

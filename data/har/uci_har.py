@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data.har.download import OpenBar, fetch
+from data.har.download import Progress, fetch
 from data.har.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.errors import BadInput
@@ -71,7 +71,7 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
 def download_uci_har(
     path: Path,
     cache_dir: Path,
-    open_bar: OpenBar,
+    progress: Progress,
     addresses: Sequence[str] = ADDRESSES,
     sha256: Mapping[str, str] = SHA256,
 ) -> None:
@@ -81,14 +81,14 @@ def download_uci_har(
 
     path: the zip to make, if its name ends so or it is a file; otherwise a folder, in which it is
         `UCI HAR Dataset.zip`.
-    open_bar, addresses: as in `data.har.download.fetch`.
+    progress, addresses: as in `data.har.download.fetch`.
 
     Raises BadInput when the data set cannot be fetched, or a file is not the published one.
     """
     there = _find_if_there(path)
     if there is None:
         target = path if path.suffix == ".zip" else path / f"{_TOP_FOLDER}.zip"
-        fetch(addresses, target, lambda file: _verify(_Archive(file, "the download"), sha256), open_bar)
+        fetch(addresses, target, lambda file: _verify(_Archive(file, "the download"), sha256), progress)
         return
     key = f"uci_har-verified-{_digest(there.stamps(), sorted(sha256.items()))}"
     try:

@@ -1,4 +1,4 @@
-"""Windows of inertial signals: who is trained on, who is held out, and how training windows are varied."""
+"""Windows of inertial signals, and whose are trained on, held out or tested on."""
 
 import copy
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.loading.counter_random import normal, uniform
+from data.har.augmentation import Augmentation, WindowAugmenter
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
@@ -16,8 +16,6 @@ SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_ac
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 WINDOW_LENGTH = 128
 SAMPLE_RATE_HZ = 50
-
-_TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,6 @@ class HarRecordings:
     is_test: np.ndarray
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """Random changes of training windows; a strength of 0 turns a change off.
-
-    max_rotation_deg: the phone sits differently: one rotation of the three triplets of a window together, about a
-        random axis, by an angle uniform in [-max, max] degrees.
-    scale_std: each channel is multiplied by a factor from N(1, scale_std), in physical units.
-    tempo_spread: the person moves faster or slower, by a factor uniform in [1 - spread, 1 + spread]: the window is
-        stretched or squeezed about its middle, and where it then falls short, its first or last sample is held.
-    jitter_std: white noise, in standard deviations of the channel.
-    """
-
-    max_rotation_deg: float
-    scale_std: float
-    tempo_spread: float
-    jitter_std: float
-
-
 class HarDataset:
     """Windows of some people in physical units, in memory that processes share."""
 
@@ -69,7 +49,7 @@ class HarDataset:
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
         """{"signals": (n, 9, 128) float32, "label": (n,) int64}."""
-        signals = self._signals[self._rows[keys.index]]
+        signals = self._signals.take(self._rows.take(keys.index), axis=0)
         if self._augment is not None:
             signals = self._augment(signals, keys.epoch, keys.index)
         return {"signals": signals, "label": self.labels[keys.index]}
@@ -103,57 +83,6 @@ class FeaturedDataset:
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
         """What the data set gives, and {"features": (n, ...) float32}."""
         return {**self._dataset.__getitems__(keys), "features": self._features[keys.index]}
-
-
-class WindowAugmenter:
-    """Applies an Augmentation."""
-
-    def __init__(self, strength: Augmentation, std: np.ndarray, seed: int) -> None:
-        """std: (9,), the deviation of each channel, in which jitter is measured."""
-        self._strength = strength
-        self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
-        self._seed = seed
-
-    def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """signals: (n, 9, 128) float32, left as they are. index: (n,) their sample ids."""
-        triplets = self.linear_map(epoch, index) @ signals.reshape(-1, 3, 3, signals.shape[-1])
-        augmented = triplets.reshape(signals.shape)
-        if self._strength.tempo_spread > 0:
-            draw = uniform(self._seed, epoch, index, (), _TEMPO_STREAM)
-            augmented = at_tempo(augmented, 1 + np.float32(self._strength.tempo_spread) * (2 * draw - 1))
-        if self._strength.jitter_std > 0:
-            augmented += self._noise * normal(self._seed, epoch, index, signals.shape[1:], _JITTER_STREAM)
-        return augmented
-
-    def linear_map(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """The random rotation, then scale, of each window's triplets: (n, 3, 3, 3) float32."""
-        turn = uniform(self._seed, epoch, index, (), _TURN_STREAM)
-        angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
-        draws = normal(self._seed, epoch, index, (12,), _MAP_STREAM)
-        scale = 1 + np.float32(self._strength.scale_std) * draws[:, 3:].reshape(-1, 3, 3, 1)
-        return scale * rotation_matrices(draws[:, :3], angle)[:, None]
-
-
-def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:
-    """Rotations by the angles (n,), in radians, about the axes (n, 3), of any length: (n, 3, 3), by Rodrigues."""
-    x, y, z = (axis / np.linalg.norm(axis, axis=1, keepdims=True)).T
-    zero = np.zeros_like(x)
-    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=1).reshape(-1, 3, 3)
-    sin, cos = np.sin(angle)[:, None, None], np.cos(angle)[:, None, None]
-    return np.eye(3, dtype=axis.dtype) + sin * cross + (1 - cos) * (cross @ cross)
-
-
-def at_tempo(signals: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """Windows (n, C, T) played `factor` (n,) times as fast about their middles, by linear interpolation."""
-    last = signals.shape[-1] - 1
-    middle = np.float32(last / 2)
-    time = np.clip((np.arange(last + 1, dtype=np.float32) - middle) * factor[:, None] + middle, 0, last)
-    before = np.minimum(time.astype(np.int64), last - 1)
-    share = (time - before)[:, None]
-    before = before[:, None]
-    left, right = (np.take_along_axis(signals, position, axis=2) for position in (before, before + 1))
-    left += share * (right - left)
-    return left
 
 
 def split_by_subject(

@@ -11,61 +11,14 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
-from trainer.checkpoint.background import BackgroundSaver, Snapshot
+from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.snapshot import snapshot, state_bytes
 from trainer.cli import main
 from trainer.loading.errors import BadInput
 
 ARGV = ["--task", WEIGHTED, "--num-threads", "1", "--device", "cpu", "--lr", "0.01", "--dropout", "0.1"]
-
-
-# --- the copy ----------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_does_not_change_with_the_state():
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optimizers": {"train": optimizer.state_dict()}, "step": 1, "best": None}
-    before = json.dumps(snapshot(state), default=torch.Tensor.tolist)
-    copy = snapshot(state)
-    for tensor in [*model.state_dict().values(), *optimizer.state[model.weight].values()]:
-        tensor.fill_(7)
-    assert json.dumps(copy, default=torch.Tensor.tolist) == before
-    assert copy["model"]._metadata == model.state_dict()._metadata
-
-
-def test_a_snapshot_keeps_shared_tensors_shared_and_views_small():
-    table = torch.zeros(100, 10)
-    copy = snapshot({"a": table, "b": [table], "row": table[3], "other": torch.zeros(100, 10)})
-    assert copy["a"].data_ptr() == copy["b"][0].data_ptr()
-    assert copy["other"].data_ptr() != copy["a"].data_ptr()
-    assert copy["row"].untyped_storage().nbytes() == 40
-    assert state_bytes(copy) == 2 * 4000 + 40
-
-
-def test_a_snapshot_uses_spare_memory_where_it_fits():
-    old = snapshot({"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(3)})
-    memory = {tensor.data_ptr() for tensor in (old["a"], old["b"])}
-    state = {"a": torch.ones(10), "b": torch.full((10,), 2.0), "c": torch.ones(4), "d": torch.ones(10).double()}
-    new = snapshot(state, old)
-    assert {new["a"].data_ptr(), new["b"].data_ptr()} == memory
-    assert all(torch.equal(new[name], value) for name, value in state.items())
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(0), torch.tensor(3), torch.arange(6.0).view(2, 3).t(), torch.eye(3).to_sparse(), torch.ones(2) > 0],
-)
-def test_any_kind_of_tensor_is_copied(tensor):
-    copy = snapshot({"x": tensor})["x"]
-    assert torch.equal(copy.to_dense(), tensor.to_dense())
-    assert (copy.dtype, copy.layout) == (tensor.dtype, tensor.layout)
 
 
 # --- the thread --------------------------------------------------------------------------------------------------
@@ -80,6 +33,7 @@ def directory(tmp_path):
 
 
 def moment(step, is_best=False):
+    """What a saver is to start with."""
     state = {
         "model": {"weight": torch.full((50,), float(step))},
         **{name: {} for name in ("optimizers", "totals", "environment", "config")},
@@ -87,7 +41,7 @@ def moment(step, is_best=False):
         "step": step,
         "best": None,
     }
-    return Snapshot(state, 0.5, is_best)
+    return state, 0.5, is_best
 
 
 def steps_on_disk(directory):
@@ -119,7 +73,7 @@ def gate(monkeypatch):
 def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, gate):
     saver = BackgroundSaver(directory)
     gate.clear()
-    saver.start(moment(1))
+    saver.start(*moment(1))
     assert not (directory.path / "checkpoint_1.pth").exists()
     gate.set()
     saver.finish()
@@ -130,12 +84,12 @@ def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, 
 def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
-    saver.start(moment(1))
+    saver.start(*moment(1))
     saver.wait()
     assert "training goes on and tries again at the next save" in saver.take_refusal()
     assert saver.take_refusal() is None
     gate.refusal = None
-    saver.start(moment(2))
+    saver.start(*moment(2))
     saver.finish()
     assert steps_on_disk(directory) == [2]
 
@@ -145,7 +99,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
     gate.refusal = errno.EDQUOT
     for step, is_best in [(1, True), (2, False), (3, True), (4, False), (5, False)]:
         saver.wait()
-        saver.start(moment(step, is_best))
+        saver.start(*moment(step, is_best))
     saver.wait()
     gate.refusal = None
     saver.finish()
@@ -156,7 +110,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
 def test_at_the_end_a_full_disk_is_an_error(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
-    saver.start(moment(1))
+    saver.start(*moment(1))
     with pytest.raises(BadInput, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
         saver.finish()
     assert not [path for path in directory.path.iterdir() if path.suffix in (".tmp", ".pth")]
@@ -165,7 +119,7 @@ def test_at_the_end_a_full_disk_is_an_error(directory, gate):
 def test_any_other_error_reaches_whoever_waits(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.EIO
-    saver.start(moment(1))
+    saver.start(*moment(1))
     with pytest.raises(BadInput, match=r"checkpoint_1.pth: Input/output error"):
         saver.wait()
 

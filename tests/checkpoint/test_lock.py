@@ -5,10 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.conftest import ROOT, WEIGHTED
+from tests.conftest import ROOT, TINY, WEIGHTED
 from trainer.checkpoint.lock import DirectoryLock
 from trainer.cli import main
 from trainer.loading.errors import BadInput
@@ -81,3 +82,25 @@ def test_a_damaged_file_keeps_nobody_out(content, tmp_path):
     (tmp_path / "lock").write_bytes(content)
     take(tmp_path)
     assert (tmp_path / "lock").read_bytes() == b""
+
+
+def test_two_jobs_on_one_folder(refused, tmp_path, environment):
+    args = [*TINY, "--epochs", 100, "--delay-s", 0.5, "--save-dir", tmp_path]
+    first = subprocess.Popen(
+        [sys.executable, "main.py", *map(str, args)],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (tmp_path / "config.json").exists():
+            assert first.poll() is None
+            time.sleep(0.02)
+        for more in ([], ["--fresh"]):
+            refused([f"--save-dir {tmp_path}: in use by process {first.pid} "], *args, *more)
+        assert not list(tmp_path.glob("previous-*"))
+    finally:
+        first.kill()
+        first.wait()

@@ -1,36 +1,24 @@
-"""`--seeds` and `--folds`: each run is the one that the same flags give by hand, however the set is broken off."""
+"""`--seeds` and `--folds`: each run is the one that the same flags give by hand."""
 
-import functools
-import itertools
 import json
 import os
-import pty
 import re
-import select
-import signal
 import statistics
 import subprocess
 import sys
-import termios
-import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from models.har.harnet import HarNet
-from models.layers.ensemble import Ensemble
 from models.layers.standardised import Standardised
-from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load
-from trainer.cli import main
+from tests.conftest import TINY, WEIGHTED, assert_same_bits, contents, load
 from trainer.commands.flags import parse
-from trainer.commands.processes import Child, run_children
-from trainer.commands.several import choose_places
+from trainer.commands.scheduler import choose_slots
 from trainer.loading.order import SampleKeys
-from trainer.parallel.environment import DeviceFlags
-from trainer.parallel.signals import StopRequest
+from trainer.parallel.devices import DeviceFlags
 from trainer.tasks.har import HarFlags, HarTask
 
 SMALL = [
@@ -47,19 +35,6 @@ def table_of(lines):
 
 def read(path):
     return json.loads(path.read_text())
-
-
-@pytest.fixture
-def cli(capsys, signals_restored):
-    """Runs a command line in this process: (exit status, lines of standard output, lines of standard error)."""
-
-    def run(*args, several_devices=False):
-        capsys.readouterr()
-        status = main([str(arg) for arg in args], several_devices)
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -126,26 +101,13 @@ def test_ensemble_is_the_mean_of_the_probabilities(seeds, cache_dir):
     assert metrics["test/loss"] == pytest.approx(float(-of_label.log().mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_ensemble_of_models_that_are_sure_of_different_things(dtype):
-    """Probabilities far below what half precision tells from 0 still have a logarithm."""
-    members = [torch.nn.Linear(2, 3, dtype=dtype) for _ in range(3)]
-    x = 100 * torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype)
-    logits = torch.stack([member(x) for member in members]).double()
-    expected = logits.softmax(dim=2).mean(dim=0)
-    found = Ensemble(members)(x)
-    assert found.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(found.double().exp(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.isfinite(found).all()
-
-
 def test_finished_ones_print_their_table_again_without_training(seeds, har, cli):
     directory, done = seeds
     before = {path: path.stat().st_mtime_ns for path in directory.glob("seed-*/**/*")}
     status, out, err = cli(*har, "--seed", 3, "--seeds", 2, "--save-dir", directory)
     assert (status, err) == (0, [])
-    assert out[0].endswith("finished already: 2")
-    assert sorted(table_of(out)) == sorted(table_of(done.stdout.splitlines()))
+    assert out.splitlines()[0].endswith("finished already: 2")
+    assert sorted(table_of(out.splitlines())) == sorted(table_of(done.stdout.splitlines()))
     assert {path: path.stat().st_mtime_ns for path in directory.glob("seed-*/**/*")} == before
 
 
@@ -173,182 +135,20 @@ def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har,
     assert f"--val-subjects {' '.join(map(str, held_out[0]))}, not" in cli(*argv, "--folds", 3)[2][0]
 
 
-# --- as processes ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def start(environment):
-    """Starts a set of runs in the background."""
-    started = []
-
-    def run(*args, **variables):
-        process = subprocess.Popen(
-            [sys.executable, *map(str, args)],
-            cwd=ROOT,
-            env=environment | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def wait_until(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def has_trained(directory):
-    path = directory / "metrics.jsonl"
-    return path.exists() and '"event": "epoch"' in path.read_text()
-
-
-def processes_marked(mark):
-    """Ids of all living processes with this in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def assert_same_as_by_hand(directory, argv, seed, cli):
-    alone = directory.parent / f"alone-{seed}"
-    assert cli(*argv, "--delay-s", 0, "--seed", seed, "--save-dir", alone)[0] == 0
-    for name in ("best.pth", "final.pth"):
-        assert_same_bits(load(alone / name), load(directory / f"seed-{seed}" / name))
-
-
-SLOWLY = [*WEIGHTED_RUN, "--epochs", 6, "--delay-s", 0.2]
+@pytest.mark.slow
+def test_folds_of_seeds_on_several_processes(command, har, tmp_path):
+    """Each run is one of two processes, one run after the other."""
+    launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+    out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path).stdout
+    assert "4 runs" in out and "one after the other" in out
+    runs = read(tmp_path / "summary.json")["runs"]
+    assert [run["directory"] for run in runs] == ["fold-1/seed-0", "fold-1/seed-1", "fold-2/seed-0", "fold-2/seed-1"]
+    assert all(read(tmp_path / run["directory"] / "results.json")["world_size"] == 2 for run in runs)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["main.py"],
-        ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"],
-    ],
-)
-def test_killed_parent_leaves_no_process_and_nothing_unsaved(launcher, start, tmp_path):
-    argv = [*SLOWLY, "--device", "cpu", "--seeds", 2, "--save-dir", tmp_path]
-    parent = start(*launcher, *argv, LOCKSTEP_TEST_MARK=str(tmp_path))
-    wait_until(lambda: has_trained(tmp_path / "seed-0"))
-    assert len(processes_marked(str(tmp_path))) >= 2
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not processes_marked(str(tmp_path)), timeout_s=15)
-    assert "Stopped as asked; everything is saved" in (tmp_path / "seed-0" / "train.log").read_text()
-    assert 3 <= load(tmp_path / "seed-0" / "last.pth")["step"] < 18
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_stopped_by_a_signal_all_save_and_the_same_command_goes_on(number, start, command, cli, tmp_path):
-    directory = tmp_path / "set"
-    argv = [*SLOWLY, "--seeds", 3, "--save-dir", directory]
-    parent = start("main.py", *argv)
-    wait_until(lambda: has_trained(directory / "seed-0"))
-    parent.send_signal(number)
-    out, err = parent.communicate(timeout=30)
-    assert (parent.returncode, err) == (128 + number, "")
-    assert out.splitlines()[-1] == "Stopped as asked; everything is saved. The same command goes on from here."
-    assert not (directory / "summary.json").exists()
-    assert "Stopped as asked" in (directory / "seed-0" / "train.log").read_text()
-    command("main.py", *argv)
-    for seed in (0, 1, 2):
-        assert_same_as_by_hand(directory, SLOWLY, seed, cli)
-    assert sorted(path.name for path in directory.iterdir()) == ["lock", "seed-0", "seed-1", "seed-2", "summary.json"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [["main.py"], ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"]])
-def test_ctrl_c_on_a_terminal_saves(launcher, environment, tmp_path):
-    """The terminal sends it to every process of the foreground; a run that got it twice would leave without saving."""
-    argv = [sys.executable, *launcher, *SLOWLY, "--device", "cpu", "--seeds", "2", "--save-dir", tmp_path]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        os.execve(sys.executable, list(map(str, argv)), environment)
-    termios.tcsetwinsize(terminal, (24, 100))
-    shown = b""
-
-    def drain(condition, timeout_s):
-        nonlocal shown
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, shown.decode()
-            if select.select([terminal], [], [], 0.05)[0]:
-                try:
-                    shown += os.read(terminal, 65536)
-                except OSError:  # the other end is closed
-                    time.sleep(0.05)
-
-    status = []
-
-    def has_ended():
-        ended, code = os.waitpid(pid, os.WNOHANG)
-        status.extend([code] * (ended == pid))
-        return bool(status)
-
-    try:
-        drain(lambda: has_trained(tmp_path / "seed-0"), 90)
-        os.write(terminal, b"\x03")
-        drain(has_ended, 30)
-    finally:
-        if not status:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        os.close(terminal)
-    assert os.waitstatus_to_exitcode(status[0]) == 130, shown.decode()
-    assert "Stopped as asked" in (tmp_path / "seed-0" / "train.log").read_text()
-    assert b"/12" in shown.replace(b" ", b"") and b"seed-0" in shown  # a bar over the epochs of both
-
-
-@contextmanager
-def in_use(directory):
-    """Another process has the folder; gives its id."""
-    directory.mkdir(exist_ok=True)
-    code = (
-        "import fcntl, os, sys; lock = open(sys.argv[1], 'a+'); fcntl.lockf(lock, fcntl.LOCK_EX); "
-        "print(f'process {os.getpid()} on this machine', file=lock, flush=True); print(flush=True); sys.stdin.read()"
-    )
-    argv = [sys.executable, "-c", code, str(directory / "lock")]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        holder.stdout.readline()
-        yield holder.pid
-        holder.stdin.close()
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
-    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
-    with in_use(tmp_path / "seed-1") as pid:
-        done = command("main.py", *argv, status=2)
-    (line,) = done.stderr.splitlines()
-    directory = tmp_path / "seed-1"
-    assert line.startswith(f"error: {directory}: --save-dir {directory}: in use by process {pid} on this machine; ")
-    assert (tmp_path / "seed-0" / "results.json").exists()
-    assert (tmp_path / "seed-1.stderr").read_text() and not (tmp_path / "seed-0.stderr").exists()
-    assert not (tmp_path / "summary.json").exists() and "mean" not in done.stdout
-
-
-@pytest.mark.slow
-def test_finished_runs_with_other_flags_are_named(command, tmp_path):
-    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
+def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
+    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     command("main.py", *argv)
     out = command("main.py", *argv, "--lr", 0.02).stdout
     assert f"{tmp_path / 'seed-1'} was finished before, with --lr 0.01 instead of 0.02; to train it anew" in out
@@ -365,70 +165,14 @@ def test_finished_runs_with_other_flags_are_named(command, tmp_path):
     assert "seed-1: no checkpoint in it is intact" in failed.stderr and len(failed.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_folds_of_seeds_on_several_processes(command, har, tmp_path):
-    """Each run is one of two processes, one run after the other."""
-    launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
-    out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path).stdout
-    assert "4 runs" in out and "one after the other" in out
-    runs = read(tmp_path / "summary.json")["runs"]
-    assert [run["directory"] for run in runs] == ["fold-1/seed-0", "fold-1/seed-1", "fold-2/seed-0", "fold-2/seed-1"]
-    assert all(read(tmp_path / run["directory"] / "results.json")["world_size"] == 2 for run in runs)
-
-
-def note_place(path, status):
-    """What a child does here instead of a run."""
-    started = time.time()
-    time.sleep(0.5)
-    path.write_text(json.dumps([os.environ["PLACE"], started, time.time()]))
-    print("to standard output")
-    print(f"{path.stem} is done", file=sys.stderr)
-    if status < 0:
-        os.kill(os.getpid(), -status)
-    return status
-
-
-def run_all(folder, places, statuses):
-    """(names of those that ended well, failures)"""
-    children = [Child(folder / str(i), functools.partial(note_place, folder / f"{i}.json", s)) for i, s in statuses]
-    ended = []
-    slots = [{"PLACE": place} for place in places]
-    failures = run_children(
-        children, slots, StopRequest(), lambda running: None, lambda child: ended.append(child.directory.name)
-    )
-    return sorted(ended), failures
-
-
-@pytest.mark.slow
-def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
-    ended, (failure,) = run_all(tmp_path, "a", enumerate([0, 7, 0]))
-    assert ended == ["0"] and not (tmp_path / "2.json").exists()
-    assert failure.status == 7
-    assert failure.message() == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
-    assert capfd.readouterr() == ("", "")
-    assert (tmp_path / "0.stderr").read_text() == "0 is done\n"
-    _, (failure,) = run_all(tmp_path, "a", [(3, -signal.SIGKILL)])
-    assert failure.status == 137
-    assert failure.message().startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command goes on")
-
-
-@pytest.mark.slow
-def test_a_place_has_one_run_at_a_time(tmp_path):
-    assert run_all(tmp_path, "ab", enumerate([0] * 5)) == (list("01234"), [])
-    intervals = sorted(read(tmp_path / f"{i}.json") for i in range(5))
-    assert {place for place, _, _ in intervals} == {"a", "b"}
-    for (place, _, end), (next_place, start_of_next, _) in itertools.pairwise(intervals):
-        assert place != next_place or end <= start_of_next
-
-
 # --- where they run ----------------------------------------------------------------------------------------------
 
 
-def test_places_on_the_cpu():
+def test_slots_on_the_cpu():
     for num_threads in (None, 1, NUM_CORES, 10 * NUM_CORES):
-        places = choose_places(DeviceFlags("cpu", num_threads), None)
-        assert len(places.slots) == max(1, NUM_CORES // (num_threads or 1))
-        assert places.flags == ["--num-threads", str(num_threads or 1)]
+        slots = choose_slots(DeviceFlags("cpu", num_threads), None)
+        assert len(slots.variables) == max(1, NUM_CORES // (num_threads or 1))
+        assert slots.flags == ["--num-threads", str(num_threads or 1)]
 
 
 @pytest.mark.parametrize(
@@ -439,15 +183,15 @@ def test_places_on_the_cpu():
         ("5,3", "cuda:1", [{}]),
     ],
 )
-def test_places_on_two_gpus(visible, device, expected, monkeypatch):
+def test_slots_on_two_gpus(visible, device, expected, monkeypatch):
     """As on a machine with two, whatever this one has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    places = choose_places(DeviceFlags(device), None)
-    assert (places.slots, places.flags) == (expected, [])
+    slots = choose_slots(DeviceFlags(device), None)
+    assert (slots.variables, slots.flags) == (expected, [])
 
 
 # --- refused -----------------------------------------------------------------------------------------------------
@@ -467,8 +211,45 @@ def test_more_folds_than_people(cli, har, tmp_path):
     assert not (tmp_path / "set").exists()
 
 
+@contextmanager
+def in_use(directory):
+    """Another process has the folder; gives its id."""
+    directory.mkdir(exist_ok=True)
+    code = (
+        "import fcntl, os, sys; lock = open(sys.argv[1], 'a+'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+        "print(f'process {os.getpid()} on this machine', file=lock, flush=True); print(flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(directory / "lock")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        yield holder.pid
+        holder.stdin.close()
+
+
 def test_folder_in_use_is_refused_once(cli, har, tmp_path):
     with in_use(tmp_path) as pid:
         status, _, (line,) = cli(*har, "--seeds", 2, "--save-dir", tmp_path)
     assert status == 2 and line.startswith(f"error: --save-dir {tmp_path}: in use by process {pid} ")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
+    argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
+    with in_use(tmp_path / "seed-1") as pid:
+        done = command("main.py", *argv, status=2)
+    (line,) = done.stderr.splitlines()
+    directory = tmp_path / "seed-1"
+    assert line.startswith(f"error: {directory}: --save-dir {directory}: in use by process {pid} on this machine; ")
+    assert (tmp_path / "seed-0" / "results.json").exists()
+    assert (tmp_path / "seed-1.stderr").read_text() and not (tmp_path / "seed-0.stderr").exists()
+    assert not (tmp_path / "summary.json").exists() and "mean" not in done.stdout
+
+
+def test_several_runs_in_the_folder_of_a_single_one(train, refused, tmp_path):
+    train(tmp_path)
+    before = contents(tmp_path)
+    refused(
+        [f"--save-dir {tmp_path}: holds a single run; --seeds 2 needs"], *TINY, "--seeds", 2, "--save-dir", tmp_path
+    )
+    assert contents(tmp_path) == before

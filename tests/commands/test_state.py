@@ -11,13 +11,14 @@ from itertools import count
 
 import pytest
 
-from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED, launcher
-from tests.parallel.test_launch import free_port
+from tests.conftest import ROOT, WEIGHTED, launcher
+from tests.helpers.processes import free_port
 from trainer.commands.state import STATE
 
 STEPS_PER_EPOCH = 3
 TINY = ["--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
 UNIQUE = count()
+pytestmark = pytest.mark.usefixtures("no_rank_variables")
 
 # What happens as epoch 2 begins; `directory` is that of the run.
 HAPPENING = """
@@ -33,12 +34,6 @@ class Happening(Weighted):
         if epoch == 1:
             {statement}
 """
-
-
-@pytest.fixture(autouse=True)
-def shell(monkeypatch):
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 from tests.conftest import ROOT, load
 from trainer.commands.flags import DEFAULT_CACHE, EXAMPLES, TRAINER_GROUPS, parse
 from trainer.config import build_parser
-from trainer.parallel.environment import MultiDeviceFlags
-from trainer.tasks import TASKS
+from trainer.parallel.devices import MultiDeviceFlags
+from trainer.tasks import TASKS, find_task
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SCRIPTS = {"main.py": False, "main_multi_gpu.py": True}
@@ -23,7 +23,7 @@ OWN_TASK = "examples/own_task.py:Spirals"
 
 def group_types() -> list[type]:
     """The groups of flags of every task."""
-    return [*TRAINER_GROUPS, *(task.Config for task in TASKS.values())]
+    return [*TRAINER_GROUPS, *(find_task(name).Config for name in TASKS)]
 
 
 def heading(group: type) -> str:
@@ -118,7 +118,7 @@ def test_reference_covers_the_scripts_own_parser(script, task, monkeypatch, caps
         parse(["--task", task, "--help"], SCRIPTS[script])
     assert ended.value.code == 0
     shown = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
-    groups = {heading(group) for group in (*TRAINER_GROUPS, TASKS[task].Config)}
+    groups = {heading(group) for group in (*TRAINER_GROUPS, find_task(task).Config)}
     if not SCRIPTS[script]:
         groups.remove(heading(MultiDeviceFlags))
     assert shown == {name.split()[0] for title, name in documented_flags() if title in groups}
@@ -126,10 +126,10 @@ def test_reference_covers_the_scripts_own_parser(script, task, monkeypatch, caps
 
 @pytest.mark.parametrize("task", TASKS)
 def test_reference_has_the_tasks_own_defaults_of_other_flags(task):
-    section = reference("Flags").split(f"\n### {heading(TASKS[task].Config)}\n")[1].split("\n### ")[0]
+    section = reference("Flags").split(f"\n### {heading(find_task(task).Config)}\n")[1].split("\n### ")[0]
     stated = re.search(r"Other defaults of this task: (.*?)\.\n", section, re.DOTALL)
     found = dict(re.findall(r"`--([a-z-]+) (\S+)`", stated[1])) if stated else {}
-    assert found == {name.replace("_", "-"): str(value) for name, value in TASKS[task].defaults.items()}
+    assert found == {name.replace("_", "-"): str(value) for name, value in find_task(task).defaults.items()}
 
 
 # --- commands --------------------------------------------------------------------------------------------------

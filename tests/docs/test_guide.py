@@ -24,7 +24,7 @@ from trainer.parallel.environment import RankEnvironment
 GUIDE = (ROOT / "docs" / "multi_gpu_guide.md").read_text()
 TINY = ["--task", WEIGHTED, "--num-threads", "1", "--cache-dir", "cache"]
 SHORT = ["--steps", "2", "--settling-steps", "1"]
-NEEDS = ("GPUs", "several nodes", "SLURM", "jq", "a server and a browser")
+NEEDS = ("GPUs", "several nodes", "SLURM")
 MARKER = re.compile(rf"# needs ({'|'.join(NEEDS)})\b.*\n")
 
 

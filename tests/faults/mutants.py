@@ -7,11 +7,11 @@ from typing import Any
 
 import trainer.checkpoint.directory
 import trainer.checkpoint.file
+import trainer.commands.resume
 import trainer.logs.run_log
-import trainer.loop.run
 from trainer.checkpoint.directory import RunDirectory
-from trainer.loop.ema import WeightAverage
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
+from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 
@@ -34,7 +34,7 @@ def position_off_by_one() -> None:
         position = run.progress.position
         run.progress.position = Position(position.epoch, position.phase, position.samples + 1)
 
-    _after(Run, "restore", shift)
+    _after(trainer.commands.resume, "restore", shift)
 
 
 def moments_not_restored() -> None:
@@ -44,11 +44,11 @@ def moments_not_restored() -> None:
 
 
 def average_not_restored() -> None:
-    WeightAverage.restore = lambda self, state: None  # type: ignore[method-assign]
+    ExponentialMovingAverage.restore = lambda self, state: None  # type: ignore[method-assign]
 
 
 def sums_not_restored() -> None:
-    _after(Run, "restore", lambda run, state: run.progress.start_totals())
+    _after(trainer.commands.resume, "restore", lambda run, state: run.progress.start_totals())
 
 
 def metrics_not_cut_back() -> None:
@@ -105,9 +105,9 @@ def evicted_first() -> None:
     save = RunDirectory.save
 
     def evict_and_save(directory: RunDirectory, *args: Any) -> Path:
-        for entry in directory._entries[:]:
+        for entry in directory.entries[:]:
             (directory.path / entry.file).unlink()
-            directory._entries.remove(entry)
+            directory.entries.remove(entry)
         return save(directory, *args)
 
     RunDirectory.save = evict_and_save  # type: ignore[method-assign]
@@ -117,4 +117,4 @@ def best_not_restored() -> None:
     def forget(run: Run, state: Any) -> None:
         run.progress.best = None
 
-    _after(Run, "restore", forget)
+    _after(trainer.commands.resume, "restore", forget)

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT, load
 from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
 from tests.faults.samples import Part, global_batches, promised_step, whole_lines
-from tests.parallel.test_launch import free_port
+from tests.helpers.processes import free_port
 from trainer.commands.state import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.

@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import ROOT, launcher
-from tests.parallel.test_launch import NO_GPU, end_session, free_port, left_of_session, session_members
-from trainer.parallel.diagnosis import Break, blame, blame_store_host
-from trainer.parallel.heartbeat import Note
+from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, session_members, torchrun
+from trainer.parallel.diagnosis import GroupDiagnosis
+from trainer.parallel.heartbeat import Heartbeat
+from trainer.parallel.phase import CurrentPhase
 
 FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
 TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
@@ -24,11 +24,6 @@ TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "
 TRACEBACK = "Traceback (most recent call last)"
 PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"
 slow = pytest.mark.slow
-
-
-def torchrun(world_size):
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
-            "main_multi_gpu.py", "--multi-gpu", "ddp"]  # fmt: skip
 
 
 def shared_memory_of(pids):
@@ -257,50 +252,69 @@ def test_launcher_that_is_killed_leaves_no_process(environment, tmp_path):
         end_session(process.pid)
 
 
-# --- who is to blame ---------------------------------------------------------------------------------------------
+# --- which rank is missing ---------------------------------------------------------------------------------------
 
 MEMBERS = [f"process {10 + rank} on host" for rank in range(3)]
-WAITED = Break(0, "backward at optimizer step 7", 120.0, "--hang-timeout-s 120", "timed out")
-BROKEN = Break(0, "backward at optimizer step 7", None, "--hang-timeout-s 120", "RuntimeError: closed by peer")
+WAITED_S, BROKEN = 120.0, None
 
 
-def note(number, seconds=1.0, ago=0.0):
-    return Note("forward at optimizer step 7", number, seconds, time.time() - ago)
+@pytest.fixture
+def diagnosis():
+    """Of rank 0."""
+    phase = CurrentPhase()
+    phase.name, phase.step = "backward", 7
+    return GroupDiagnosis(phase, None, 0, MEMBERS, {"--hang-timeout-s": WAITED_S}, reports_lost_store=False)
 
 
-def test_the_ranks_that_have_come_least_far_are_late():
-    found = blame(WAITED, {0: note(9), 1: note(7, 130.4), 2: note(9)}, {}, MEMBERS)
+def answer(number, seconds=1.0):
+    return Heartbeat("forward at optimizer step 7", number, seconds, time.time(), answers_ping=True)
+
+
+def no_answer(number, ago):
+    return Heartbeat("forward at optimizer step 7", number, 1.0, time.time() - ago, answers_ping=False)
+
+
+def test_the_ranks_that_have_come_least_far_are_late(diagnosis):
+    found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7, 130.4), 2: answer(9)})
     assert found == (
         "rank 1 of 3 is late: in forward at optimizer step 7 for 130 s (process 11 on host); "
         "rank 0 waited 120 s for it in backward at optimizer step 7 (--hang-timeout-s 120)"
     )
-    both = blame(WAITED, {0: note(9), 1: note(7), 2: note(7)}, {}, MEMBERS)
+    both = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7), 2: answer(7)})
     assert "rank 1 of 3 is late" in both
     assert "rank 2 of 3 is late" in both
 
 
-def test_a_silent_rank_is_to_blame_before_a_late_one():
-    found = blame(WAITED, {0: note(9), 1: note(7)}, {2: note(6, ago=125)}, MEMBERS)
+def test_a_silent_rank_is_missing_before_a_late_one(diagnosis):
+    found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7), 2: no_answer(6, ago=125)})
     assert found.startswith(
         "rank 2 of 3 gives no sign of life (process 12 on host), noted 125 s ago in forward at optimizer step 7; "
     )
     assert "rank 1" not in found
 
 
-def test_nobody_is_blamed_when_all_are_alive_and_equally_far():
-    for found in (WAITED, BROKEN):
-        said = blame(found, dict.fromkeys(range(3), note(9)), {}, MEMBERS)
-        assert said.endswith(f"in backward at optimizer step 7, and all ranks are alive: {found.error}")
+def test_a_rank_that_never_sent_a_heartbeat_is_missing(diagnosis):
+    found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(9)})
+    assert found.startswith("rank 2 of 3 gives no sign of life (process 12 on host); rank 0 waited 120 s for it in ")
 
 
-def test_without_the_store_its_keeper_is_missing():
-    assert blame_store_host(BROKEN, MEMBERS).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
-    assert "no sign of life" in blame_store_host(WAITED, MEMBERS)
+def test_no_rank_is_missing_when_all_are_alive_and_equally_far(diagnosis):
+    for waited_s, error in ((WAITED_S, "timed out"), (BROKEN, "RuntimeError: closed by peer")):
+        said = diagnosis.diagnose(waited_s, error, dict.fromkeys(range(3), answer(9)))
+        assert said.endswith(f"in backward at optimizer step 7, and all ranks are alive: {error}")
 
 
-def test_a_job_without_checkpoints_is_not_said_to_go_on():
-    found = replace(BROKEN, has_checkpoints=False)
-    for said in (blame(found, {0: note(9), 1: note(9)}, {}, MEMBERS), blame_store_host(found, MEMBERS)):
+def test_without_the_store_its_keeper_is_missing(diagnosis):
+    assert diagnosis.diagnose_lost_store(BROKEN).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
+    assert "no sign of life" in diagnosis.diagnose_lost_store(WAITED_S)
+
+
+def test_a_job_without_checkpoints_is_not_said_to_go_on(diagnosis):
+    diagnosis.has_checkpoints = False
+    for said in (
+        diagnosis.diagnose(BROKEN, "", {0: answer(9), 1: answer(9)}),
+        diagnosis.diagnose_lost_store(BROKEN),
+    ):
         assert "is gone" in said and "checkpoint" not in said
 
 

@@ -15,8 +15,9 @@ import torch
 
 from data.har.uci_har import load_uci_har
 from data.interactions.reader import load_interactions
-from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
-from tests.data.har.test_har_data import write_layout
+from tests.conftest import ROOT, WEIGHTED
+from tests.helpers.malicious import Malicious
+from tests.helpers.uci_har_files import write_layout
 from trainer.checkpoint.file import size_and_sum
 from trainer.cli import main
 from trainer.loading.cache import cached_arrays
@@ -24,25 +25,10 @@ from trainer.loading.errors import BadInput
 
 TINY = ["--task", WEIGHTED, "--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
 HAR = ["--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 256, "--num-threads", 1, "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def shell(monkeypatch):
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_rank_variables")
 
 
 # --- checkpoints made to execute code ----------------------------------------------------------------------------
-
-
-class Malicious:
-    """Unpickled it makes a folder: in a harmful file that would be any call."""
-
-    def __init__(self, creates: Path) -> None:
-        self.creates = creates
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.creates),)
 
 
 FORMS = {

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, launcher
-from tests.parallel.test_launch import end_session, left_of_session, num_training_ranks
+from tests.helpers.processes import end_session, left_of_session, num_training_ranks
 from trainer.parallel.signals import STOP_SIGNALS
 
 MICRO_BATCHES = 3

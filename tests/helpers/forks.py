@@ -38,7 +38,9 @@ def start(
     variables: the whole environment. out, err: files to which standard output and standard error are appended.
     """
     program = "main.py" if rank is None else "main_multi_gpu.py"
-    arguments = [program, *map(str, argv)]
+    # The server took the default from its own environment, when it imported the program.
+    cache = ["--cache-dir", f"{variables['XDG_CACHE_HOME']}/lockstep"]
+    arguments = [program, *cache, *map(str, argv)]
     process = _context.Process(target=_run, args=(arguments, dict(variables), out, err, rank, prepare))
     process.start()
     return process

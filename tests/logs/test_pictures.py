@@ -12,20 +12,18 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-from data.har.windows import CLASSES
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
 from tests.helpers.weighted_task import Sequences, Weighted
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse
-from trainer.loading.order import SampleKeys
-from trainer.logs.pictures import BLUE, CELL, GAP, LINE_COLOURS, VERMILION, WIDTH, encode, log_pictures
+from trainer.loading.order import Position
+from trainer.logs.pictures import BLUE, CELL, GAP, encode
 from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.plan import Position
+from trainer.loop.pictures import log_pictures
 from trainer.parallel.base import SingleDevice
-from trainer.task import ClassifiedCurves, ConfusionMatrix
+from trainer.task import ConfusionMatrix
 from trainer.tasks import TASKS
-from trainer.tasks.har import HarFlags, HarTask
 
 CPU = torch.device("cpu")
 STEPS_PER_EPOCH = 4  # 101 sequences
@@ -66,8 +64,8 @@ class SlowSequences(Sequences):
 
 @pytest.fixture
 def showing(monkeypatch):
-    monkeypatch.setitem(TASKS, "showing", Showing)
-    monkeypatch.setitem(TASKS, "slow", SlowData)
+    monkeypatch.setitem(TASKS, "showing", lambda: Showing)
+    monkeypatch.setitem(TASKS, "slow", lambda: SlowData)
 
 
 def train(directory, *argv):
@@ -129,37 +127,6 @@ def test_a_confusion_matrix_of_any_number_of_classes_can_be_drawn(num_classes):
     assert has_colour(image, BLUE)
 
 
-def curves(values, predicted, true):
-    confidence = torch.full((len(values),), 0.75)
-    return pixels(encode(ClassifiedCurves(values, ["p"] * values.shape[1], "xyz", predicted, confidence, true)))
-
-
-def test_curves_tell_right_from_wrong_predictions():
-    right, wrong = (curves(torch.zeros(1, 1, 3, 16), ["a"], [true]) for true in "ab")
-    title = slice(0, 30)
-    assert has_colour(right[title], BLUE) and not has_colour(right[title], VERMILION)
-    assert has_colour(wrong[title], VERMILION) and not has_colour(wrong[title], BLUE)
-
-
-def test_curves_of_all_samples_share_a_scale():
-    """A strong and a weak signal: the weak one is drawn flat, in both of its places."""
-    weak, strong = torch.sin(torch.arange(64.0)).expand(1, 1, 3, 64) * 0.01, torch.ones(1, 1, 3, 64)
-    strong = strong * torch.sin(torch.arange(64.0))
-    both = curves(torch.cat([weak, strong]), ["a", "a"], ["a", "a"])
-    panel = slice(30, 60)
-    rows_with_ink = [
-        int((np.abs(both[panel, columns] - np.array(LINE_COLOURS[2])).max(-1) < 12).any(1).sum())  # drawn last
-        for columns in (slice(0, 170), slice(180, 350))
-    ]
-    assert rows_with_ink[0] <= 3 < 20 < rows_with_ink[1]
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 3, 7, 10), (7, 2, 3, 128)])
-def test_curves_of_any_shape_can_be_drawn(shape):
-    names = ["a"] * shape[0]
-    assert curves(torch.randn(shape), names, names).shape[1] == WIDTH
-
-
 def test_an_array_is_shown_as_it_is():
     array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     summary = encode(array)
@@ -170,44 +137,13 @@ def test_an_array_is_shown_as_it_is():
             encode(wrong)
 
 
-# --- the task that comes with it -----------------------------------------------------------------------------------
-
-
-def test_har_shows_its_confusion_recalls_and_windows(cache_dir):
-    task = HarTask(HarFlags(mode="first", hidden_dims=(8,)), seed=0, cache_dir=cache_dir)
-    confusion = torch.zeros(6, 6, dtype=torch.float64)
-    confusion[0, 0], confusion[0, 3], confusion[3, 3], confusion[4, 3] = 3, 1, 5, 2
-    sums = {"loss": torch.tensor(1.0), "confusion": confusion, "weight": torch.tensor(11.0)}
-    metrics = task.summarise(sums)
-    recalls = {name: value for name, value in metrics.items() if name.startswith("recall/")}
-    assert recalls == {"recall/WALKING": 0.75, "recall/SITTING": 1.0, "recall/STANDING": 0.0}
-    assert not recalls.keys() & set(task.headline)
-
-    matrix = task.pictures(sums)["confusion_matrix"]
-    assert torch.equal(matrix.counts, confusion) and tuple(matrix.classes) == CLASSES
-
-    objective = task.build_objective().eval()
-    task.initialise(objective)
-    keys = SampleKeys(np.arange(4) * 50, epoch=0)
-    batch = task.collate(task.splits()["val"].__getitems__(keys), keys)
-    with torch.no_grad():
-        windows = task.example_pictures(objective, batch)["windows"]
-        shares = objective.model(batch["signals"]).softmax(1)
-    assert windows.true == [CLASSES[i] for i in batch["label"].tolist()]
-    assert windows.predicted == [CLASSES[i] for i in shares.argmax(1).tolist()]
-    assert torch.equal(windows.confidence, shares.amax(1))
-    signals, model = batch["signals"], objective.model
-    expected = (signals[:, 7] - model.mean[7]) / model.std[7]  # total acceleration, y
-    assert torch.equal(windows.curves[:, 2, 1], expected)
-
-
 # --- when they are drawn -------------------------------------------------------------------------------------------
 
 
 def run_with(*argv):
     flags, problems = parse(["--task", "showing", *argv], several_devices=False)
     assert problems == []
-    return assemble_run(flags, build_task(flags), SingleDevice(CPU), None)
+    return assemble_run(flags, build_task(flags), SingleDevice(CPU))
 
 
 class Recorder(SilentLog):
@@ -220,17 +156,17 @@ def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(s
     run = run_with("--ema-decay", "0.5", "--dtype", dtype, "--num-val", "17")
     run.log = Recorder()
     with torch.no_grad():
-        for parameter in run.objective.parameters():
+        for parameter in run.learner.objective.parameters():
             parameter.add_(1.0)  # as training would; the average stays behind
-    trained = [p.clone() for p in run.objective.parameters()]
-    with run.average.applied():
-        average = [p.clone() for p in run.objective.parameters()]
-    run.net.train()
+    trained = [p.clone() for p in run.learner.objective.parameters()]
+    with run.learner.ema.applied():
+        average = [p.clone() for p in run.learner.objective.parameters()]
+    run.learner.net.train()
     state = torch.get_rng_state()
     log_pictures(run, "val", {"hits": torch.tensor(3.0)})
     assert torch.equal(torch.get_rng_state(), state)
-    assert run.objective.training and all(m.training for m in run.objective.modules())
-    assert all(map(torch.equal, run.objective.parameters(), trained))
+    assert run.learner.objective.training and all(m.training for m in run.learner.objective.modules())
+    assert all(map(torch.equal, run.learner.objective.parameters(), trained))
     seen = run.task.seen
     assert all(map(torch.equal, seen["weights"], average))
     assert not seen["is_training"] and not seen["has_gradients"]

@@ -6,8 +6,9 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conftest import TINY
+from trainer.loading.order import Position
 from trainer.logs.run_log import RunLog
-from trainer.loop.plan import Position
 
 TRAIN = {"train/loss": 0.5}
 BOTH = {"train/loss": 1234567.0, "val/loss": -1.2345e-5, "val/ndcg@10": math.nan, "val/x": 0.25}
@@ -59,3 +60,10 @@ def test_names_with_an_at_sign_reach_tensorboard(written):
     assert [(e.step, e.value) for e in events.Scalars("test/ndcg@10")] == [(2, 0.75)]
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert records[1]["val/ndcg@10"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["train.log", "val.log"])
+def test_full_disk_while_logging(name, refused, tmp_path):
+    (tmp_path / name).symlink_to("/dev/full")
+    refused([f"--save-dir {tmp_path}: "], *TINY, "--save-dir", tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from trainer.loop.ema import WeightAverage
+from trainer.loop.ema import ExponentialMovingAverage
 
 
 def reference(history, decay):
@@ -16,14 +16,14 @@ def reference(history, decay):
 def test_average_follows_the_recursion_and_restores():
     torch.manual_seed(0)
     model = nn.Linear(3, 2, dtype=torch.float64)
-    average = WeightAverage(model, 0.4)
+    average = ExponentialMovingAverage(model, 0.4)
     history = [model.weight.detach().clone()]
     for _ in range(12):
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p))
         history.append(model.weight.detach().clone())
-        average.update(torch.tensor(1.0))
+        average.update(torch.tensor(True))
     with average.applied():
         torch.testing.assert_close(model.weight.detach(), reference(history, 0.4), rtol=1e-12, atol=1e-12)
     assert torch.equal(model.weight, history[-1])
@@ -32,11 +32,11 @@ def test_average_follows_the_recursion_and_restores():
 def test_state_goes_through_a_checkpoint():
     torch.manual_seed(0)
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    average, restored = WeightAverage(model, 0.9), WeightAverage(other, 0.9)
+    average, restored = ExponentialMovingAverage(model, 0.9), ExponentialMovingAverage(other, 0.9)
     for _ in range(3):
         with torch.no_grad():
             model.weight.add_(1)
-        average.update(torch.tensor(1.0))
+        average.update(torch.tensor(True))
     state = {"model": model.state_dict()}
     average.put_into(state)
     other.load_state_dict(state["model"])
@@ -45,15 +45,15 @@ def test_state_goes_through_a_checkpoint():
     for m, a in ((model, average), (other, restored)):
         with torch.no_grad():
             m.weight.mul_(2)
-        a.update(torch.tensor(1.0))
+        a.update(torch.tensor(True))
     with average.applied(), restored.applied():
         assert torch.equal(model.weight, other.weight)
 
 
 def test_off_is_the_identity():
     model = nn.Linear(2, 2)
-    average = WeightAverage(model, 0)
-    average.update(torch.tensor(1.0))
+    average = ExponentialMovingAverage(model, 0)
+    average.update(torch.tensor(True))
     state = {"model": model.state_dict()}
     average.put_into(state)
     assert list(state) == ["model"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher, load, read_metrics
-from tests.faults.test_hangs import torchrun
-from tests.parallel.test_parallel import ReplicasOnCpu, trained
+from tests.helpers.processes import torchrun
+from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.checkpoint.directory import RunDirectory
 from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.flags import parse
@@ -21,7 +21,7 @@ from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchFlags
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 
@@ -140,7 +140,7 @@ def test_recut_keeps_every_sample_once_and_its_weight():
     batch = {"x": torch.arange(7), "weight": torch.tensor([1.0, 2, 0, 0, 5, 6, 7])}
     placeholder = ({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0)
     window = [(batch, 21.0), placeholder]
-    assert recut(window, 7) is window
+    assert all(kept is whole for kept, whole in zip(recut(window, 7), window, strict=True))
     parts = recut(window, 2)
     assert [part["x"].tolist() for part, _ in parts] == [[0, 1], [2, 3], [4, 5], [6], [9]]
     assert [weight for _, weight in parts] == [3.0, 0.0, 11.0, 7.0, 0.0]
@@ -206,25 +206,25 @@ def built(parallel, directory, *more):
 
 def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12", "--fit", "4", "--tight-in", "backward")
-    before = {name: value.clone() for name, value in run.objective.state_dict().items()}
+    before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
     state = torch.get_rng_state()
     rehearse(run)
     assert (run.batches.batch_size, run.batches.grad_accum_steps, run.batches.global_batch_size) == (3, 4, 12)
     assert run.memory_limit.batch_size == 3
-    assert_same_bits(before, run.objective.state_dict())
-    assert all(p.grad is None for p in run.objective.parameters())
+    assert_same_bits(before, run.learner.objective.state_dict())
+    assert all(p.grad is None for p in run.learner.objective.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(optimizer.state for optimizer in run.optimizers.values())
+    assert not any(optimizer.state for optimizer in run.learner.optimizers.values())
 
 
 def rehearse_in_process(environment, folder):
     torch.set_num_threads(1)
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
-    run.net = parallel.wrap(run.net, a_batch(run, 0), "train")
+    run.learner.net = parallel.wrap(run.learner.net, a_batch(run, 0), "train")
     rehearse(run)
-    run.net(a_batch(run, environment.rank))["loss"].backward()
-    gradient = torch.cat([p.grad.flatten() for p in run.objective.parameters()])
+    run.learner.net(a_batch(run, environment.rank))["loss"].backward()
+    gradient = torch.cat([p.grad.flatten() for p in run.learner.objective.parameters()])
     torch.save({"batch_size": run.batches.batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")
     parallel.close()
     return 0
@@ -272,11 +272,11 @@ def test_the_longest_histories_are_rehearsed(cache_dir):
 def test_a_limit_of_something_else_does_not_count(content, tmp_path):
     (tmp_path / MEMORY).write_text(content)
     unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
-    assert unknown.remembered(RunDirectory(tmp_path, 3, print)) == unknown
+    assert unknown.remembered(tmp_path) == unknown
 
 
 def test_a_limit_counts_where_it_was_found(tmp_path):
     found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
     (tmp_path / MEMORY).write_text(found)
     unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
-    assert unknown.remembered(RunDirectory(tmp_path, 3, print)).batch_size == 4
+    assert unknown.remembered(tmp_path).batch_size == 4

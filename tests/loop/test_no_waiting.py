@@ -43,9 +43,6 @@ class Numberless(SingleDevice):
     def __init__(self) -> None:
         super().__init__(torch.device("meta"))
 
-    def _seed_generators(self, seed: int) -> None:
-        pass
-
 
 class Copies(TorchDispatchMode):
     """Notes copies to the device for which the host would wait."""
@@ -90,7 +87,7 @@ def run_of(argv: list[str], parallel: SingleDevice, cache_dir) -> Run:
     )
     assert not problems
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
-    return assemble_run(flags, task, parallel, before=None)
+    return assemble_run(flags, task, parallel)
 
 
 class EndsAfter(SilentLog):
@@ -116,7 +113,7 @@ class EndsAfter(SilentLog):
 def train_steps(run: Run, log: EndsAfter) -> None:
     run.log = log
     run.progress.start_totals()
-    run.net.train()
+    run.learner.net.train()
     with pytest.raises(EndsAfter.Reached):
         train_phase(run)
 
@@ -125,7 +122,7 @@ def train_steps(run: Run, log: EndsAfter) -> None:
 def test_nothing_of_a_step_is_fetched_from_the_device(argv, numberless, cache_dir, monkeypatch):
     monkeypatch.setattr(totals, "FOLD_EVERY", 4)
     run = run_of(argv, numberless, cache_dir)
-    assert {p.device.type for p in run.objective.parameters()} == {"meta"}
+    assert {p.device.type for p in run.learner.objective.parameters()} == {"meta"}
     with Copies() as copies:
         train_steps(run, EndsAfter(NUM_STEPS))
     assert not copies.waited_for
@@ -134,7 +131,7 @@ def test_nothing_of_a_step_is_fetched_from_the_device(argv, numberless, cache_di
 def test_a_fetched_loss_is_noticed(numberless, cache_dir, monkeypatch):
     """The negative control."""
     run = run_of(["--task", WEIGHTED], numberless, cache_dir)
-    monkeypatch.setattr(run.watch, "add", lambda attempt: attempt.loss.item())
+    monkeypatch.setattr(run.step_results, "add", lambda record: record.result.sums["loss"].item())
     run.log = EndsAfter(NUM_STEPS)
     run.progress.start_totals()
     with pytest.raises(RuntimeError, match="item"):

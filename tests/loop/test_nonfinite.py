@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,15 +11,14 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
-from tests.parallel.test_parallel import ReplicasOnCpu
-from tests.parallel.test_parallel import trained as train_on_replicas
+from tests.helpers.replicas import ReplicasOnCpu
+from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
-from trainer.loading.order import epoch_permutation
+from trainer.loading.order import Position, epoch_permutation
 from trainer.loop.batch_norm import RunningStatistics
-from trainer.loop.ema import WeightAverage
-from trainer.loop.plan import Position
+from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import SCALE_FLOOR, Precision
-from trainer.loop.step_results import LOOK_EVERY, Attempt, Watch
+from trainer.loop.step_results import GROUP_SIZE, StepRecord, StepResult, StepResults
 from trainer.loop.totals import Totals
 from trainer.parallel.launch import launch
 
@@ -88,7 +86,7 @@ def assert_same_run(directory, other, skipped):
     for name in ("final.pth", "best.pth"):
         state, expected = load(directory / name), load(other / name)
         assert state["skipped_steps"] == (skipped if state["position"]["epoch"] > EPOCH else 0)
-        for key in ("skipped_steps", "left_out", "config"):
+        for key in ("skipped_steps", "config"):
             del state[key], expected[key]
         assert_same_bits(state, expected)
     ours, theirs = read_metrics(directory, "epoch"), read_metrics(other, "epoch")
@@ -98,7 +96,7 @@ def assert_same_run(directory, other, skipped):
         assert mine == pytest.approx(their, rel=1e-12)
 
 
-# --- the three policies ------------------------------------------------------------------------------------------
+# --- the two policies --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", POISONS)
@@ -117,20 +115,18 @@ def test_stop_names_the_step_and_saves_nothing_of_it(poison, trained):
 
 
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_the_run_goes_on_as_if_the_batch_had_never_been(policy, poison, trained, without_the_batch):
-    """Rolled back from the middle of an epoch, and of an interval between two log lines."""
-    directory, output, _ = trained("run", *POISONED, "--poison", poison, "--on-nonfinite", policy)
+def test_the_run_goes_on_as_if_the_batch_had_never_been(poison, trained, without_the_batch):
+    directory, output, _ = trained("run", *POISONED, "--poison", poison, "--on-nonfinite", "skip")
     assert_same_run(directory, without_the_batch(), skipped=1)
     lines = [line for line in output.splitlines() if NOT_FINITE in line]
     assert len(lines) == 1
-    assert lines[0].startswith("Skipped: " if policy == "skip" else f"Went back to optimizer step {STEP - STEP % 5}: ")
+    assert lines[0].startswith("Skipped: ")
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_host_that_learns_of_it_late_does_the_same(policy, trained, without_the_batch, monkeypatch):
     """As on a GPU, with nothing that makes it wait before the end of the epoch."""
-    monkeypatch.setattr("trainer.commands.build.Watch", lambda at_once: Watch(at_once=False))
+    monkeypatch.setattr("trainer.commands.build.StepResults", lambda at_once: StepResults(at_once=False))
     more = ("--save-every-steps", 0, "--log-interval", 1000)
     status = 2 if policy == "stop" else 0
     directory, output, error = trained("run", *POISONED, "--on-nonfinite", policy, *more, status=status)
@@ -161,56 +157,22 @@ def test_running_statistics_of_a_skipped_step_are_undone(trained, without_the_ba
     assert_same_run(directory, without_the_batch(more=more), skipped=1)
 
 
-def test_rolled_back_to_the_initial_weights_and_twice_more(trained, without_the_batch):
-    """No checkpoint yet; then two bad batches after the same one."""
-    more = ("--save-every-steps", 0, "--poisoned-epoch", 0)
-    samples = [samples_of(batch, 0) for batch in (2, 5, 6)]
-    poisoned = ("--poisoned", shown(batch[0] for batch in samples))
-    directory, output, _ = trained("run", *poisoned, "--on-nonfinite", "rollback", *more)
-    assert output.count("Went back to optimizer step 0: ") == 3
-    absent = ("--poisoned", shown(i for batch in samples for i in batch), "--poison", "absent")
-    other, _, _ = trained("other", *absent, *more)
-    state, expected = load(directory / "final.pth"), load(other / "final.pth")
-    assert state["left_out"] == [(0, 0, SIZE * batch, SIZE * (batch + 1)) for batch in (2, 5, 6)]
-    assert state["skipped_steps"] == 3
-    assert_same_bits(state["model"], expected["model"])
-    assert_same_bits(state["optimizers"], expected["optimizers"])
-    steps = [record["step"] for record in read_metrics(directory, "step")]
-    assert steps == sorted(set(steps))
-
-
-def test_rollback_gives_up_when_every_batch_is_bad(trained):
-    """A checkpoint at a later position but without any further step is none that would count."""
-    directory, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "rollback", status=2)
-    assert output.count("Went back to optimizer step ") == 10
-    assert "the run went back 10 times already" in error
-    assert load(directory / "last.pth")["step"] == 10
-
-
 def test_skipping_gives_up_when_nothing_but_bad_batches_comes(trained):
     _, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
     assert output.count("Skipped: ") == 100
     assert "so were the 100 before it" in error
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_resumed_run_counts_on_and_leaves_the_batch_out(policy, trained, without_the_batch, tmp_path):
-    """As after a kill right behind the first checkpoint that knows of the bad batch: that of the rollback itself."""
-    directory, _, _ = trained("run", *POISONED, "--on-nonfinite", policy)
+def test_a_resumed_run_counts_on(trained, without_the_batch, tmp_path):
+    """As after a kill right behind the first checkpoint that knows of the bad batch."""
+    directory, _, _ = trained("run", *POISONED, "--on-nonfinite", "skip")
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
-    first = next(i for i, entry in enumerate(entries) if knows(load(directory / entry["file"])))
-    state = load(directory / entries[first]["file"])
-    before, after = STEP - STEP % 5, STEP - STEP % 5 + 5
-    assert (state["step"], state["skipped_steps"]) == ((after, 1) if policy == "skip" else (before, 0))
+    first = next(i for i, entry in enumerate(entries) if load(directory / entry["file"])["skipped_steps"] > 0)
+    assert entries[first]["step"] == STEP - STEP % 5 + 5
     cut_back(directory, entries[: first + 1], tmp_path / "killed")
-    # With "stop" it would end there, if the batch came again.
-    killed, output, _ = trained("killed", *POISONED, "--on-nonfinite", "stop")
-    assert f"Resuming after optimizer step {state['step']}:" in output
+    killed, output, _ = trained("killed", *POISONED, "--on-nonfinite", "skip")
+    assert f"Resuming after optimizer step {entries[first]['step']}:" in output
     assert_same_run(killed, without_the_batch(), skipped=1)
-
-
-def knows(state):
-    return state["skipped_steps"] > 0 or bool(state["left_out"])
 
 
 def test_weights_that_overflow_are_not_saved(trained):
@@ -256,18 +218,10 @@ def in_world(tmp_path, monkeypatch):
     return run
 
 
-POLICIES_AND_POISONS = list(itertools.product(("skip", "rollback"), POISONS))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [
-        (2, POLICIES_AND_POISONS),
-        (3, POLICIES_AND_POISONS),
-    ],
-)
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.slow
-def test_one_rank_meets_the_poison_and_all_agree(world_size, cases, in_world, tmp_path):
+def test_one_rank_meets_the_poison_and_all_agree(world_size, in_world, tmp_path):
+    cases = [("skip", poison) for poison in POISONS]
     runs = {"other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH)))}
     for policy, poison in [*cases, ("stop", "flat_loss")]:
         runs[f"{policy}-{poison}"] = (*POISONED, "--poison", poison, "--on-nonfinite", policy)
@@ -325,9 +279,9 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_
     step(1.0)
     before = everything()
     for value in (math.nan, math.inf, -math.inf, 3e38):  # the last is finite, its square is not
-        grad_norm, alarm = step(value)
-        assert not grad_norm.isfinite()
-        assert not alarm.isfinite()
+        outcome = step(value)
+        assert not outcome.grad_norm.isfinite()
+        assert (bool(outcome.applied), bool(outcome.alarm)) == (False, True)
         assert all(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
     step(1.0)
     assert not any(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
@@ -355,9 +309,10 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     for _ in range(20):
         precision.backward(weight.sum() * 2, 1.0)
         weight.grad.fill_(math.inf)
-        grad_norm, alarm = precision.step(optimizer, [weight], 1.0)
-        assert not grad_norm.isfinite()
-        alarms.append(not bool(alarm.isfinite()))
+        outcome = precision.step(optimizer, [weight], 1.0)
+        assert not outcome.grad_norm.isfinite()
+        assert not outcome.applied
+        alarms.append(bool(outcome.alarm))
         scales.append(precision.scaler.get_scale())
     halvings = int(math.log2(65536 / SCALE_FLOOR))
     assert alarms == [False] * halvings + [True] * (20 - halvings)
@@ -372,17 +327,16 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
 def test_the_average_advances_on_applied_steps_only(without_waiting):
     torch.manual_seed(0)
     model = nn.Linear(3, 2, dtype=torch.float64)
-    average, expected = WeightAverage(model, 0.4), WeightAverage(model, 0.4)
-    for norm in (1.0, math.nan, 2.0, math.inf, *[0.5] * 10):
-        norm = torch.tensor(norm)
+    average, expected = ExponentialMovingAverage(model, 0.4), ExponentialMovingAverage(model, 0.4)
+    for applied in map(torch.tensor, (True, False, True, False, *[True] * 10)):
         with torch.no_grad():
             model.weight.add_(torch.randn_like(model.weight))
         if without_waiting:
-            average._update_without_waiting(norm)
+            average._update_without_waiting(applied)
         else:
-            average.update(norm)
-        if norm.isfinite():
-            expected.update(torch.tensor(1.0))
+            average.update(applied)
+        if applied:
+            expected.update(applied)
     states = [{"model": model.state_dict()} for _ in range(2)]
     for state, each in zip(states, (average, expected), strict=True):
         each.put_into(state)
@@ -395,8 +349,8 @@ def test_sums_of_steps_that_do_not_count_are_left_out():
     totals, expected = Totals(), Totals()
     for i in range(150):
         bad = i % 7 == 3
-        norm = torch.tensor(math.nan if bad else 1.0)
-        totals.add({"loss": torch.tensor(math.inf if bad else 0.5 * i), "hits": torch.tensor([i, 1])}, 2.0, norm)
+        applied = torch.tensor(not bad)
+        totals.add({"loss": torch.tensor(math.inf if bad else 0.5 * i), "hits": torch.tensor([i, 1])}, 2.0, applied)
         if not bad:
             expected.add({"loss": torch.tensor(0.5 * i), "hits": torch.tensor([i, 1])}, 2.0)
     for each in (totals, expected):
@@ -414,37 +368,27 @@ def test_running_statistics_are_undone():
     statistics.keep()
     norm(torch.full((8, 2), math.nan))
     assert norm.running_mean.isnan().all()
-    statistics.undo_unless_finite(torch.tensor(math.nan))
+    statistics.undo_unless(torch.tensor(False))
     assert torch.equal(norm.running_mean, good)
     assert int(norm.num_batches_tracked) == 1
 
 
-def attempts(num, bad):
-    return [
-        Attempt(i, Position(), 0, torch.tensor(0.0), torch.tensor(math.nan if i in bad else 1.0)) for i in range(num)
-    ]
+def record(step, alarm):
+    zero, applied = torch.tensor(0.0), torch.tensor(not alarm)
+    return StepRecord(step, Position(), 0, StepResult({"loss": zero}, zero, applied, ~applied))
 
 
-def test_the_watch_reports_each_failure_once_and_in_order():
+def test_every_alarm_is_returned_once_and_in_order():
     for at_once in (True, False):
-        watch, bad, found, when = Watch(at_once), {0, 31, 32, 70, 99}, [], {}
-        for attempt in attempts(100, bad):
-            watch.add(attempt)
-            for failure in watch.failures(wait=attempt.step == 99):
-                found.append(failure.step)
-                when[failure.step] = attempt.step
+        results, bad, found, when = StepResults(at_once), {0, 31, 32, 70, 99}, [], {}
+        for step in range(100):
+            results.add(record(step, step in bad))
+            for alarming in results.take_alarms(wait=step == 99):
+                found.append(alarming.step)
+                when[alarming.step] = step
         assert found == sorted(bad)
-        assert watch.failures(wait=True) == []
+        assert results.take_alarms(wait=True) == []
         if at_once:
             assert all(when[step] == step for step in bad)
         else:  # a group is looked at when the next one is full
-            assert when == {0: 2 * LOOK_EVERY - 1, 31: 2 * LOOK_EVERY - 1, 32: 3 * LOOK_EVERY - 1, 70: 99, 99: 99}
-
-
-def test_the_watch_forgets_the_future_of_a_rollback():
-    watch = Watch(at_once=False)
-    for attempt in attempts(LOOK_EVERY + 1, {1, LOOK_EVERY}):
-        watch.add(attempt)
-        watch.failures(wait=False)
-    watch.forget()
-    assert watch.failures(wait=True) == []
+            assert when == {0: 2 * GROUP_SIZE - 1, 31: 2 * GROUP_SIZE - 1, 32: 3 * GROUP_SIZE - 1, 70: 99, 99: 99}

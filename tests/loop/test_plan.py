@@ -1,6 +1,7 @@
 import pytest
 
-from trainer.loop.plan import Plan, Position, split_batch
+from trainer.loading.order import Position
+from trainer.loop.plan import Plan, split_batch
 
 
 def test_global_batches_cover_the_rest_of_a_phase():

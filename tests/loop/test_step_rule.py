@@ -10,12 +10,15 @@ import torch
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys, split_global_batch
-from trainer.loop.precision import Precision, PrecisionForward
-from trainer.loop.train import counted, train_step, weighted
-from trainer.parallel import ddp as distributed
+from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.learner import Learner
+from trainer.loop.precision import Precision, in_precision
+from trainer.loop.totals import counted
+from trainer.loop.train import train_step
+from trainer.loop.windows import weighted
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
@@ -47,7 +50,7 @@ def build(task, parallel, dtype=torch.float64):
     precision = Precision("off", dtype, CPU)
     loader = BatchLoader(task.splits()["train"], task.collate)
     example = next(loader([SampleKeys(np.zeros(1, np.int64), 0, placeholder=True)]))
-    net = parallel.wrap(PrecisionForward(objective, precision), example, "train")
+    net = parallel.wrap(in_precision(objective, precision), example, "train")
     return SimpleNamespace(
         task=task, parallel=parallel, objective=objective, precision=precision, loader=loader, net=net
     )
@@ -58,11 +61,10 @@ def one_step(parts, samples, accumulation, optimizer):
     micro_batch_size = -(-len(samples) // (world_size * accumulation))
     keys = split_global_batch(samples, parts.parallel.shard, micro_batch_size, epoch=1)
     window = [weighted(batch) for batch in parts.loader(keys)]
-    (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)]).wait()
-    train_step(
-        parts.net, window, total, phase="train", optimizer=optimizer, params=list(parts.objective.parameters()),
-        parallel=parts.parallel, precision=parts.precision, max_grad_norm=0.0, dropout_key=(0, 0, 0, 0),
-    )  # fmt: skip
+    (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)])()
+    ema = ExponentialMovingAverage(parts.objective.model, decay=0)
+    learner = Learner(parts.objective, parts.net, parts.precision, {"train": optimizer}, 0.0, ema)
+    train_step(learner, parts.parallel, "train", window, total, dropout_key=(0, 0, 0, 0))
 
 
 def gradients_of_step(parts, samples, accumulation):
@@ -93,11 +95,9 @@ def measure(parallel, accumulation, cache_dir, make_task=make_task):
     return found
 
 
-def in_process(environment, folder, cache_dir, is_ring):
-    """What each process of a world does. is_ring: gradients go round as those of larger models do."""
+def in_process(environment, folder, cache_dir):
+    """What each process of a world does."""
     torch.set_num_threads(1)
-    if is_ring:
-        distributed.DIRECT_BYTES = 0
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     found = {accumulation: measure(parallel, accumulation, cache_dir) for accumulation in (1, 3)}
     found["sum"] = parallel.sum(torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double())
@@ -126,15 +126,14 @@ def reference_weights(cache_dir):
     return weights_after_run(build(make_task("weighted", cache_dir), SingleDevice(CPU)), 1)
 
 
-@pytest.fixture(scope="module", params=["world1", "world2", "world3", "world3-ring"])
+@pytest.fixture(scope="module", params=[1, 2, 3])
 def world(request, tmp_path_factory, cache_dir):
-    """What every rank of a world found, by accumulation."""
-    name, _, way = request.param.partition("-")
-    size = int(name.removeprefix("world"))
+    """What every rank of a world of this size found, by accumulation."""
+    size = request.param
     if size == 1:
         return [{a: measure(SingleDevice(CPU), a, cache_dir) for a in (1, 3)}]
-    folder = tmp_path_factory.mktemp(request.param)
-    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, is_ring=way == "ring")
+    folder = tmp_path_factory.mktemp(f"world{size}")
+    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir)
     assert launch(process, size) == 0
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 

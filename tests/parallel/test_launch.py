@@ -2,32 +2,35 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
+import pty
 import signal
-import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.multiprocessing import ProcessExitedException
 
-from tests.conftest import ROOT, WEIGHTED, largest_difference, launcher, load
+from tests.conftest import ROOT, WEIGHTED, assert_messages, largest_difference, launcher, load
+from tests.helpers.processes import (
+    NO_GPU,
+    end_session,
+    free_port,
+    left_of_session,
+    num_training_ranks,
+    session_members,
+)
 from trainer.parallel import launch as launching
+from trainer.parallel.errors import EXIT_AGAIN
 
 # Three steps of 10, 10 and 4 samples.
 TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
         "--dtype", "float64", "--num-threads", 1]  # fmt: skip
 DDP = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY]
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -181,32 +184,6 @@ def test_a_compiled_task_learns_the_same_and_goes_on_in_two_processes(tmp_path, 
 # --- a self-launched group, looked at while it runs --------------------------------------------------------------
 
 
-def session_members(session):
-    """Living processes of a session; Linux keeps it as the sixth field of /proc/PID/stat."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has just ended
-            continue
-        if int(its_session) == session and state != "Z":
-            members.append(int(stat.parent.name))
-    return members
-
-
-def left_of_session(session, within_s=5):
-    """Its living processes, when all have had time to go: Python's resource tracker ends a moment after its parent."""
-    deadline = time.monotonic() + within_s
-    while (left := session_members(session)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
-def end_session(session):
-    for pid in session_members(session):
-        os.kill(pid, signal.SIGKILL)
-
-
 def listening_addresses(pids):
     """Local addresses, as /proc/net/tcp and tcp6 write them, on which any of these processes listens."""
     inodes = set()
@@ -222,11 +199,6 @@ def listening_addresses(pids):
         rows = [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
         found |= {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
     return found
-
-
-def num_training_ranks(folder):
-    """Processes that have trained on a sample; before that each makes a forward that does not count."""
-    return sum('"index": [' in text.replace('"index": []', "") for text in (f.read_text() for f in folder.iterdir()))
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -304,6 +276,14 @@ def test_same_command_goes_on_after_the_signal(stopped):
     assert (results["world_size"], results["epochs"], results["step"]) == (2, 6, 36)
 
 
+@pytest.mark.slow
+def test_error_in_a_group_of_processes_is_printed_once(command, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    done = command(*launcher(2), *TINY, "--device", "cpu", "--save-dir", tmp_path / "file", status=2)
+    assert_messages(done.stderr.splitlines(), f"--save-dir {tmp_path / 'file'}: ")
+    assert "Traceback" not in done.stdout
+
+
 # --- what ends a group -------------------------------------------------------------------------------------------
 
 
@@ -313,34 +293,104 @@ def rest(environment):
     return 0
 
 
-@pytest.fixture
-def launch_variables(monkeypatch):
-    """What `launch` sets is taken back after the test."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-
-
-def test_ctrl_c_while_processes_start_is_no_traceback(launch_variables, monkeypatch, capfd):
+def test_ctrl_c_while_processes_start_is_no_traceback(monkeypatch, capfd):
     """As in a terminal, it comes to all of them, which are about to import torch."""
-    start_processes = launching.mp.start_processes
+    start, handler = launching.Launcher.start, signal.getsignal(signal.SIGINT)
 
-    def interrupted(*args, **options):
-        context = start_processes(*args, **options)
-        for pid in (*context.pids(), os.getpid()):
-            os.kill(pid, signal.SIGINT)
-        return context
+    def interrupted(launcher, *args):
+        process = start(launcher, *args)
+        if len(launcher.running) == 2:
+            for pid in (*(process.pid for process in launcher.running), os.getpid()):
+                os.kill(pid, signal.SIGINT)
+        return process
 
-    monkeypatch.setattr(launching.mp, "start_processes", interrupted)
+    monkeypatch.setattr(launching.Launcher, "start", interrupted)
     assert launching.launch(rest, 2) == 128 + signal.SIGINT
     assert capfd.readouterr().err == ""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize(("again", "end"), [(None, ""), (rest, "; the same command goes on from the last checkpoint")])
-def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, launch_variables, monkeypatch, capsys):
-    def join(grace_period):
-        raise ProcessExitedException("", error_index=1, error_pid=1, exit_code=-signal.SIGKILL)
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_comes_to_each_rank_once(environment, tmp_path):
+    """The terminal sends it to every process of the foreground; a rank that got it twice would leave without saving."""
+    argv = [*launcher(2), *TINY, "--epochs", 500, "--delay-s", 0.1, "--save-dir", tmp_path / "run"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, *map(str, argv)], environment | NO_GPU)
+    state = tmp_path / "run" / "state.json"
+    shown = b""
+    try:
+        while not (state.exists() and json.loads(state.read_text())["state"] == "running"):
+            shown += os.read(terminal, 65536)
+        os.write(terminal, b"\x03")
+        with suppress(OSError):  # the other end is closed
+            while text := os.read(terminal, 65536):
+                shown += text
+        _, code = os.waitpid(pid, 0)
+    finally:
+        end_session(pid)
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(code) == 128 + signal.SIGINT, shown.decode()
+    assert json.loads(state.read_text())["state"] == "preempted"
 
-    monkeypatch.setattr(launching.mp, "start_processes", lambda *_, **__: SimpleNamespace(processes=[], join=join))
-    assert launching.launch(rest, 2, again) == 128 + signal.SIGKILL
-    assert capsys.readouterr().err == f"rank 1 was killed by signal 9{end}\n"
+
+def test_a_signal_before_a_process_starts_reaches_it(monkeypatch, capfd):
+    start = launching.Launcher.start
+
+    def asked_before(launcher, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.undo()
+        return start(launcher, *args)
+
+    monkeypatch.setattr(launching.Launcher, "start", asked_before)
+    assert launching.launch(rest, 1) == 128 + signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+def killed(environment):
+    """A job for `launch` that something kills."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("again", "end"), [(None, ""), (killed, "; the same command goes on from the last checkpoint")]
+)
+def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, capfd):
+    assert launching.launch(killed, 1, again) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == f"rank 0 was killed by signal 9{end}\n"
+
+
+def stuck(environment):
+    """A job for `launch` of which rank 1 fails and rank 0 heeds no request to stop."""
+    if environment.rank == 1:
+        return 7
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return rest(environment)
+
+
+@pytest.mark.slow
+def test_the_others_are_ended_when_one_fails(monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_PERIOD_S", 0.5)
+    started = time.monotonic()
+    assert launching.launch(stuck, 2) == 7
+    assert time.monotonic() - started < 30
+    assert not multiprocessing.active_children()
+
+
+class LacksMemory:
+    """A job for `launch` that notes its starts in a file, and needs three."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, environment):
+        with self.path.open("a") as file:
+            file.write("started\n")
+        return 0 if len(self.path.read_text().splitlines()) == 3 else EXIT_AGAIN
+
+
+@pytest.mark.slow
+def test_what_lacks_memory_starts_again(tmp_path):
+    assert launching.launch(LacksMemory(tmp_path / "starts"), 1) == 0
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3

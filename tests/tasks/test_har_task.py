@@ -170,13 +170,13 @@ def test_baselines_train(model, cache_dir):
     arguments = ["--model", model, "--dropout", "0.5", "--cache-dir", str(cache_dir), "--num-threads", "1"]
     flags, problems = parse(arguments, several_devices=False)
     assert problems == []
-    run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")), None)
-    network = run.objective.model.network
+    run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")))
+    network = run.learner.objective.model.network
     assert type(network).__name__.lower() == model
     assert network.dropout.p == 0.5
     keys = SampleKeys(np.arange(12) * 7, epoch=0)
     (batch,) = run.loaders["train"]([keys])
-    sums = run.net(batch, "train")
+    sums = run.learner.net(batch, "train")
     sums["loss"].backward()
     assert torch.isfinite(sums["loss"])
     assert network.classifier.weight.grad.abs().sum() > 0

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.directory import NoRoom, RunDirectory
+from trainer.checkpoint.snapshot import snapshot
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A state that nobody changes any more. value, is_best: see `RunDirectory.save`."""
+class Copy:
+    """A state that nobody changes any more, with what `RunDirectory.save` is to be told of it."""
 
     state: dict[str, Any]
     value: float | None
@@ -17,24 +18,27 @@ class Snapshot:
 
 
 class BackgroundSaver:
-    """Writes snapshots into a run directory, one at a time. Used on the main process, from its main thread.
+    """Copies states, and writes them into a run directory one at a time. Used on the main process, by its main thread.
 
-    A snapshot for which there is no room is kept in memory until the next one comes, one of the best weights until it
+    A copy for which there is no room is kept in memory until the next one comes, one of the best weights until it
     could be written or better ones came. So a checkpoint on the disk never speaks of a best one that is not there.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._thread: threading.Thread | None = None
-        self._unsaved: list[Snapshot] = []
-        self._written: Snapshot | None = None
+        self._unsaved: list[Copy] = []
+        self._reusable: dict[str, Any] | None = None
+        """The state written last, whose memory is free for the next copy."""
         self._error: BaseException | None = None
-        self._refusal: NoRoom | None = None
+        self._no_room: NoRoom | None = None
 
-    def start(self, snapshot: Snapshot) -> None:
-        """Begins to write, and returns. Call `wait` first."""
+    def start(self, state: dict[str, Any], value: float | None, is_best: bool) -> None:
+        """Copies the state, begins to write it, and returns. Call `wait` first."""
         assert self._thread is None
-        self._unsaved = [old for old in self._unsaved if old.is_best and not snapshot.is_best] + [snapshot]
+        copy = Copy(snapshot(state, self._reusable), value, is_best)
+        self._reusable = None
+        self._unsaved = [old for old in self._unsaved if old.is_best and not is_best] + [copy]
         # Not a daemon: an interpreter that ends waits for the write, as for any other file.
         self._thread = threading.Thread(target=self._write_in_thread, name="save")
         self._thread.start()
@@ -48,15 +52,10 @@ class BackgroundSaver:
             error, self._error = self._error, None
             raise error
 
-    def take_spare(self) -> dict[str, Any] | None:
-        """The state written last, whose memory is free for the next. Call `wait` first."""
-        written, self._written = self._written, None
-        return written.state if written is not None else None
-
     def finish(self) -> None:
         """Returns when everything is on the disk. Raises BadInput when it cannot be, for lack of room too."""
         self.wait()
-        self._refusal = None
+        self._no_room = None
         self._write()
 
     def end(self) -> str | None:
@@ -65,18 +64,18 @@ class BackgroundSaver:
             self.wait()
         except Exception as error:
             return str(error)
-        return self._refusal.problem if self._refusal is not None else None
+        return self._no_room.problem if self._no_room is not None else None
 
     def take_refusal(self) -> str | None:
         """Once after every write for which there was no room: what to tell the user."""
-        refusal, self._refusal = self._refusal, None
-        return f"{refusal.problem}; training goes on and tries again at the next save" if refusal else None
+        no_room, self._no_room = self._no_room, None
+        return f"{no_room.problem}; training goes on and tries again at the next save" if no_room else None
 
     def _write_in_thread(self) -> None:
         try:
             self._write()
-        except NoRoom as refusal:
-            self._refusal = refusal
+        except NoRoom as no_room:
+            self._no_room = no_room
         except BaseException as error:  # whatever it is belongs to the thread that waits
             self._error = error
 
@@ -84,4 +83,4 @@ class BackgroundSaver:
         while self._unsaved:
             oldest = self._unsaved[0]
             self._directory.save(oldest.state, oldest.value, oldest.is_best)
-            self._written = self._unsaved.pop(0)
+            self._reusable = self._unsaved.pop(0).state

@@ -53,6 +53,11 @@ class DirectoryLock:
         file.flush()
         self._file = file
 
+    @property
+    def is_held(self) -> bool:
+        """By this object."""
+        return self._file is not None
+
     def release(self) -> None:
         """Empties the file and lets go of it."""
         if self._file is not None:

@@ -1,8 +1,9 @@
 """manifest.json: what is known of each checkpoint of a run directory without opening it."""
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from trainer.checkpoint.file import size_and_sum
 from trainer.loading.errors import BadInput
 from trainer.loading.files import replace_text
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth")
@@ -36,9 +37,15 @@ class Entry:
     sha256: str
     source: str | None
 
-    @property
-    def position(self) -> Position:
-        return Position(self.epoch, self.phase, self.samples)
+    @classmethod
+    def of(
+        cls, state: Mapping[str, Any], file: str, value: float | None, best: bool, size_and_checksum: Mapping[str, Any]
+    ) -> "Entry":
+        """The entry of a checkpoint with this state."""
+        source = state["config"].get("--resume-from")
+        return cls(
+            file, **state["position"], step=state["step"], value=value, best=best, **size_and_checksum, source=source
+        )
 
 
 class DamagedManifest(Exception):
@@ -51,8 +58,7 @@ def read_manifest(path: Path) -> list[Entry]:
         entries = [Entry(**entry) for entry in json.loads(path.read_bytes())["checkpoints"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedManifest from None
-    files = {entry.file for entry in entries if _is_plausible(entry)}
-    if len(files) < len(entries):
+    if not all(map(_is_plausible, entries)) or len({entry.file for entry in entries}) < len(entries):
         raise DamagedManifest
     return entries
 
@@ -61,6 +67,21 @@ def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
     """Replaces the file as a whole, durably. Raises OSError."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def newest_best(entries: Sequence[Entry]) -> Entry | None:
+    """The best checkpoint; None if there was no validation yet. entries: oldest first."""
+    return next((entry for entry in reversed(entries) if entry.best), None)
+
+
+def unused_path(folder: Path, position: Position) -> Path:
+    """The name for a checkpoint. None is ever overwritten: a run that went back gets another name."""
+    name = f"checkpoint_{position.epoch}"
+    if not position.at_epoch_start:
+        name += f"_{position.phase}_{position.samples}"
+    suffixes = itertools.chain([""], (f"_again{number}" for number in itertools.count(2)))
+    paths = (folder / f"{name}{suffix}.pth" for suffix in suffixes)
+    return next(path for path in paths if not path.exists())
 
 
 def refuse_altered(path: Path, label: str) -> None:

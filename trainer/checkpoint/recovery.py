@@ -2,73 +2,93 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.file import read_checkpoint, size_and_sum
-from trainer.checkpoint.manifest import MANIFEST, DamagedManifest, Entry, read_manifest
-from trainer.loading.errors import BadInput
-from trainer.loop.plan import Position
+from trainer.checkpoint.file import size_and_sum
+from trainer.checkpoint.manifest import (
+    CHECKPOINT_NAME,
+    MANIFEST,
+    DamagedManifest,
+    Entry,
+    newest_best,
+    read_manifest,
+    unused_path,
+)
+from trainer.checkpoint.reader import read_or_say
+from trainer.checkpoint.records import RESULTS, read_json
+from trainer.checkpoint.retention import LINKS, link
+from trainer.loading.files import flush_path
+from trainer.loading.order import Position
 
-LINKS = ("last", "best", "final")
+
+def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
+    """The checkpoints, oldest first, whose files may not have their names yet; without any, the traces of lost ones.
+
+    Changes nothing. say: gets a line for whatever is damaged. Raises OSError.
+    """
+    listed = _listed(folder, say)
+    best = newest_best(listed)
+    # The others that are not there were evicted; these two never are.
+    missing = [entry for entry in listed if entry in (listed[-1], best) and not (folder / entry.file).is_file()]
+    if missing:
+        files = _files_under_other_names(folder, [entry.file for entry in listed])
+        for entry in missing:
+            entry.file = files.get(entry.sha256, entry.file)
+    entries = [entry for entry in listed if (folder / entry.file).is_file()]
+    if entries:
+        return entries, []
+    entries, lost = _entries_from_files(folder, say)
+    lost += [f"{entry.file} is missing" for entry in missing]
+    if read_json(folder / RESULTS):
+        lost.append(f"{RESULTS} is of a run that had some")
+    return entries, [] if entries else lost
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """entries: oldest first; the file of one may not have its proper name yet. lost: without any, signs of some."""
+def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
+    """Gives checkpoints that were found under another name their own. Raises OSError."""
+    for entry in entries:
+        if CHECKPOINT_NAME.fullmatch(entry.file):
+            continue
+        source, target = folder / entry.file, unused_path(folder, Position(entry.epoch, entry.phase, entry.samples))
+        link(target, source)
+        flush_path(folder)
+        entry.file = target.name
+        if source.suffix == ".pth":
+            say(f"{target} was missing: restored from {source.name}.")
 
-    entries: list[Entry]
-    lost: list[str]
+
+def set_aside(path: Path) -> None:
+    """Renames a damaged checkpoint, which loses its links. Raises OSError."""
+    for name in LINKS:
+        link_to = path.with_name(f"{name}.pth")
+        if link_to.exists() and link_to.samefile(path):
+            link_to.unlink()
+    path.rename(path.with_suffix(".damaged"))
 
 
-def take_inventory(folder: Path, say: Callable[[str], None]) -> Inventory:
-    """Changes nothing. say: gets a line for whatever is damaged. Raises OSError."""
-    listed: list[Entry] = []
+def _listed(folder: Path, say: Callable[[str], None]) -> list[Entry]:
+    """What the manifest says, if there is one."""
     try:
-        listed = read_manifest(folder / MANIFEST)
+        return read_manifest(folder / MANIFEST)
     except FileNotFoundError:
-        pass
+        return []
     except DamagedManifest:
         say(f"{folder / MANIFEST} is damaged.")
-    # The others that are not there were evicted; these two never are.
-    wanted = [listed[-1], *(entry for entry in reversed(listed) if entry.best)][:2] if listed else []
-    entries = [entry for entry in listed if (folder / entry.file).is_file() or entry in wanted]
-    missing = _find_elsewhere(folder, entries)
-    entries = [entry for entry in entries if entry not in missing]
-    if entries:
-        return Inventory(entries, [])
-    entries, damaged = _entries_from_files(folder, say)
-    lost = [f"{file} is damaged" for file in damaged] + [f"{entry.file} is missing" for entry in missing]
-    return Inventory(entries, lost)
+        return []
 
 
-def read_or_say(path: Path, say: Callable[[str], None], verified: bool = False) -> dict[str, Any] | None:
-    """A checkpoint, or None and a line about what is wrong with it. verified: see `read_checkpoint`."""
-    try:
-        return read_checkpoint(path, str(path), verified=verified)
-    except BadInput as error:
-        say(str(error))
-        return None
-
-
-def _find_elsewhere(folder: Path, entries: Sequence[Entry]) -> list[Entry]:
-    """Looks for files that are not under their name, and corrects their entries; returns those not found.
+def _files_under_other_names(folder: Path, listed: Sequence[str]) -> dict[str, str]:
+    """sha256 -> file that is not under its name.
 
     A link may have outlived its checkpoint, and a kill may have come just before a complete file got its name.
     """
-    missing = [entry for entry in entries if not (folder / entry.file).is_file()]
-    if not missing:
-        return []
-    present = [entry.file for entry in entries if entry not in missing]
-    candidates = [*_links_beside(folder, present), *sorted(path.name for path in folder.glob("checkpoint_*.tmp"))]
+    present = [file for file in listed if (folder / file).is_file()]
     found = {}
-    for file in candidates:
+    for file in [*_links_beside(folder, present), *sorted(path.name for path in folder.glob("checkpoint_*.tmp"))]:
         with suppress(OSError):  # a job that saves at this moment renames them
             found[size_and_sum(folder / file)["sha256"]] = file
-    for entry in missing:
-        entry.file = found.get(entry.sha256, entry.file)
-    return [entry for entry in missing if entry.sha256 not in found]
+    return found
 
 
 def _links_beside(folder: Path, present: Sequence[str]) -> list[str]:
@@ -78,33 +98,24 @@ def _links_beside(folder: Path, present: Sequence[str]) -> list[str]:
 
 
 def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Rebuilds what a lost manifest knew from the checkpoints themselves: (entries, names of damaged files)."""
+    """Rebuilds what a lost manifest knew from the checkpoints themselves: (entries, what is lost)."""
     checkpoints = sorted(path.name for path in folder.glob("checkpoint_*.pth") if path.is_file())
-    entries: list[Entry] = []
-    damaged: list[str] = []
+    entries: dict[str, Entry] = {}
+    lost: list[str] = []
     for file in [*checkpoints, *_links_beside(folder, checkpoints)]:
         state = read_or_say(folder / file, say)
         if state is None:
-            damaged.append(file)
+            lost.append(f"{file} is damaged")
         else:
             entry = _entry(state, folder / file)
-            if entry.sha256 not in {other.sha256 for other in entries}:
-                entries.append(entry)
+            entries.setdefault(entry.sha256, entry)
     if entries:
         say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")
-    return sorted(entries, key=lambda entry: entry.step), damaged
+    return sorted(entries.values(), key=lambda entry: entry.step), lost
 
 
 def _entry(state: dict[str, Any], path: Path) -> Entry:
     """What the manifest says of a checkpoint, from nothing but its content."""
-    position, best = Position(**state["position"]), state["best"]
-    is_best = position.at_epoch_start and best is not None and best["epoch"] == position.epoch
-    return Entry(
-        path.name,
-        **asdict(position),
-        step=state["step"],
-        value=best["value"] if is_best else None,
-        best=is_best,
-        **size_and_sum(path),
-        source=state["config"].get("--resume-from"),
-    )
+    best = state["best"]
+    is_best = best is not None and Position(best["epoch"]) == Position(**state["position"])
+    return Entry.of(state, path.name, best["value"] if is_best else None, is_best, size_and_sum(path))

@@ -2,53 +2,45 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def snapshot(state: dict[str, Any], spare: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> dict[str, Any]:
     """The state with every tensor copied into host memory; what was one tensor under two names stays one.
 
-    spare: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
+    reusable: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
     memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once.
     """
     buffers = defaultdict(list)
-    for buffer in tensors_of(spare):
+    for buffer in tensors_of(reusable):
         buffers[_kind(buffer)].append(buffer)
     copies: dict[Any, Tensor] = {}
-    gpus: set[torch.device] = set()
 
     def copy_tensor(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
             return tensor.detach().to("cpu", copy=True)
         key = (tensor.device, tensor.data_ptr(), _kind(tensor))
         if key not in copies:
-            on_gpu = tensor.device.type == "cuda"
             fitting = buffers[_kind(tensor)]
-            buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
-            copies[key] = buffer.copy_(tensor.detach(), non_blocking=on_gpu)
-            if on_gpu:
-                gpus.add(tensor.device)
+            buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copies[key]
 
     copied = _with_tensors_replaced(state, copy_tensor)
-    for gpu in gpus:
-        torch.cuda.current_stream(gpu).synchronize()
+    for device in {device for device, *_ in copies}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
     return copied
 
 
 def tensors_of(state: Any) -> list[Tensor]:
     """The tensors of a state; one under two names counts once."""
     found: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        found[id(tensor)] = tensor
-        return tensor
-
-    _with_tensors_replaced(state, note)
+    _with_tensors_replaced(state, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
 
 

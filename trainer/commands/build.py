@@ -9,27 +9,30 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.background import BackgroundSaver
-from trainer.checkpoint.directory import CONFIG, RESULTS, RunDirectory
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.flags import Flags
 from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.batch_norm import RunningStatistics
-from trainer.loop.ema import WeightAverage
+from trainer.logs.run_log import RunLog
+from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
+from trainer.loop.optimizers import build_optimizers
 from trainer.loop.plan import BatchSplit, Plan, split_batch
-from trainer.loop.precision import Precision, PrecisionForward, choose_precision
-from trainer.loop.run import Run
-from trainer.loop.schedule import LearningFlags, LearningRate, device_scaling_factor
-from trainer.loop.step_results import Watch
-from trainer.parallel.base import Parallel, SingleDevice, data_parallel
+from trainer.loop.precision import choose_precision, in_precision
+from trainer.loop.run import LoopSettings, Run
+from trainer.loop.schedule import LearningRate, device_scaling_factor
+from trainer.loop.step_results import StepResults
+from trainer.parallel.base import Parallel, SingleDevice
+from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import RankEnvironment, pick_device, set_num_threads
-from trainer.parallel.signals import StopRequest
-from trainer.task import Objective, Task, check_batch
+from trainer.parallel.devices import pick_device, set_num_threads
+from trainer.parallel.environment import RankEnvironment
+from trainer.task import Task, check_batch
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -39,7 +42,7 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device))
     if flags.multi.multi_gpu == "dp":
-        return data_parallel(flags.devices, flags.multi, print)
+        return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
     return Distributed(environment, flags.multi, flags.devices)
 
@@ -50,7 +53,8 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
     if flags.precision.deterministic or parallel.device.type == "cpu":
         if parallel.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
+        torch.set_deterministic_debug_mode("error")
         # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     else:
@@ -78,68 +82,75 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
     unknown = MemoryLimit.unknown(flags.batch, parallel.device)
-    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory))
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, parallel, before, limit)
+    run = assemble_run(flags, task, parallel, directory, before, limit)
     notes = resume(run, state) if state is not None else initialise(run, flags)
     return run, [*notes, *limit.note()]
 
 
-def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], directory: RunDirectory) -> None:
-    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training."""
-    facts = {"command_line": list(argv), "torchrun_agents": run.parallel.agents, **run.facts}
-    run.parallel.on_main(lambda: _claim_directory(run, flags, facts, directory))
+def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], agents: Sequence[str] = ()) -> None:
+    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training.
+
+    agents: the torchrun agents of this job.
+    """
+    facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
+    run.parallel.on_main(lambda: _claim_directory(run, flags, facts))
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    run.net = run.parallel.wrap(run.net, example_batch(run.task), run.task.phases[0])
+    wrap_model(run)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         rehearse(run)
-    if run.progress.step > 0 and run.parallel.on_main(lambda: not directory.has_checkpoint_of(run.progress.step)):
-        take_over(run, flags, directory)
+    step = run.progress.step
+    if step > 0 and run.parallel.on_main(lambda: all(entry.step != step for entry in run.directory.entries)):
+        take_over(run, flags)
+
+
+def wrap_model(run: Run) -> None:
+    """Spreads the model over the run's devices."""
+    run.learner.net = run.parallel.wrap(run.learner.net, example_batch(run.task), run.task.phases[0])
 
 
 def assemble_run(
-    flags: Flags, task: Task, parallel: Parallel, before: Mapping[str, Any] | None, limit: MemoryLimit | None = None
+    flags: Flags,
+    task: Task,
+    parallel: Parallel,
+    directory: RunDirectory | None = None,
+    before: Mapping[str, Any] | None = None,
+    limit: MemoryLimit | None = None,
 ) -> Run:
-    """The parts, with fresh weights, no run directory and a silent log.
+    """The parts, with fresh weights and a silent log; nothing is read or written.
 
-    before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
+    directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
     """
+    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     values = flags.values()
     limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
     batches, lr_factor = arrange_batches(flags, values, parallel, before)
     batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
-    eval_batch_size = limit.eval_batch_size or flags.batch.eval_batch_size or flags.batch.batch_size
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
     eval_every = flags.run.eval_every if "val" in task.splits() else None
     plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
     learning_rate = build_learning_rate(flags, plan, lr_factor)
-    objective, precision = build_objective(flags, task, parallel)
     return Run(
         task=task,
         parallel=parallel,
-        precision=precision,
-        objective=objective,
-        net=PrecisionForward(objective, precision),
-        optimizers=build_optimizers(flags.learning, task, objective),
-        average=WeightAverage(objective.model, flags.learning.ema_decay),
+        learner=build_learner(flags, task, parallel),
         plan=plan,
         batches=batches,
-        eval_micro_batch_size=eval_batch_size * parallel.num_replicas,
         memory_limit=limit,
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
-        directory=None,
-        log=SilentLog(),
-        stop=StopRequest(),
-        seed=flags.run.seed,
-        max_grad_norm=flags.learning.max_grad_norm,
-        on_nonfinite=flags.learning.on_nonfinite,
-        watch=Watch(at_once=parallel.device.type == "cpu"),
-        running_statistics=RunningStatistics(objective),
-        patience=flags.learning.early_stopping_patience,
-        save_every_steps=flags.checkpoint.save_every_steps,
-        log_interval=flags.run.log_interval,
+        directory=directory,
+        saver=BackgroundSaver(directory),
+        settings=LoopSettings(
+            seed=flags.run.seed,
+            on_nonfinite=flags.learning.on_nonfinite,
+            patience=flags.learning.early_stopping_patience,
+            save_every_steps=flags.checkpoint.save_every_steps,
+            log_interval=flags.run.log_interval,
+        ),
+        step_results=StepResults(at_once=parallel.device.type == "cpu"),
         facts={
             "task": flags.run.task,
             "config": values,
@@ -151,15 +162,15 @@ def assemble_run(
     )
 
 
-def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], directory: RunDirectory) -> None:
+def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
     """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
-    weights = sum(value.nbytes for value in run.objective.state_dict().values())
-    directory.require_space(weights * (4 if run.average.enabled else 3))  # weights, two moments, average
+    directory = run.directory
+    weights = sum(value.nbytes for value in run.learner.objective.state_dict().values())
+    directory.require_space(weights * (4 if run.learner.ema.enabled else 3))  # weights, two moments, average
     if starts_over(directory, flags):
         directory.start_over()
-    run.directory, run.saver = directory, BackgroundSaver(directory)
-    directory.discard(RESULTS)
-    directory.write_json(CONFIG, facts)
+    delete(directory.path / RESULTS)
+    write_json(directory.path / CONFIG, facts)
     try:
         run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
     except OSError as error:
@@ -206,28 +217,23 @@ def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate
     )
 
 
-def build_objective(flags: Flags, task: Task, parallel: Parallel) -> tuple[Objective, Precision]:
-    """The model with its loss on this process's device, initialised alike on every process."""
+def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
+    """The model with its loss on this process's device, initialised alike on every process, and its optimizers."""
     precision = choose_precision(flags.precision, parallel.device)
     torch.manual_seed(flags.run.seed)
     objective = task.build_objective()
     stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
     if stray:
         raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
-    return objective.to(parallel.device, precision.dtype), precision
-
-
-def build_optimizers(learning: LearningFlags, task: Task, objective: Objective) -> dict[str, torch.optim.Optimizer]:
-    """One AdamW for each phase."""
-    return {
-        phase: torch.optim.AdamW(
-            [group for group in task.param_groups(objective, phase) if group["params"]],
-            lr=learning.lr,
-            weight_decay=learning.weight_decay,
-            fused=True,
-        )
-        for phase in task.phases
-    }
+    objective = objective.to(parallel.device, precision.dtype)
+    return Learner(
+        objective,
+        in_precision(objective, precision),
+        precision,
+        build_optimizers(flags.learning, task, objective),
+        flags.learning.max_grad_norm,
+        ExponentialMovingAverage(objective.model, flags.learning.ema_decay),
+    )
 
 
 def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str, BatchLoader]:
@@ -277,9 +283,9 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"forward (--batch-size is per device) x {num_devices} device(s) x {batches.grad_accum_steps} accumulation "
         "step(s)" + ("" if exact else ", the last ones smaller"),
         f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
-        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.precision}.",
+        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
-        f"Model: {run.num_parameters} parameters.",
+        f"Model: {run.learner.num_parameters} parameters.",
     ]
     if scaled != flags.learning.lr:
         one_device = flags.batch.batch_size * flags.batch.grad_accum_steps

@@ -1,48 +1,56 @@
 """The scores of the mean of several finished runs' predictions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.directory import RunDirectory
-from trainer.commands.build import assemble_run
+from trainer.checkpoint.weights import check_weights_fit, load_best_weights
+from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.flags import Flags
-from trainer.loop.ema import WeightAverage
-from trainer.loop.precision import PrecisionForward
-from trainer.loop.run import check_weights_fit
-from trainer.loop.train import evaluate
-from trainer.parallel.base import Parallel
+from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.evaluate import evaluate
+from trainer.loop.precision import in_precision
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.devices import pick_device
 from trainer.parallel.signals import StopRequest
 from trainer.task import Objective, Task
 
 
 def ensemble_metrics(
-    flags: Flags, task: Task, directories: Sequence[Path], parallel: Parallel, stop: StopRequest
+    flags: Flags, task: Task, directories: Sequence[Path], stop: StopRequest
 ) -> dict[str, float] | None:
     """Test metrics of the task's ensemble of these runs, each with the weights that it is used with.
 
-    None where the task has no ensemble, or if asked to stop meanwhile. Raises BadInput for a run without weights.
+    None where the task has no ensemble. Raises BadInput for a run without weights, StopRequested if asked to stop
+    meanwhile.
     """
-    members = [_trained_objective(flags, task, directory) for directory in directories]
-    ensemble = task.ensemble(members)
+    device = pick_device(flags.devices.device)
+    if flags.multi is not None and flags.multi.gpu_ids is not None and device.type == "cuda":
+        device = torch.device("cuda", flags.multi.gpu_ids[0])
+    parallel = SingleDevice(device)
+    set_up_torch(flags, parallel)
+    ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
     if ensemble is None:
         return None
-    run = assemble_run(flags, task, parallel, None)
+    run = assemble_run(flags, task, parallel)
     run.stop = stop
-    run.objective = ensemble.to(parallel.device)
-    run.average = WeightAverage(ensemble.model, decay=0)
-    run.net = PrecisionForward(ensemble, run.precision)
-    sums = evaluate(run, "test")
-    return run.metrics("test", sums) if sums is not None else None
+    ensemble = ensemble.to(parallel.device)
+    run.learner = replace(
+        run.learner,
+        objective=ensemble,
+        net=in_precision(ensemble, run.learner.precision),
+        optimizers={},
+        ema=ExponentialMovingAverage(ensemble.model, decay=0),
+    )
+    return run.metrics("test", evaluate(run, "test"))
 
 
-def _trained_objective(flags: Flags, task: Task, path: Path) -> Objective:
+def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
     """On the CPU, since there may be many."""
-    directory = RunDirectory(path, flags.checkpoint.keep_checkpoints, print)
-    directory.look()
-    state = directory.load_for_use()
+    state = load_best_weights(directory, print)
     objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
-    check_weights_fit(objective.model, state, str(path), "give the flags that it was trained with")
+    check_weights_fit(objective.model, state, str(directory), "give the flags that it was trained with")
     objective.model.load_state_dict(state["model"])
     return objective

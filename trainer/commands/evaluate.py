@@ -1,34 +1,32 @@
 """Scores at the end of training, or on request."""
 
+from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.weights import find_weights
-from trainer.commands.build import assemble_run, describe_run, example_batch
+from trainer.checkpoint.records import RESULTS, read_json, write_json
+from trainer.checkpoint.weights import check_weights_fit, find_weights
+from trainer.commands.build import assemble_run, describe_run, wrap_model
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
-from trainer.logs.pictures import log_pictures
 from trainer.logs.run_log import scores_text
-from trainer.loop.ema import WeightAverage
-from trainer.loop.run import Run, check_weights_fit
-from trainer.loop.train import evaluate
+from trainer.loop.evaluate import evaluate
+from trainer.loop.pictures import log_pictures
+from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 from trainer.task import Sums, Task
 
 
-def score(run: Run, on_test: bool) -> bool:
-    """Ends a run: scores it and writes results.json. Returns False if asked to stop meanwhile.
+def score(run: Run, on_test: bool) -> None:
+    """Ends a run: scores it and writes results.json. Raises StopRequested if asked to stop meanwhile.
 
     on_test: score the test set, with the best weights. Otherwise the validation set, with the last weights: those
     that the same settings would give without a validation set.
     """
-    run.read_clock()
+    run.progress.read_clock()
     has_validation = run.plan.eval_every is not None
     takes_best = on_test and has_validation and _take_best_weights(run)
     split = "test" if on_test else "val" if has_validation else None
     sums = evaluate(run, split) if split is not None else {}
-    if sums is None:
-        return False
     metrics = run.metrics(split, sums) if split is not None else {}
     run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
     if on_test:
@@ -36,7 +34,12 @@ def score(run: Run, on_test: bool) -> bool:
     run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
     # Last, since it says that nothing is left to do.
     run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
-    return True
+
+
+def has_results(folder: Path, step: int, of_test: bool) -> bool:
+    """Whether results.json is of the run after that many steps, with test scores if these are wanted."""
+    results = read_json(folder / RESULTS)
+    return results.get("step") == step and (results.get("scored") == "test" or not of_test)
 
 
 def _take_best_weights(run: Run) -> bool:
@@ -44,34 +47,33 @@ def _take_best_weights(run: Run) -> bool:
     if best is None:
         run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
         return False
-    run.objective.model.load_state_dict(best)
-    run.average = WeightAverage(run.objective.model, decay=0)  # a checkpoint's `model` already is the average
+    run.learner.load_weights(best)
     return True
 
 
 def _best_weights(run: Run) -> dict[str, Any] | None:
-    assert run.directory is not None
     best = run.directory.load_best()
     return best["model"] if best is not None else None
 
 
 def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums: Sums) -> None:
-    assert run.directory is not None
     progress, best = run.progress, run.progress.best
     num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
-    run.directory.write_results(
+    run.directory.mark_final()
+    write_json(
+        run.directory.path / RESULTS,
         {
             "task": run.facts["task"],
             "scored": split,
             "metrics": metrics,
             "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
-            "num_parameters": run.num_parameters,
+            "num_parameters": run.learner.num_parameters,
             "train_seconds": round(progress.train_seconds, 3),
             "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),
             "world_size": run.parallel.shard[1],
             "num_devices": run.parallel.num_devices,
             "global_batch_size": run.batches.global_batch_size,
-            "seed": run.seed,
+            "seed": run.settings.seed,
             "epochs": progress.position.epoch,
             "step": progress.step,
             **(run.task.details(sums) if sums else {}),
@@ -79,21 +81,18 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
     )
 
 
-def evaluate_only(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> None:
+def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.on_main(lambda: find_weights(directory, files))
+    trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
     label, state = trained.label, {"config": {}} | trained.state
-    run = assemble_run(flags, task, parallel, None)
-    check_weights_fit(run.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
-    run.objective.model.load_state_dict(state["model"])
-    run.average = WeightAverage(run.objective.model, decay=0)
-    run.net = parallel.wrap(run.net, example_batch(task), task.phases[0])
+    run = assemble_run(flags, task, parallel)
+    check_weights_fit(run.learner.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
+    run.learner.load_weights(state["model"])
+    wrap_model(run)
     lines = [*describe_run(run, flags), f"Evaluating {label}."]
     for split in [name for name in ("val", "test") if name in run.loaders and (name != "test" or flags.run.test)]:
-        sums = evaluate(run, split)
-        assert sums is not None
-        lines.append(scores_text(run.metrics(split, sums)))
+        lines.append(scores_text(run.metrics(split, evaluate(run, split))))
     if parallel.is_main:
         print("\n".join(lines))

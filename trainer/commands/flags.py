@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.flags import CheckpointFlags
-from trainer.commands.predict import PredictFlags
-from trainer.commands.variants import SeveralFlags
 from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, names_given, parse_flags
 from trainer.loading.errors import BadInput
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
 from trainer.loop.schedule import LearningFlags
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.task import Task
 from trainer.tasks import TASKS, find_task
 
@@ -62,11 +60,68 @@ class RunFlags(FlagGroup):
     )  # fmt: skip
 
 
+@dataclass
+class SeveralFlags(FlagGroup):
+    """Several runs"""
+
+    seeds: int = flag(
+        1, "train with so many seeds, from --seed on, each in a folder of --save-dir; then show mean, deviation and "
+        "ensemble. One run per GPU at a time; on the CPU as many at once as there are cores, with --num-threads 1 "
+        "unless you give another number: small models run better side by side than on several threads each",
+        metavar="N", at_least=1,
+    )  # fmt: skip
+    folds: int = flag(
+        0, "cross-validate: so many runs in the same manner, each scored on a part of the training data that it holds "
+        "out; the test set is left alone; 0 is off", metavar="K", at_least=0,
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        return ["--folds 1: must be at least 2, or 0 for none"] if self.folds == 1 else []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the command line asks for more than one run."""
+        return self.seeds > 1 or self.folds > 0
+
+    @property
+    def as_given(self) -> str:
+        """These flags as a message names them."""
+        given = [f"--seeds {self.seeds}"] * (self.seeds > 1) + [f"--folds {self.folds}"] * (self.folds > 0)
+        return " ".join(given)
+
+
+@dataclass
+class PredictFlags(FlagGroup):
+    """Labelling new data"""
+
+    predict: Path | None = flag(
+        None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
+        "of that run; what it holds, the task says", metavar="FILE",
+    )  # fmt: skip
+    output: Path | None = flag(
+        None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE"
+    )
+
+    def problems(self) -> list[str]:
+        if self.output is None:
+            return []
+        given, target = f"--output {self.output}", self.output.resolve()
+        if self.predict is None:
+            return [f"{given}: belongs to --predict; leave it out"]
+        if target.exists() and not target.is_file():
+            return [f"{given}: is not a file; name one, or leave it out to print the table"]
+        if not target.parent.is_dir():
+            return [f"{given}: there is no folder {target.parent}; create it first"]
+        if target == self.predict.resolve():
+            return [f"{given}: would overwrite what is to be labelled; name another file"]
+        return []
+
+
 TRAINER_GROUPS: tuple[type, ...] = (
     RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, SeveralFlags, PredictFlags,
     MultiDeviceFlags,
 )  # fmt: skip
-"""The flags that every task has; those of several devices come last."""
+"""The flags that every task has, in the order of `Flags`; those of several devices come last."""
 ALTERNATIVES = (("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"))
 """Flags that exclude each other: one given on the command line displaces a task's default of the other."""
 
@@ -134,13 +189,11 @@ def parse(
         defaults=_task_defaults(task_type, argv) if task_type is not None else {},
         command=command,
     )
-    tool_flags = groups.pop(0) if tool is not None else None
-    multi = groups[8] if several_devices else None
-    run, batch, learning, precision, devices, checkpoint, several, prediction = groups[:8]
-    task = groups[-1] if task_type else None
-    flags = Flags(
-        run, batch, learning, precision, devices, checkpoint, several, prediction, multi, task, task_type, tool_flags
-    )  # fmt: skip
+    by_type = {type(group): group for group in groups}
+    task = by_type[task_type.Config] if task_type is not None else None
+    of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
+    tool_flags = by_type[tool] if tool is not None else None
+    flags = Flags(*of_trainer, task, task_type, tool_flags)  # type: ignore[call-arg]
     return flags, problems + found + _contradictions(flags)
 
 

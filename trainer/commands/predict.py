@@ -4,9 +4,9 @@ import csv
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -14,15 +14,14 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.weights import TrainedRun, find_weights
-from trainer.config import FlagGroup, flag, flag_values, group_from_values, refuse, shown
+from trainer.checkpoint.weights import TrainedRun, check_weights_fit, find_weights
+from trainer.commands.flags import Flags, PredictFlags, RunFlags
+from trainer.config import FlagGroup, flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.files import written_as_a_whole
 from trainer.loading.order import evaluation_keys
-from trainer.loop.precision import Precision, of_dtype
-from trainer.loop.run import check_weights_fit
+from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
 from trainer.tasks import find_task
@@ -31,38 +30,20 @@ Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""
 
 
-@dataclass
-class PredictFlags(FlagGroup):
-    """Labelling new data"""
-
-    predict: Path | None = flag(
-        None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
-        "of that run. har takes the CSV of one recording at 50 Hz whose header names the nine signals, cut into "
-        "windows of 128 rows that overlap by half (a shorter rest is dropped), or a .npy of windows (N, 9, 128)",
-        metavar="FILE",
-    )  # fmt: skip
-    output: Path | None = flag(
-        None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE"
-    )
-
-    def problems(self) -> list[str]:
-        if self.output is None:
-            return []
-        given, target = f"--output {self.output}", self.output.resolve()
-        if self.predict is None:
-            return [f"{given}: belongs to --predict; leave it out"]
-        if target.exists() and not target.is_file():
-            return [f"{given}: is not a file; name one, or leave it out to print the table"]
-        if not target.parent.is_dir():
-            return [f"{given}: there is no folder {target.parent}; create it first"]
-        if target == self.predict.resolve():
-            return [f"{given}: would overwrite what is to be labelled; name another file"]
-        return []
+def label_new_data(flags: Flags, parallel: Parallel) -> None:
+    """`--predict`. Standard output belongs to the table. Raises BadInput."""
+    given = flags.checkpoint
+    trained = find_run(given.save_dir, given.resume_from, say=partial(print, file=sys.stderr))
+    task_name = flags.run.task if flags.run.task != RunFlags.task else None
+    task = rebuild_task(trained, task_name, flags.task, flags.run.cache_dir.expanduser())
+    precision = choose_precision(flags.precision, parallel.device)
+    batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
+    predict(flags.prediction, trained, task, parallel, precision, batch_size)
 
 
-def find_run(directory: RunDirectory, resume_from: Path | None) -> TrainedRun:
+def find_run(folder: Path, resume_from: Path | None, say: Callable[[str], None]) -> TrainedRun:
     """The best weights of a run directory, or those of one checkpoint file. Raises BadInput."""
-    run = find_weights(directory, {"--resume-from": resume_from})
+    run = find_weights(folder, {"--resume-from": resume_from}, say)
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
         raise BadInput(f"--resume-from {resume_from}: {reason}")

@@ -7,30 +7,31 @@ from typing import Any
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import refuse_altered
+from trainer.checkpoint.weights import check_weights_fit
 from trainer.commands.flags import Flags
 from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
-from trainer.loop.ema import WeightAverage
+from trainer.loop.checkpointing import finish_saving, restore, save
 from trainer.loop.plan import Position
-from trainer.loop.run import Run, check_weights_fit
+from trainer.loop.run import Run
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
 
 
-def take_over(run: Run, flags: Flags, directory: RunDirectory) -> None:
+def take_over(run: Run, flags: Flags) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
     source, progress = flags.checkpoint.resume_from, run.progress
     best = progress.best
     is_best = best is not None and progress.position == Position(best.epoch)
     if best is not None and not is_best:
-        taken = run.parallel.on_main(lambda: _copy_best(source, best.epoch, best.value, directory))
+        taken = run.parallel.on_main(lambda: _copy_best(source, best.epoch, best.value, run.directory))
         if not taken:
             run.log.say(
                 f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
             )
             progress.best = None
-    run.save(best.value if best is not None and is_best else None, is_best)
-    run.finish_saving()
+    save(run, best.value if best is not None and is_best else None, is_best)
+    finish_saving(run)
 
 
 def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDirectory) -> bool:
@@ -59,11 +60,11 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
         return None
     if source is None:
         return directory.load_newest() if directory.has_checkpoint else None
-    if directory.newest_source == str(source):
+    if directory.entries and directory.entries[-1].source == str(source):
         return directory.load_newest()
     refuse_altered(source, f"--resume-from {source}")
     state = read_checkpoint(source, f"--resume-from {source}")
-    directory.restrict_best(state["best"]["epoch"] if state["best"] else None)
+    directory.forget_later_best(state["best"]["epoch"] if state["best"] else None)
     return state
 
 
@@ -73,8 +74,8 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if state["task"] != run.facts["task"]:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     advice = "choose another --save-dir, or start over with --fresh"
-    check_weights_fit(run.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
-    run.restore(state)
+    check_weights_fit(run.learner.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
+    restore(run, state)
     position, sizes = run.progress.position, run.facts["phase_sizes"]
     notes = []
     if not run.is_complete:
@@ -120,15 +121,15 @@ def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
 
 def initialise(run: Run, flags: Flags) -> list[str]:
     """Completes fresh weights; `--init-from` takes those of another run. Raises BadInput when they do not fit."""
-    run.parallel.together(lambda: run.task.initialise(run.objective))
-    run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)
+    learner = run.learner
+    run.parallel.together(lambda: run.task.initialise(learner.objective))
+    learner.ema.restart()
     source = flags.checkpoint.init_from
     if source is None:
         return []
     label = f"--init-from {source}"
     run.parallel.on_main(lambda: refuse_altered(source, label))
     state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label, only_weights=True)["model"]})
-    check_weights_fit(run.objective.model, state, label, "take the weights of a model with the same flags")
-    run.objective.model.load_state_dict(state["model"])
-    run.average = WeightAverage(run.objective.model, flags.learning.ema_decay)
+    check_weights_fit(run.learner.objective.model, state, label, "take the weights of a model with the same flags")
+    learner.load_weights(state["model"])
     return [f"Starting with the weights of {source}."]

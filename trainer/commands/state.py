@@ -6,12 +6,13 @@ tells them apart.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import CONFIG, read_json, write_json
 from trainer.loading.errors import BadInput
 from trainer.loop.memory_limit import MEMORY
 from trainer.loop.run import Run
@@ -24,56 +25,45 @@ State = Literal["running", "finished", "preempted", "refused", "failed"]
 
 
 class RunState:
-    """Writes the state of the run in a directory that is held. All processes call `running`, `finished`, `preempted`.
-
-    These raise BadInput when the disk refuses.
-    """
+    """Writes the state of the run in a directory that is held. run: None until a request to stop saves everything."""
 
     def __init__(self, directory: RunDirectory, parallel: Parallel) -> None:
         self._directory = directory
         self._parallel = parallel
         self._run: Run | None = None
 
-    def running(self, run: Run) -> None:
-        """From the moment on at which a request to stop saves everything."""
+    def enter(self, state: State, run: Run) -> None:
+        """All processes call it. A file that says "finished" already stays. Raises BadInput when the disk refuses."""
         self._run = run
-        self._parallel.on_main(lambda: self._write("running"))
+        self._parallel.on_main(lambda: None if state == self._read() == "finished" else self._write(state))
 
-    def finished(self, run: Run) -> None:
-        """When results.json is there. Does not touch a file that says so already."""
-        self._run = run
-        self._parallel.on_main(lambda: None if self._says("finished") else self._write("finished"))
+    def end_badly(self, state: State, message: str | None = None, limit: Mapping[str, Any] | None = None) -> None:
+        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of.
 
-    def preempted(self) -> None:
-        """When the run was asked to stop and everything is saved."""
-        self._parallel.on_main(lambda: self._write("preempted"))
-
-    def ended_badly(self, state: Literal["refused", "failed"], message: str | None = None) -> None:
-        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""
-        if self._parallel.is_main and (self._run is not None or self._directory.holds_run):
+        limit: what the next start has to know of the device's memory.
+        """
+        path = self._directory.path
+        holds_run = self._run is not None or self._directory.has_checkpoint or (path / CONFIG).exists()
+        if self._parallel.is_main and holds_run:
             with suppress(BadInput):
                 self._write(state, message)
-
-    def failed(self, failure: Failure) -> None:
-        """The same by a failure; with what the next start has to know."""
-        self.ended_badly("failed", str(failure) or None)
-        if self._parallel.is_main and failure.memory_limit is not None:
+        if self._parallel.is_main and limit is not None:
             with suppress(BadInput):
-                self._directory.write_json(MEMORY, dict(failure.memory_limit))
+                write_json(path / MEMORY, dict(limit))
 
-    def stuck(self, failure: Failure) -> None:
-        """The same, called by another thread than the one that trains; what is being saved is to be complete."""
-        if self._run is not None and self._run.saver is not None:
-            self._run.saver.end()
-        self.failed(failure)
+    def fail(self, failure: Failure) -> None:
+        """Another process failed, and this one is stuck. Called by another thread than the one that trains."""
+        if self._run is not None:
+            self._run.saver.end()  # what is being saved is to be complete
+        self.end_badly("failed", str(failure) or None, failure.memory_limit)
 
-    def _says(self, state: State) -> bool:
-        return self._directory.read_json(STATE).get("state") == state
+    def _read(self) -> str | None:
+        return read_json(self._directory.path / STATE).get("state")
 
     def _write(self, state: State, message: str | None = None) -> None:
         run = self._run
-        self._directory.write_json(
-            STATE,
+        write_json(
+            self._directory.path / STATE,
             {
                 "state": state,
                 "epoch": run.progress.position.epoch if run is not None else None,
@@ -91,18 +81,18 @@ class RunState:
 def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     """Around all that happens while a directory is held: notes whatever ends it by an exception."""
     state = RunState(directory, parallel)
-    parallel.before_forced_end(state.stuck)
+    parallel.diagnosis.before_forced_end(state.fail)
     try:
-        with parallel.explaining():
+        with parallel.diagnosis.explaining():
             yield state
-    except BadInput as error:
-        state.ended_badly("refused", str(error))
-        raise
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed
+    except BadInput as error:
+        state.end_badly("refused", str(error))
+        raise
     except Failure as failure:
-        state.failed(failure)
+        state.end_badly("failed", str(failure) or None, failure.memory_limit)
         raise
     except BaseException:  # SystemExit: the second Ctrl-C, which does not wait for a save
-        state.ended_badly("failed")
+        state.end_badly("failed")
         raise

@@ -71,7 +71,6 @@ class BatchLoader:
                 batch_size=None,
                 sampler=self._source,
                 num_workers=num_workers,
-                collate_fn=_as_it_is,
                 pin_memory=pin_memory,
                 persistent_workers=True,
                 worker_init_fn=_depend_on_the_trainer,
@@ -83,7 +82,10 @@ class BatchLoader:
 
     def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         if self._workers is None:
-            return self._in_process(keys)
+            batches = (self._batches[key] for key in keys)
+            if not self._pin_memory:
+                return batches
+            return ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
         self._source.keys = keys
         others = set(multiprocessing.active_children())
         try:
@@ -100,17 +102,6 @@ class BatchLoader:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
             for process in iterator._workers:  # type: ignore[attr-defined]
                 process.kill()
-
-    def _in_process(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
-        for key in keys:
-            batch = self._batches[key]
-            if self._pin_memory:
-                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-            yield batch
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _depend_on_the_trainer(worker_id: int) -> None:

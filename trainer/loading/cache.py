@@ -30,45 +30,15 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     """
     entry = cache_dir / key
     if not entry.is_dir():
-        with _lock(cache_dir, key):
+        with _refusing_unusable(cache_dir):
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            lock = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock:
             if not entry.is_dir():
-                _store(build(), entry)
-    return _load(entry)
-
-
-@contextmanager
-def _lock(cache_dir: Path, key: str) -> Iterator[None]:
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        file = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        raise _unusable(cache_dir, error) from None
-    with file:
-        yield
-
-
-def _store(arrays: Arrays, entry: Path) -> None:
-    partial = entry.with_name(f"{entry.name}.partial")
-    try:
-        # One that is there was left by a build that was killed: the lock says that nobody else is at it.
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
-        for name, array in arrays.items():
-            with open(partial / f"{name}.npy", "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        flush_path(partial)
-        partial.rename(entry)
-        flush_path(entry.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _unusable(entry.parent, error) from None
-
-
-def _load(entry: Path) -> Arrays:
+                arrays = build()
+                with _refusing_unusable(cache_dir):
+                    _store(arrays, entry)
     try:
         # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
         return {
@@ -79,6 +49,29 @@ def _load(entry: Path) -> Arrays:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
 
 
-def _unusable(cache_dir: Path, error: OSError) -> BadInput:
-    reason = error.strerror or str(error)
-    return BadInput(f"--cache-dir {cache_dir}: {reason}; choose a folder that can be written to and has room")
+@contextmanager
+def _refusing_unusable(cache_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        advice = "choose a folder that can be written to and has room"
+        raise BadInput(f"--cache-dir {cache_dir}: {reason}; {advice}") from None
+
+
+def _store(arrays: Arrays, entry: Path) -> None:
+    partial = entry.with_name(f"{entry.name}.partial")
+    # One that is there was left by a build that was killed: the lock says that nobody else is at it.
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        for name, array in arrays.items():
+            with open(partial / f"{name}.npy", "wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+        flush_path(partial)
+        partial.rename(entry)
+        flush_path(entry.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

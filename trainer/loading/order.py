@@ -10,6 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 
 
+@dataclass(frozen=True, order=True)
+class Position:
+    """How far a run has come, in units that survive a change of batch size or of device count.
+
+    epoch: number of completed epochs. phase: index of the current phase. samples: consumed in this phase.
+    """
+
+    epoch: int = 0
+    phase: int = 0
+    samples: int = 0
+
+    @property
+    def at_epoch_start(self) -> bool:
+        return self.phase == 0 and self.samples == 0
+
+
 @dataclass(frozen=True, slots=True)
 class SampleKeys:
     """Names the samples of one micro-batch; everything random about a sample is derived from its key.
@@ -53,14 +69,10 @@ def split_global_batch(
     """
     rank, world_size = shard
     own = samples[rank::world_size]
-    window = []
-    for i in range(num_micro_batches(len(samples), world_size, micro_batch_size)):
-        index = own[i * micro_batch_size : (i + 1) * micro_batch_size]
-        if len(index):
-            window.append(SampleKeys(index, epoch, phase))
-        else:
-            window.append(SampleKeys(samples[:1], epoch, phase, placeholder=True))
-    return window
+    num_parts = num_micro_batches(len(samples), world_size, micro_batch_size)
+    parts = [own[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(num_parts)]
+    placeholder = SampleKeys(samples[:1], epoch, phase, placeholder=True)
+    return [SampleKeys(part, epoch, phase) if len(part) else placeholder for part in parts]
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:

@@ -1,15 +1,17 @@
-"""Lines on the console."""
+"""Lines, tables and progress bars on the console."""
 
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
 # tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there.
 tqdm.set_lock(threading.RLock())
 
+PLAIN_LINE_INTERVAL_S = 10.0
 NUMBER_WIDTH = len("-1.2345e-05")
 
 
@@ -22,9 +24,56 @@ def say(line: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
 
 
-def table_line(first: str, columns: Sequence[str], cells: Mapping[str, str]) -> str:
-    """A line of a table of numbers: `first`, then the cell of each column, a dash where there is none."""
-    return "  ".join([first, *(f"{cells.get(name, '-'):>{max(len(name), NUMBER_WIDTH)}}" for name in columns)])
+class ProgressBar:
+    """Without a terminal, where a bar would be noise, a plain line now and then.
+
+    num_done: of `total`, done before.
+    """
+
+    def __init__(self, total: int, num_done: int, unit: str, description: str = "") -> None:
+        self.bar = tqdm(
+            total=total,
+            initial=num_done,
+            desc=description,
+            unit=f" {unit}",
+            leave=False,
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._last_line, self._last_time = "", time.monotonic()
+
+    def report(self, state: str, line: str) -> None:
+        """state: what the bar ends with from its next update on. line: what stands for the bar where there is none."""
+        self.bar.set_postfix_str(state, refresh=False)
+        is_due = time.monotonic() - self._last_time >= PLAIN_LINE_INTERVAL_S
+        if self.bar.disable and is_due and line != self._last_line:
+            self._last_line, self._last_time = line, time.monotonic()
+            say(line)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class Table:
+    """Lines of numbers, under a header that comes again when there are new columns.
+
+    heading: of the first column, which has this width. write: prints a line.
+    """
+
+    def __init__(self, heading: str, write: Callable[[str], None]) -> None:
+        self._heading, self._write = heading, write
+        self._columns: list[str] = []
+
+    def row(self, first: str, cells: Mapping[str, str]) -> None:
+        """cells: by column; a dash stands where there is none."""
+        if not cells.keys() <= set(self._columns):
+            self._columns = list(cells)
+            self._line(self._heading, {name: name for name in cells})
+        self._line(first, cells)
+
+    def _line(self, first: str, cells: Mapping[str, str]) -> None:
+        columns = [f"{cells.get(name, '-'):>{max(len(name), NUMBER_WIDTH)}}" for name in self._columns]
+        self._write("  ".join([first, *columns]))
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:

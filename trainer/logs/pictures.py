@@ -1,32 +1,19 @@
-"""Pictures of an evaluation for TensorBoard: asked of the task, drawn, encoded as PNG.
+"""Pictures for TensorBoard: drawn, encoded as PNG.
 
-They are drawn with Pillow, which every installation has, because TensorBoard itself depends on it. No meaning hangs on
-telling red from green.
+They are drawn with Pillow, which every installation has, because TensorBoard itself depends on it.
 """
 
 import io
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from torch import Tensor
 
-from trainer.loading.order import SampleKeys
-from trainer.loop.precision import of_dtype
-from trainer.loop.run import Run
-from trainer.task import ClassifiedCurves, ConfusionMatrix, Picture, Sums
+from trainer.task import ConfusionMatrix, Picture
 
-NUM_EXAMPLES = 6
-
-Colour = tuple[int, int, int]
 WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
-# Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
-BLUE, VERMILION = (0, 114, 178), (213, 94, 0)
-LINE_COLOURS = (BLUE, VERMILION, (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233))
+BLUE = (0, 114, 178)
 
 # In pixels. TensorBoard stretches or shrinks a picture to this width, without smoothing, so that small print stays
 # legible at this width only.
@@ -34,43 +21,6 @@ WIDTH = 350
 CELL, WIDEST_MATRIX = 39, 1200
 LARGE, MEDIUM, SMALL = 15, 13, 11
 GAP = 4
-COLUMNS, PANEL_HEIGHT = 2, 28
-PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
-
-
-def log_pictures(run: Run, split: str, sums: Sums) -> None:
-    """Logs what the task has to show of an evaluation that just ended. All processes call it; the main one draws."""
-    run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, split, sums)))
-
-
-def _pictures(run: Run, split: str, sums: Sums) -> dict[str, Summary.Image]:
-    pictures = {**run.task.pictures(sums), **_example_pictures(run, split)}
-    return {f"{split}/{name}": encode(picture) for name, picture in pictures.items()}
-
-
-@torch.no_grad()
-def _example_pictures(run: Run, split: str) -> Mapping[str, Picture]:
-    """Those of a few samples, spread evenly over the data set."""
-    last = len(run.task.splits()[split]) - 1
-    keys = SampleKeys(np.unique(np.linspace(0, last, NUM_EXAMPLES).astype(np.int64)), epoch=0)
-    device = run.parallel.device
-    examples = next(iter(run.loaders[split]([keys])))
-    batch = of_dtype({name: tensor.to(device) for name, tensor in examples.items()}, run.precision.dtype)
-    with run.average.applied(), _training_undisturbed(run), run.precision.autocast(device.type):
-        return run.task.example_pictures(run.objective, batch)
-
-
-@contextmanager
-def _training_undisturbed(run: Run) -> Iterator[None]:
-    """Eval mode within it; mode and random state are what they were after it."""
-    was_training = run.objective.training
-    run.objective.eval()
-    gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        run.objective.train(was_training)
 
 
 def encode(picture: Picture) -> Summary.Image:
@@ -80,9 +30,8 @@ def encode(picture: Picture) -> Summary.Image:
             raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
         image = Image.fromarray(picture)
     else:
-        drawn = draw_confusion_matrix(picture) if isinstance(picture, ConfusionMatrix) else draw_curves(picture)
         # A palette halves the bytes and the time to write them.
-        image = drawn.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        image = draw_confusion_matrix(picture).quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=3)
     return Summary.Image(width=image.width, height=image.height, colorspace=3, encoded_image_string=png.getvalue())
@@ -98,23 +47,29 @@ def draw_confusion_matrix(picture: ConfusionMatrix) -> Image.Image:
     """
     counts = picture.counts.double().cpu().numpy()
     shares = counts / counts.sum(axis=1, keepdims=True).clip(min=1)
-    num_classes = len(counts)
-    has_text = num_classes * CELL <= WIDEST_MATRIX
-    labels = [_label(name.replace("_", "\n")) for name in picture.classes] if has_text else []
-    left = top = max((label.width for label in labels), default=0) + MEDIUM + 3 * GAP
-    side = num_classes * CELL if has_text else WIDEST_MATRIX
-    image = Image.new("RGB", (max(left + side + GAP, WIDTH), top + side + GAP), WHITE)
-    image.paste(_shades(shares).resize((side, side), Image.Resampling.BOX), (left, top))
+    has_text = len(counts) * CELL <= WIDEST_MATRIX
+    names = [name.replace("_", "\n") for name in picture.classes] if has_text else []
+    side = len(counts) * CELL if has_text else WIDEST_MATRIX
+    font = _font(MEDIUM)
+    longest = max((font.getlength(line) for name in names for line in name.split("\n")), default=0)
+    left = top = int(longest) + MEDIUM + 3 * GAP
+    width, height = max(left + side + GAP, WIDTH), top + side + GAP
+    # What reads from bottom to top is written first, while the picture lies on its side.
+    image = Image.new("RGB", (height, width), WHITE)
     draw = ImageDraw.Draw(image)
+    draw.text((height - top - side / 2, GAP / 2), "true", GREY, font, anchor="ma")
+    for i, name in enumerate(names):
+        draw.text((height - top + GAP, left + (i + 0.5) * CELL), name, BLACK, font, anchor="lm")
+    image = image.transpose(Image.Transpose.ROTATE_90)
+    draw = ImageDraw.Draw(image)
+    draw.text((left + side / 2, GAP / 2), "predicted", GREY, font, anchor="ma")
+    for i, name in enumerate(names):
+        draw.text((left - GAP, top + (i + 0.5) * CELL), name, BLACK, font, anchor="rm", align="right")
+    image.paste(_shades(shares).resize((side, side), Image.Resampling.BOX), (left, top))
     draw.rectangle((left, top, left + side, top + side), None, PALE)
-    draw.text((left + side / 2, GAP / 2), "predicted", GREY, _font(MEDIUM), anchor="ma")
-    _paste_turned(image, _label("true", GREY), centre=(GAP + MEDIUM / 2, top + side / 2))
-    for i, label in enumerate(labels):
-        middle = i * CELL + CELL / 2
-        image.paste(label, (left - GAP // 2 - label.width, int(top + middle - label.height / 2)))
-        _paste_turned(image, label, centre=(left + middle, top - GAP // 2 - label.width / 2))
-        for j in range(num_classes):
-            _draw_cell(draw, (left + j * CELL, top + i * CELL), int(counts[i, j]), shares[i, j])
+    for row, column in np.ndindex(counts.shape) if has_text else ():
+        corner = left + column * CELL, top + row * CELL
+        _draw_cell(draw, corner, int(counts[row, column]), shares[row, column])
     return image
 
 
@@ -134,82 +89,6 @@ def _draw_cell(draw: ImageDraw.ImageDraw, corner: tuple[float, float], count: in
         ink = WHITE if share > 0.5 else BLACK
         draw.text((x + CELL / 2, y + CELL * 0.34), f"{count}", ink, _font(LARGE), anchor="mm")
         draw.text((x + CELL / 2, y + CELL * 0.75), f"{share:.0%}", ink, _font(SMALL), anchor="mm")
-
-
-def _label(text: str, ink: Colour = BLACK) -> Image.Image:
-    """A small picture of a text of one or more lines, flush right."""
-    lines = text.split("\n")
-    font = _font(MEDIUM)
-    image = Image.new("RGB", (int(max(map(font.getlength, lines))) + 2, (MEDIUM + 2) * len(lines) + 4), WHITE)
-    draw = ImageDraw.Draw(image)
-    for i, line in enumerate(lines):
-        draw.text((image.width - 1, i * (MEDIUM + 2)), line, ink, font, anchor="ra")
-    return image
-
-
-def _paste_turned(image: Image.Image, label: Image.Image, centre: tuple[float, float]) -> None:
-    """Puts a label on the picture so that it reads from bottom to top."""
-    turned = label.transpose(Image.Transpose.ROTATE_90)
-    image.paste(turned, (int(centre[0] - turned.width / 2), int(centre[1] - turned.height / 2)))
-
-
-# --- curves ------------------------------------------------------------------------------------------------------
-
-
-def draw_curves(picture: ClassifiedCurves) -> Image.Image:
-    """One block for each sample: its verdict, and its panels below each other."""
-    curves = picture.curves.double().cpu()
-    num_samples, num_panels = curves.shape[:2]
-    scales = curves.abs().amax(dim=(0, 2, 3)).clamp(min=1e-12)
-    title = MEDIUM + SMALL + GAP
-    height = title + num_panels * PANEL_HEIGHT + GAP
-    bottom = -(-num_samples // COLUMNS) * height + GAP
-    image = Image.new("RGB", (WIDTH, bottom + SMALL + GAP), WHITE)
-    draw = ImageDraw.Draw(image)
-    for i in range(num_samples):
-        x, y = GAP + i % COLUMNS * (PANEL_WIDTH + GAP), i // COLUMNS * height
-        _draw_verdict(draw, (x, y), picture.predicted[i], float(picture.confidence[i]), picture.true[i])
-        for j in range(num_panels):
-            _draw_panel(draw, (x, y + title + j * PANEL_HEIGHT), curves[i, j] / scales[j])
-    _draw_legend(draw, (GAP, bottom + SMALL / 2), picture)
-    return image
-
-
-def _draw_verdict(
-    draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
-) -> None:
-    """Two lines of text, their upper left corner given; words say what the colours say."""
-    x, y = corner
-    right = predicted == true
-    draw.text((x, y), predicted, BLUE if right else VERMILION, _font(MEDIUM))
-    verdict = f"{confidence:.0%}, right" if right else f"{confidence:.0%}, is {true}"
-    draw.text((x, y + MEDIUM + 1), verdict, GREY if right else VERMILION, _font(SMALL))
-
-
-def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: Tensor) -> None:
-    """lines: (num_lines, T) in [-1, 1]."""
-    x, y = corner
-    middle, reach = y + PANEL_HEIGHT / 2, PANEL_HEIGHT / 2 - 1
-    draw.rectangle((x, y, x + PANEL_WIDTH, y + PANEL_HEIGHT), WHITE, PALE)
-    draw.line((x, middle, x + PANEL_WIDTH, middle), PALE)
-    across = np.linspace(x, x + PANEL_WIDTH, lines.shape[1]).tolist()
-    for i, line in enumerate(lines):
-        points = list(zip(across, (middle - reach * line).tolist(), strict=True))
-        draw.line(points, _line_colour(i))
-
-
-def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], picture: ClassifiedCurves) -> None:
-    """One line of text, the middle of its left end given."""
-    x, y = left
-    for i, name in enumerate(picture.lines):
-        draw.line((x, y, x + 2 * GAP, y), _line_colour(i), 2)
-        draw.text((x + 3 * GAP, y), name, BLACK, _font(SMALL), anchor="lm")
-        x += 5 * GAP + _font(SMALL).getlength(name)
-    draw.text((x, y), "from top: " + ", ".join(picture.panels), GREY, _font(SMALL), anchor="lm")
-
-
-def _line_colour(i: int) -> Colour:
-    return LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
 @cache

@@ -1,12 +1,7 @@
-"""Statistics that a forward changes: those of a step that is not applied are undone."""
-
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""The running statistics of batch norms, which a forward changes: those of a step that is not applied are undone."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 
 class RunningStatistics:
@@ -16,40 +11,24 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         self._current = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._kept = [buffer.clone() for buffer in self._current]
 
     def keep(self) -> None:
         """Before a step."""
-        if self._current:
-            torch._foreach_copy_(self._kept, self._current)
+        for current, kept in zip(self._current, self._kept, strict=True):
+            kept.copy_(current)
 
     def undo(self) -> None:
         """After a step that was broken off."""
-        if self._current:
-            torch._foreach_copy_(self._current, self._kept)
-
-    def undo_unless_finite(self, grad_norm: Tensor) -> None:
-        """After a step, with the norm of its whole gradient."""
-        if not self._current:
-            return
-        if grad_norm.device.type == "cpu":
-            if not math.isfinite(grad_norm.item()):
-                self.undo()
-            return
-        finite = torch.isfinite(grad_norm)
         for current, kept in zip(self._current, self._kept, strict=True):
-            current.copy_(torch.where(finite, current, kept))
+            current.copy_(kept)
 
-
-@contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """After it all buffers of the module hold what they held before, on whatever device it is then."""
-    before = [buffer.detach().clone() for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(module.buffers(), before, strict=True):
-                buffer.copy_(value)
+    def undo_unless(self, applied: bool | Tensor) -> None:
+        """After a step. applied: whether it was; see `StepResult`."""
+        if isinstance(applied, Tensor):
+            for current, kept in zip(self._current, self._kept, strict=True):
+                current.copy_(torch.where(applied, current, kept))
+        elif not applied:
+            self.undo()

@@ -1,6 +1,5 @@
 """An exponential moving average of the weights."""
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
-class WeightAverage:
+class ExponentialMovingAverage:
     """The moving average of a model's parameters; with decay 0 it is off and costs nothing.
 
     The decay grows with the number of updates, min(decay, (1 + n) / (10 + n)), so that short runs do not evaluate
@@ -22,28 +21,33 @@ class WeightAverage:
         self._model = model
         self._decay = decay
         self._updates: int | Tensor = 0
-        self._average = [p.detach().clone() for p in model.parameters()] if self.enabled else []
+        self._average: list[Tensor] = []
+        self.restart()
 
-    def update(self, grad_norm: Tensor) -> None:
-        """After an optimizer step; one whose gradient norm is not finite was not applied, and is none."""
+    def restart(self) -> None:
+        """Begins anew with the weights that the model has now."""
+        self._updates = 0
+        self._average = [p.detach().clone() for p in self._model.parameters()] if self.enabled else []
+
+    def update(self, applied: bool | Tensor) -> None:
+        """After an optimizer step. applied: whether it was; see `StepResult`."""
         if self.enabled:
-            self._update(grad_norm)
+            self._update(applied)
 
     @torch.no_grad()
-    def _update(self, grad_norm: Tensor) -> None:
-        if grad_norm.device.type != "cpu":
-            self._update_without_waiting(grad_norm)
-        elif math.isfinite(grad_norm.item()):
+    def _update(self, applied: bool | Tensor) -> None:
+        if isinstance(applied, Tensor):
+            self._update_without_waiting(applied)
+        elif applied:
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
             get_ema_multi_avg_fn(decay)(self._average, list(self._model.parameters()), self._updates)
             self._updates += 1
 
-    def _update_without_waiting(self, grad_norm: Tensor) -> None:
-        """The same where the host does not know the norm: the number of updates is kept on the device."""
-        applied = torch.isfinite(grad_norm).double()
+    def _update_without_waiting(self, applied: Tensor) -> None:
+        """The same where the host does not know whether: the number of updates is kept on the device."""
         updates = self._updates
         if not isinstance(updates, Tensor):
-            updates = torch.full((), updates, dtype=torch.float64, device=grad_norm.device)
+            updates = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
         changes = torch._foreach_sub(list(self._model.parameters()), self._average)
         torch._foreach_mul_(changes, weight.to(changes[0].dtype))
@@ -77,5 +81,5 @@ class WeightAverage:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Call with the average in the model; the training weights are loaded afterwards."""
         if self.enabled:
-            self._average = [p.detach().clone() for p in self._model.parameters()]
+            self.restart()
             self._updates = state.get("average_updates", 0)

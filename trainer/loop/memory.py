@@ -11,14 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.records import write_json
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.loop.batch_norm import kept_buffers
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.loop.run import Run
-from trainer.parallel.errors import StartAgain
+from trainer.loop.windows import WeightedBatch, weighted
+from trainer.parallel.buffers import kept_buffers
+from trainer.parallel.errors import RestartNeeded
+from trainer.task import Sums
 
 T = TypeVar("T")
 
@@ -29,13 +32,11 @@ OPTIMIZER = "the optimizer"
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def train_within_memory(
-    run: Run, window: Sequence[tuple[Batch, float]], step: Callable[[Sequence[tuple[Batch, float]]], T]
-) -> T:
+def train_within_memory(run: Run, window: Sequence[WeightedBatch], step: Callable[[Sequence[WeightedBatch]], T]) -> T:
     """step(window), with the window cut into as many micro-batches as it takes.
 
     A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot be:
-    StartAgain is raised. Raises BadInput when not even one sample fits.
+    RestartNeeded is raised. Raises BadInput when not even one sample fits.
     """
     while True:
         try:
@@ -43,32 +44,30 @@ def train_within_memory(
             is_short = run.memory_limit.batch_size is not None
             return step(recut(window, run.batches.micro_batch_size) if is_short else window)
         except torch.OutOfMemoryError:
-            if run.parallel.whereabouts.phase == OPTIMIZER:
+            if run.parallel.phase.name == OPTIMIZER:
                 raise _hopeless(run, "for the moments of the optimizer") from None
         # Outside of the handler, because the frames of the exception hold what is to be freed.
         _forget_attempt(run)
         _halve(run)
 
 
-def recut(window: Sequence[tuple[Batch, float]], size: int) -> Sequence[tuple[Batch, float]]:
+def recut(window: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
     """The window with at most so many samples in a micro-batch."""
-    if all(len(batch["weight"]) <= size for batch, _ in window):
-        return window
-    return [part for batch, weight in window for part in _parts(batch, weight, size)]
+    return [part for batch in window for part in _parts(batch, size)]
 
 
-def _parts(batch: Batch, weight: float, size: int) -> list[tuple[Batch, float]]:
+def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
+    batch, _ = weighted_batch
     num_samples = len(batch["weight"])
     if num_samples <= size:
-        return [(batch, weight)]
+        return [weighted_batch]
     starts = range(0, num_samples, size)
-    parts = [{name: tensor[start : start + size] for name, tensor in batch.items()} for start in starts]
-    return [(part, float(part["weight"].sum())) for part in parts]
+    return [weighted({name: tensor[start : start + size] for name, tensor in batch.items()}) for start in starts]
 
 
 def _forget_attempt(run: Run) -> None:
-    run.objective.zero_grad(set_to_none=True)
-    run.running_statistics.undo()
+    run.learner.objective.zero_grad(set_to_none=True)
+    run.learner.batch_norm.undo()
     _free()
 
 
@@ -80,10 +79,12 @@ def _free() -> None:
 def _halve(run: Run) -> None:
     """Goes on with half the samples per forward, and says so."""
     before, (after, limit) = run.batches, _with_half(run)
-    account = f"out of memory in {run.parallel.whereabouts} with {before.batch_size} samples per forward"
+    account = f"out of memory in {run.parallel.phase} with {before.batch_size} samples per forward"
     change = _change(before, after)
-    if not run.parallel.redoes_steps:
-        raise StartAgain(f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit))
+    if run.parallel.is_launched:
+        raise RestartNeeded(
+            f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit)
+        )
     run.batches = after
     _remember(run, limit)
     advice = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"
@@ -111,41 +112,39 @@ def _change(before: BatchSplit, after: BatchSplit) -> str:
 
 def _hopeless(run: Run, what: str) -> BadInput:
     return BadInput(
-        f"out of memory in {run.parallel.whereabouts} {what}: a smaller --batch-size cannot help; take a smaller "
+        f"out of memory in {run.parallel.phase} {what}: a smaller --batch-size cannot help; take a smaller "
         "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
     )
 
 
 def _remember(run: Run, limit: MemoryLimit) -> None:
-    """On the main process alone, which has the directory."""
+    """For this run and, where this process holds the directory, for its next start."""
     run.memory_limit = limit
-    if run.directory is not None:
-        run.directory.write_json(MEMORY, asdict(limit))
+    if run.directory.is_held:
+        write_json(run.directory.path / MEMORY, asdict(limit))
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
 def evaluate_within_memory(
-    run: Run, batch: tuple[Batch, float], forward: Callable[[Batch, float], dict[str, Tensor]]
-) -> list[tuple[dict[str, Tensor], float]]:
+    run: Run, batch: WeightedBatch, forward: Callable[[Batch, float], Sums]
+) -> list[tuple[Sums, float]]:
     """forward(part, weight) of each part of a batch, with its weight; a single part unless memory is short.
 
     Sums add up whatever the parts are, so each process does this by itself.
     """
     while True:
         try:
-            return [(forward(*part), part[1]) for part in _parts(*batch, run.eval_micro_batch_size)]
+            return [(forward(*part), part.weight) for part in _parts(batch, run.eval_micro_batch_size)]
         except torch.OutOfMemoryError:
             pass
         _free()
-        num_replicas = run.parallel.num_replicas
-        before = -(-run.eval_micro_batch_size // num_replicas)
+        before = run.memory_limit.samples_per_eval_forward
         smaller = _half(run, before)
-        run.eval_micro_batch_size = smaller * num_replicas
         _remember(run, replace(run.memory_limit, eval_batch_size=smaller))
         run.log.say(
-            f"Out of memory in {run.parallel.whereabouts} with {before} samples per forward: going on with {smaller}. "
+            f"Out of memory in {run.parallel.phase} with {before} samples per forward: going on with {smaller}. "
             f"--eval-batch-size {smaller} spares the attempt."
         )
 
@@ -159,7 +158,7 @@ def rehearse(run: Run) -> None:
     Nothing is left of it. All processes call it. Raises BadInput when not even one sample fits. A model whose forward
     has exchanges with other processes is left out: one that finds no room would leave the others waiting.
     """
-    if any(isinstance(module, nn.SyncBatchNorm) for module in run.net.modules()):
+    if any(isinstance(module, nn.SyncBatchNorm) for module in run.learner.net.modules()):
         return
     while not _fits_everywhere(run):
         before = run.batches
@@ -175,16 +174,16 @@ def _fits_everywhere(run: Run) -> bool:
 
 
 def _fits(run: Run) -> bool:
-    run.parallel.whereabouts.enter("the rehearsal of the largest batch")
+    run.parallel.phase.enter("the rehearsal of the largest batch")
     gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
     fits = True
-    with kept_buffers(run.objective), torch.random.fork_rng(gpus):
+    with kept_buffers(run.learner.objective), torch.random.fork_rng(gpus):
         for phase in range(len(run.task.phases)):
             try:
                 _forward_and_backward(run, phase)
             except torch.OutOfMemoryError:
                 fits = False
-            run.objective.zero_grad(set_to_none=True)
+            run.learner.objective.zero_grad(set_to_none=True)
             _free()
     return fits
 
@@ -192,14 +191,15 @@ def _fits(run: Run) -> bool:
 def _forward_and_backward(run: Run, phase: int) -> None:
     """With the gradients of an earlier micro-batch and the moments in memory."""
     name = run.task.phases[phase]
-    held = [torch.empty_like(p) for p in _without_moments(run.optimizers[name]) for _ in range(2)]
+    held = [torch.empty_like(p) for p in _without_moments(run.learner.optimizers[name]) for _ in range(2)]
     index = run.task.largest_samples(name, run.batches.micro_batch_size)
     loader = BatchLoader(run.task.splits()["train"], run.task.collate)
     (batch,) = loader([SampleKeys(index, epoch=0, phase=phase)])
-    run.net.train()
+    net = run.learner.net
+    net.train()
     for _ in range(2):
-        with run.parallel.gradient_sync(run.net, enabled=False):
-            run.precision.backward(run.net(run.parallel.to_device(batch), name)["loss"], 1.0)
+        with run.parallel.gradient_sync(net, enabled=False):
+            run.learner.precision.backward(net(run.parallel.to_device(batch), name)["loss"], 1.0)
     del held
 
 

@@ -1,10 +1,11 @@
 """What a run has learnt about the memory of its device, so that its next start need not learn it again."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import read_json
 from trainer.loop.plan import BatchFlags, BatchSplit, split_batch
 
 MEMORY = "memory.json"
@@ -28,9 +29,9 @@ class MemoryLimit:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return MemoryLimit(name, flags.batch_size, flags.eval_batch_size)
 
-    def remembered(self, directory: RunDirectory) -> "MemoryLimit":
-        """This one with what an earlier start wrote, if that is about the same."""
-        written = directory.read_json(MEMORY)
+    def remembered(self, folder: Path) -> "MemoryLimit":
+        """This one with what an earlier start wrote into the run directory, if that is about the same."""
+        written = read_json(folder / MEMORY)
         asked = ("device", "asked_batch_size", "asked_eval_batch_size")
         sizes = [written.get("batch_size"), written.get("eval_batch_size")]
         if any(written.get(name) != getattr(self, name) for name in asked):
@@ -38,6 +39,11 @@ class MemoryLimit:
         if any(size is not None and (not isinstance(size, int) or size < 1) for size in sizes):
             return self
         return replace(self, batch_size=sizes[0], eval_batch_size=sizes[1])
+
+    @property
+    def samples_per_eval_forward(self) -> int:
+        """Of one device."""
+        return self.eval_batch_size or self.asked_eval_batch_size or self.asked_batch_size
 
     def applied(self, batches: BatchSplit, num_devices: int, world_size: int) -> BatchSplit:
         """The split, with no more samples per forward than fit."""

@@ -1,9 +1,10 @@
-"""Position in a run <-> (epoch, phase, global batch). Pure Python."""
+"""Position in a run <-> (epoch, phase, global batch). Needs no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.config import FlagGroup, flag
+from trainer.loading.order import Position
 
 
 @dataclass
@@ -26,22 +27,6 @@ class BatchFlags(FlagGroup):
                 "exclude each other; the second follows from the first"
             ]
         return []
-
-
-@dataclass(frozen=True, order=True)
-class Position:
-    """How far a run has come, in units that survive a change of batch size or of device count.
-
-    epoch: number of completed epochs. phase: index of the current phase. samples: consumed in this phase.
-    """
-
-    epoch: int = 0
-    phase: int = 0
-    samples: int = 0
-
-    @property
-    def at_epoch_start(self) -> bool:
-        return self.phase == 0 and self.samples == 0
 
 
 @dataclass(frozen=True)
@@ -76,10 +61,13 @@ class Plan:
         for start in range(position.samples, size, self.global_batch_size):
             yield start, min(start + self.global_batch_size, size)
 
+    def consumed(self, position: Position) -> int:
+        """Samples of the current epoch, over all its phases."""
+        return sum(self.phase_sizes[: position.phase]) + position.samples
+
     def epochs_done(self, position: Position) -> float:
         """Training progress in epochs, in [0, epochs]."""
-        consumed = sum(self.phase_sizes[: position.phase]) + position.samples
-        return position.epoch + consumed / self.samples_per_epoch
+        return position.epoch + self.consumed(position) / self.samples_per_epoch
 
 
 @dataclass(frozen=True)

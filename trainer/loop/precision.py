@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +53,14 @@ def resolve_amp(amp: str, device: torch.device, dtype: torch.dtype) -> str:
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
+class StepOutcome(NamedTuple):
+    """Of clipping and stepping; see `StepResult`, of which it is the last part."""
+
+    grad_norm: Tensor
+    applied: bool | Tensor
+    alarm: bool | Tensor
+
+
 class Precision:
     """How numbers are kept and gradients are turned into a step."""
 
@@ -70,69 +79,78 @@ class Precision:
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def backward(self, loss: Tensor, factor: float) -> None:
-        """Adds the gradient of loss * factor. loss: a scalar."""
-        # The factor enters as the gradient to begin with, which saves the graph a multiplication. To it is added zero
-        # times the loss: nothing, or NaN where the loss is not finite. The gradient of such a loss may well be finite;
-        # so it never is, and through the exchange of gradients no process's is.
-        scaled = self.scaler.scale(loss)
-        scaled.backward(torch.full_like(scaled, factor).add_(loss.detach(), alpha=0))
+        """Adds the gradient of loss * factor. loss: a scalar.
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float
-    ) -> tuple[Tensor, Tensor]:
+        Where the loss is not finite, the gradient is NaN, although it might be finite: so the exchange of gradients
+        tells every process.
+        """
+        coefficient: float | Tensor
+        if loss.device.type == "cpu":
+            coefficient = factor if math.isfinite(loss.item()) else math.nan
+        else:
+            coefficient = loss.detach() * 0 + factor  # without waiting for the loss
+        (self.scaler.scale(loss) * coefficient).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float) -> StepOutcome:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
         optimizer: with fused kernels, at least on a GPU. max_grad_norm: 0 does not clip.
 
-        Returns the gradient norm before clipping and the alarm, both on the device. The alarm is not finite if the
-        norm is not, unless a lower scale of the gradients may help.
+        A step that was not applied raises the alarm, unless a lower scale of the gradients may help.
         """
         self.scaler.unscale_(optimizer)
-        grad_norm = _clip(params, max_grad_norm)
-        _step_if_finite(optimizer, grad_norm)
-        alarm = self._update_scale(grad_norm) if self.scaler.is_enabled() else grad_norm
+        grads = [parameter.grad for parameter in params if parameter.grad is not None]
+        # The norm is that of the whole, exchanged gradient, so every process decides alike.
+        grad_norm = gradient_norm(grads) if grads else torch.zeros((), device=params[0].device)
+        step = _step_on_host if grad_norm.device.type == "cpu" else _step_on_device
+        applied = step(optimizer, grads, grad_norm, max_grad_norm)
+        alarm = applied.logical_not() if isinstance(applied, Tensor) else not applied
+        if self.scaler.is_enabled():
+            alarm = self._update_scale(grad_norm) & alarm
         for parameter in params:  # as zero_grad does, without its profiling
             parameter.grad = None
-        return grad_norm, alarm
+        return StepOutcome(grad_norm, applied, alarm)
 
     def _update_scale(self, grad_norm: Tensor) -> Tensor:
-        """Returns the alarm: the norm, or 0 where the scale was above its floor."""
+        """Returns whether the scale was at its floor."""
         one = torch.ones_like(grad_norm)
         scale = self.scaler.scale(one)
         self.scaler.update()
         self.scaler.update(self.scaler.scale(one).clamp(min=SCALE_FLOOR))
-        return torch.where(scale > SCALE_FLOOR, 0.0, grad_norm)
+        return scale <= SCALE_FLOOR
 
 
-def _clip(params: Sequence[Tensor], max_norm: float) -> Tensor:
-    """The norm of the whole gradient before it is scaled down to at most `max_norm`; 0 leaves it as it is.
-
-    As `nn.utils.clip_grad_norm_`, to the bit, in half the time: the parameters share one device, and where their norm
-    is in host memory a gradient that is short enough is not multiplied by one.
-    """
-    grads = [parameter.grad for parameter in params if parameter.grad is not None]
-    if not grads:
-        return torch.zeros((), device=params[0].device)
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    if max_norm:
-        factor = max_norm / (norm + 1e-6)
-        if norm.device.type != "cpu":
-            torch._foreach_mul_(grads, factor.clamp(max=1.0))
-        elif factor.item() < 1:
-            torch._foreach_mul_(grads, factor)
-    return norm
+def gradient_norm(grads: list[Tensor]) -> Tensor:
+    """Of the whole gradient: that of `nn.utils.get_total_norm`, to the bit, without its sorting by device and type."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
 
-def _step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-    """The norm is that of the whole, exchanged gradient, so every process decides alike."""
-    if grad_norm.device.type == "cpu":
-        if math.isfinite(grad_norm.item()):
-            optimizer.step()
-        return
-    # Fused kernels read this where it is, as they do for a gradient scaler: the host need not wait for it.
-    optimizer.found_inf = torch.nan_to_num((grad_norm * 0).float(), nan=1.0)  # type: ignore[attr-defined]
+def _step_on_host(
+    optimizer: torch.optim.Optimizer, grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
+) -> bool:
+    """Looks at the norm, and does what is needed. A gradient that is short enough is not multiplied by one."""
+    norm = grad_norm.numpy()[()]  # a number of the gradient's own precision
+    if not np.isfinite(norm):
+        return False
+    factor = 1 / (norm + norm.dtype.type(1e-6)) * norm.dtype.type(max_grad_norm)
+    if 0 < factor < 1:
+        torch._foreach_mul_(grads, float(factor))
+    optimizer.step()
+    return True
+
+
+def _step_on_device(
+    optimizer: torch.optim.Optimizer, grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
+) -> Tensor:
+    """The same without waiting for the norm."""
+    if max_grad_norm:
+        torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+    applied = torch.isfinite(grad_norm)
+    # Fused kernels read this where it is, as they do for a gradient scaler.
+    optimizer.found_inf = applied.logical_not().float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()
+    return applied
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
@@ -147,8 +165,15 @@ def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
 
 
+def in_precision(objective: Objective, precision: Precision) -> nn.Module:
+    """What the parallel wrappers wrap: the objective in the run's precision; itself where nothing is converted."""
+    if precision.dtype == torch.float32 and precision.autocast_dtype is None:
+        return objective
+    return PrecisionForward(objective, precision)
+
+
 class PrecisionForward(nn.Module):
-    """What the parallel wrappers wrap: the objective in the run's precision.
+    """An objective that gets its batches in another type, or computes in one.
 
     Autocast is entered here and not around the wrapper, because the threads of DataParallel do not inherit it.
     """

@@ -26,10 +26,8 @@ class LearningFlags(FlagGroup):
         at_least=0,
         below=1,
     )
-    on_nonfinite: Literal["stop", "skip", "rollback"] = flag(
-        "stop",
-        "when a loss or gradient is not finite: end the run, leave that optimizer step out, or go back to the last "
-        "checkpoint and leave that global batch out",
+    on_nonfinite: Literal["stop", "skip"] = flag(
+        "stop", "when a loss or gradient is not finite: end the run, or leave that optimizer step out"
     )
     early_stopping_patience: int = flag(
         0, "stop after so many epochs without a better validation score; 0 never stops early", at_least=0

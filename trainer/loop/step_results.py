@@ -1,73 +1,78 @@
-"""How the host learns which optimizer steps were not finite, without waiting for the device at every step."""
+"""What an optimizer step came to, and how the host learns of it without waiting for the device at every step."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
+from trainer.task import Sums
 
-LOOK_EVERY = 32
-"""Steps of one group. A GPU's results are looked at a group later, when they have long since arrived."""
+GROUP_SIZE = 32
+"""Steps that are looked at together. A GPU's results are looked at a group later, when they have long since arrived."""
 
 
-class Attempt(NamedTuple):
-    """One optimizer step.
+class StepResult(NamedTuple):
+    """Tensors are on the device.
 
-    step: its number, from 1. start: where its global batch begins; stop: where it ends, in samples of the phase.
-    loss: this process's sum of losses. alarm: not finite if the step is to be reported; the same on every process.
+    sums: of this process's samples. grad_norm: of the whole gradient, before clipping. applied: whether the step
+    changed anything, which it does if the norm is finite. alarm: whether the user has to know that it did not; both are
+    plain bools where the host knows them without waiting, on the CPU. The last three are the same on every process.
     """
+
+    sums: Sums
+    grad_norm: Tensor
+    applied: bool | Tensor
+    alarm: bool | Tensor
+
+
+class StepRecord(NamedTuple):
+    """A step with its place: its number, from 1; where its global batch begins, and where it ends in the phase."""
 
     step: int
     start: Position
-    stop: int
-    loss: Tensor
-    alarm: Tensor
+    end: int
+    result: StepResult
 
 
-class Watch:
-    """Keeps the attempts whose outcome the host does not know yet.
+class StepResults:
+    """Keeps the records of steps whose outcome the host does not know yet.
 
-    at_once: the numbers are in host memory and cost nothing to look at, as on the CPU. Otherwise they are copied
+    at_once: the results are in host memory and cost nothing to look at, as on the CPU. Otherwise they are copied
     there in groups, and a group is looked at when the next one is full. When that happens is a function of the number
-    of steps, so all processes see the same attempts at the same step.
+    of steps, so all processes see the same records at the same step.
     """
 
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
-        self._open: list[Attempt] = []
-        self._sent: list[Attempt] = []
-        self._alarms = torch.empty(0)
+        self._new: list[StepRecord] = []
+        self._sent: list[StepRecord] = []
+        self._alarms = torch.empty(0, dtype=torch.bool)
         self._arrived: torch.cuda.Event | None = None
 
-    def add(self, attempt: Attempt) -> None:
-        self._open.append(attempt)
+    def add(self, record: StepRecord) -> None:
+        self._new.append(record)
 
-    def failures(self, wait: bool) -> list[Attempt]:
-        """The attempts that are known by now not to have been finite, in order; each is returned once.
+    def take_alarms(self, wait: bool) -> list[StepRecord]:
+        """The records that are known by now to be alarming, in order; each is returned once.
 
         wait: look at all of them, and wait for the device if need be.
         """
         if self._at_once:
-            found = [attempt for attempt in self._open if not math.isfinite(attempt.alarm.item())]
-            self._open.clear()
+            found = [record for record in self._new if record.result.alarm]
+            self._new.clear()
             return found
         found = []
-        if wait or len(self._open) == LOOK_EVERY:
-            found = self._look()
+        if wait or len(self._new) == GROUP_SIZE:
+            found = self._receive()
             self._send()
-        return found + self._look() if wait else found
-
-    def forget(self) -> None:
-        """Drops all attempts: training went back to before them."""
-        self._open, self._sent = [], []
+        return found + self._receive() if wait else found
 
     def _send(self) -> None:
-        self._sent, self._open = self._open, []
+        self._sent, self._new = self._new, []
         if not self._sent:
             return
-        alarms = torch.stack([attempt.alarm for attempt in self._sent])
+        alarms = torch.stack([torch.as_tensor(record.result.alarm) for record in self._sent])
         if alarms.is_cuda:
             self._alarms = torch.empty(alarms.shape, dtype=alarms.dtype, pin_memory=True)
             self._alarms.copy_(alarms, non_blocking=True)
@@ -76,10 +81,10 @@ class Watch:
         else:
             self._alarms = alarms
 
-    def _look(self) -> list[Attempt]:
+    def _receive(self) -> list[StepRecord]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        finite = torch.isfinite(self._alarms).tolist() if self._sent else []
-        found = [attempt for attempt, good in zip(self._sent, finite, strict=True) if not good]
+        alarms = self._alarms.tolist() if self._sent else []
+        found = [record for record, alarm in zip(self._sent, alarms, strict=True) if alarm]
         self._sent = []
         return found

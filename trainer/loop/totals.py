@@ -22,24 +22,26 @@ class Totals:
         self._sums = dict(sums or {})
         self._kept: list[Sums] = []
         self._weights: list[float] = []
-        self._norms: list[Tensor] = []
+        self._applied: list[Tensor] = []
 
-    def add(self, sums: Sums, weight: float, grad_norm: Tensor | None = None) -> None:
+    def add(self, sums: Sums, weight: float, applied: bool | Tensor = True) -> None:
         """sums: by name, any shape; always the same names and shapes.
 
-        grad_norm: in training, that of the step; if it is not finite, the step does not count.
+        applied: of a step of training, whether it was (see `StepResult`); one that was not does not count.
         """
+        if isinstance(applied, Tensor):
+            self._applied.append(applied)
+        elif not applied:
+            sums, weight = {name: torch.zeros_like(value) for name, value in sums.items()}, 0.0
         self._kept.append(sums)
         self._weights.append(weight)
-        if grad_norm is not None:
-            self._norms.append(grad_norm)
         if len(self._kept) == FOLD_EVERY:
             self._fold()
 
     def _fold(self) -> None:
         if not self._kept:
             return
-        counts = torch.isfinite(torch.stack(self._norms)) if self._norms else None
+        counts = torch.stack(self._applied) if self._applied else None
         device = next(iter(self._kept[0].values())).device
         parts = {name: torch.stack([sums[name] for sums in self._kept]) for name in self._kept[0]}
         weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -49,7 +51,7 @@ class Totals:
                 part = torch.where(counts.view(-1, *[1] * (part.dim() - 1)), part, 0)
             added = part.double().sum(0)
             self._sums[name] = self._sums[name] + added if name in self._sums else added
-        self._kept, self._weights, self._norms = [], [], []
+        self._kept, self._weights, self._applied = [], [], []
 
     def reduced(self, parallel: Parallel) -> dict[str, Tensor]:
         """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
@@ -69,3 +71,13 @@ def share_of(reduced: Mapping[str, Tensor], parallel: Parallel) -> Totals:
     """Reduced sums as the processes go on with them: the main one holds all of it, the others zeros."""
     share = 1 if parallel.is_main else 0
     return Totals({name: (value * share).to(parallel.device) for name, value in reduced.items()})
+
+
+def counted(sums: Sums, weight: float) -> Sums:
+    """The sums of a micro-batch, or zeros for one of weight 0: a process's placeholder where it has no samples.
+
+    They are replaced, not multiplied: zero times infinity is NaN, on all ranks.
+    """
+    if weight > 0:
+        return sums
+    return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}

@@ -1,11 +1,9 @@
-"""One device or DataParallel, behind one interface; `trainer/parallel/ddp.py` is its third form."""
+"""How a run is spread over devices: the interface that everything outside sees, and its form for one device."""
 
-import hashlib
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -13,66 +11,54 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, torchrun_agent
-from trainer.parallel.errors import Failure, reason, tell
-from trainer.parallel.phase import Whereabouts
-from trainer.task import Objective, Sums
+from trainer.parallel.devices import device_label
+from trainer.parallel.diagnosis import Diagnosis
+from trainer.parallel.phase import CurrentPhase
+from trainer.task import Objective
 
 T = TypeVar("T")
 
-EXCHANGE = "the exchange with the other ranks"
+_SIX_NUMBERS = struct.Struct("<6q")
 
 
-class PendingSum:
-    """A sum over processes under way; for one process it is there at once."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-
-    def wait(self) -> Sequence[float]:
-        """The sums."""
-        return self._values
-
-
-class Parallel(ABC):
+class Parallel:
     """How the run is spread over devices. Everything outside sees only this interface.
 
-    shard: (rank, world_size) of this process, for splitting data. num_replicas: devices that this process feeds.
-    gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of this run on this
-    machine. redoes_steps: whether this process can try a step again by itself. whereabouts: where this process is; the
-    loop says so.
+    devices: those that this process feeds; the model lives on the first one. shard: (rank, world_size) of this process,
+    for splitting data. gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of
+    this run on this machine. is_launched: whether a launcher waits for the exit status of this process, and starts it
+    again with the others, without whom it cannot try a step again. phase: what this process is doing; the loop says so.
     """
 
-    device: torch.device
-    num_replicas: int = 1
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
     local_world_size: int = 1
-    redoes_steps: bool = True
+    is_launched: bool = False
 
-    def __init__(self) -> None:
-        self.whereabouts = Whereabouts()
-
-    @cached_property
-    def agents(self) -> list[str]:
-        """The torchrun agents that started this run's processes; none without torchrun. All processes ask for them."""
-        return sorted({agent for agent in self._gather(torchrun_agent()) if agent is not None})
-
-    def _gather(self, value: T) -> list[T]:
-        """The value of every process."""
-        return [value]
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self.devices = devices
+        self.phase = CurrentPhase()
+        self.diagnosis = Diagnosis(self.phase)
 
     @property
-    def is_main(self) -> bool:
-        return self.shard[0] == 0
+    def device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.devices)
 
     @property
     def num_devices(self) -> int:
         return self.num_replicas * self.shard[1]
 
-    @abstractmethod
+    @property
+    def is_main(self) -> bool:
+        return self.shard[0] == 0
+
     def describe(self) -> str:
         """The devices, in a few words."""
+        return ", ".join(map(device_label, self.devices))
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
         """The module that training calls. `example` is a batch whose samples do not count."""
@@ -95,12 +81,24 @@ class Parallel(ABC):
         """Sum over processes of a CPU tensor; the same bits on every process."""
         return values
 
-    def start_sum(self, values: Sequence[float]) -> PendingSum:
-        """The same for a few numbers, without waiting."""
-        return PendingSum(values)
+    def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
+        """The same for a few numbers, without waiting: the function that it returns waits for the sum."""
+        return lambda: values
 
     def sum_in_place(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, on every process."""
+        return [value]
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
+        result, refusal = result_or_refusal(function)
+        refusals = dict.fromkeys(text for text in self.gather(refusal) if text is not None)
+        if refusals:
+            raise BadInput("\n".join(refusals))
+        return result  # type: ignore[return-value]
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
@@ -109,20 +107,17 @@ class Parallel(ABC):
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers (running statistics) of the main one, before evaluating and saving."""
 
-    def together(self, function: Callable[[], T]) -> T:
-        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
-        return function()
-
     def seed_dropout(self, *key: int) -> None:
-        """Makes what follows on the devices' generators a function of the key and of this process."""
-        packed = struct.pack(f"<{len(key) + 1}q", *key, self.shard[0])
-        seed = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little")
-        self._seed_generators(seed)
+        """Makes what follows on the devices' generators a function of the key, of this process and of the device.
 
-    def _seed_generators(self, seed: int) -> None:
+        key: five numbers.
+        """
+        packed = _SIX_NUMBERS.pack(*key, self.shard[0])
+        seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
         torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        for replica, device in enumerate(self.devices):
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(seed + replica)
 
     def full_state(self, objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
         """Weights and moments, whole and without any wrapper's prefix."""
@@ -137,41 +132,10 @@ class Parallel(ABC):
         objective.model.load_state_dict(state["model"])
         for phase, optimizer in optimizers.items():
             # Moments come from the checkpoint, but weight decay and the like from this command line.
-            options = [
-                {k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups
-            ]
-            optimizer.load_state_dict(state["optimizers"][phase])
-            for group, own in zip(optimizer.param_groups, options, strict=True):
-                group.update(own)
-
-    def expect_promptness(self) -> None:
-        """After every step: from the first one on the others are waited for no longer than `--hang-timeout-s`."""
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Whatever goes wrong within it is explained to the user, on one process, and ends all of them.
-
-        A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
-        Failure.
-        """
-        try:
-            yield
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            explained = self.explain(error)
-            if explained is error:
-                raise
-            raise explained from None
-
-    def explain(self, error: BaseException) -> BaseException:
-        """What to raise instead of an exception, once the user knows of it; see `explaining`."""
-        if isinstance(error, BadInput | Failure) or not isinstance(error, Exception):
-            return error
-        message = f"failed in {self.whereabouts}: {reason(error)}"
-        tell(message, error)
-        return Failure(message)
-
-    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        """record: called if another process has failed and this one is stuck, just before it is ended."""
+            saved, own = state["optimizers"][phase], optimizer.state_dict()["param_groups"]
+            kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
+            groups = [options | its for options, its in zip(own, kept, strict=True)]
+            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
     def close(self) -> None:
         """Leaves the group of processes."""
@@ -181,72 +145,12 @@ class SingleDevice(Parallel):
     """The identity."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def describe(self) -> str:
-        return device_label(self.device)
+        super().__init__([device])
 
 
-class ForReplicas(nn.Module):
-    """Gives every sum a leading dimension, along which DataParallel gathers its replicas."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        return {name: value.unsqueeze(0) for name, value in self.net(batch, phase).items()}
-
-
-class SumOverReplicas(nn.Module):
-    """Adds up what DataParallel gathered."""
-
-    def __init__(self, replicas: nn.Module) -> None:
-        super().__init__()
-        self.replicas = replicas
-
-    def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        return {name: values.sum(0) for name, values in self.replicas(batch, phase).items()}
-
-
-class DataParallel(Parallel):
-    """One process that splits every micro-batch over several GPUs."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__()
-        self.devices = list(devices)
-        self.device = self.devices[0]
-        self.num_replicas = len(self.devices)
-
-    def describe(self) -> str:
-        return f"DataParallel on {', '.join(device_label(device) for device in self.devices)}"
-
-    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
-        replicas = nn.DataParallel(ForReplicas(net), device_ids=[device.index for device in self.devices])
-        return SumOverReplicas(replicas)
-
-    def to_device(self, batch: Batch) -> Batch:
-        return batch  # the wrapper's scatter moves each part to its own device
-
-    def _seed_generators(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        for replica, device in enumerate(self.devices):
-            torch.cuda.default_generators[device.index].manual_seed(seed + replica)
-
-
-def device_label(device: torch.device) -> str:
-    """A device as the user knows it."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
-
-
-def data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags, say: Callable[[str], None]) -> Parallel:
-    """`--multi-gpu dp` on whatever there is."""
-    if devices.device == "cpu" or not torch.cuda.is_available():
-        say("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
-        return SingleDevice(torch.device("cpu"))
-    ids = list(flags.gpu_ids) if flags.gpu_ids is not None else list(range(torch.cuda.device_count()))
-    if len(ids) < 2:
-        say(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
-        return SingleDevice(torch.device("cuda", ids[0]))
-    return DataParallel([torch.device("cuda", i) for i in ids])
+def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """(result, None), or (None, what a BadInput said)."""
+    try:
+        return function(), None
+    except BadInput as error:
+        return None, str(error)

@@ -1,15 +1,11 @@
-"""DistributedDataParallel: one process per device. This is the only file that uses torch.distributed."""
+"""DistributedDataParallel: one process per device."""
 
-import inspect
 import os
 import socket
-import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -18,82 +14,56 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.loop.batch_norm import kept_buffers
-from trainer.parallel.base import EXCHANGE, Parallel, PendingSum, device_label
-from trainer.parallel.environment import DeviceFlags, MultiDeviceFlags, RankEnvironment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
-from trainer.parallel.explainer import Explainer, failure_from
-from trainer.parallel.heartbeat import Bulletin
-from trainer.parallel.phase import Whereabouts
+from trainer.parallel.base import Parallel, result_or_refusal
+from trainer.parallel.buffers import kept_buffers
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
+from trainer.parallel.diagnosis import GroupDiagnosis
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
+from trainer.parallel.heartbeat import HeartbeatMonitor
+from trainer.parallel.phase import EXCHANGE
 
 T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
 
-DIRECT_BYTES = 3 * 2**18
-"""So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
-
-# Buffers are agreed before evaluating and saving, not in every forward; newer releases renamed the option.
-_DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-NO_BUFFER_BROADCAST: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False
-}
-
-
-class _PendingAllReduce(PendingSum):
-    def __init__(self, values: Sequence[float], group: dist.ProcessGroup, whereabouts: Whereabouts) -> None:
-        self._tensor = torch.tensor(values, dtype=torch.float64)
-        self._work = dist.all_reduce(self._tensor, group=group, async_op=True)
-        self._whereabouts = whereabouts
-
-    def wait(self) -> Sequence[float]:
-        self._whereabouts.enter(EXCHANGE)
-        self._work.wait()
-        return self._tensor.tolist()
-
 
 class Distributed(Parallel):
     """One process per device; gradients are averaged by DistributedDataParallel."""
 
-    redoes_steps = False
+    is_launched = True
+    diagnosis: GroupDiagnosis
 
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
         super().__init__()
         self.shard = (environment.rank, environment.world_size)
         self.gradient_divisor = environment.world_size
-        self._find_unused_parameters = flags.find_unused_parameters
-        self._sync_bn = flags.sync_bn
-        self._patience_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
+        self._flags = flags
         self._is_prompt = False
-        self._failure_status: int | None = None
-        self._timeout = timedelta(seconds=flags.dist_timeout_s)
         on_gpu = torch.cuda.is_available() and devices.device != "cpu"
         self.backend = flags.backend or ("nccl" if on_gpu else "gloo")
         with self._meeting(environment):
             store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if on_gpu else "gloo")
-            # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
-            # process does for all, which may take long.
-            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._step_group = dist.new_group(backend="gloo", timeout=self._timeout)
-            local_rank, self.local_world_size = self._place_on_host(environment)
+            self._hosts = self.gather(socket.gethostname())
+            same_host = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[environment.rank]]
+            self.local_world_size = environment.local_world_size or len(same_host)
+            local_rank = environment.local_rank
+            if local_rank is None:
+                local_rank = same_host.index(environment.rank)
             try:
-                self.device = self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))
+                self.devices = [self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))]
             except BadInput as error:
                 raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
         if on_gpu:
             torch.cuda.set_device(self.device)
-        host = socket.gethostname()
         label = device_label(self.device)
         with self._meeting(environment):
-            self._labels = self._gather(f"{host} {label}")
-            members = self._gather(f"process {os.getpid()} on {host}")
-            # A store may outlive a group of processes, and must not confuse the next one by what this one noted.
-            notes = dist.PrefixStore(self._gather(uuid.uuid4().hex)[0], store)
-        self._bulletin = Bulletin(notes, self.shard, self.whereabouts)
-        speaks_for_host = local_rank == 0 or environment.rank == 1
-        self._explainer = Explainer(
-            self._bulletin, self.shard, self.whereabouts, members, self._patience_s, speaks_for_host
-        )
+            self._labels = self.gather(label)
+            members = self.gather(f"process {os.getpid()} on {socket.gethostname()}")
+        monitor = HeartbeatMonitor(store, self.shard, self.phase)
+        limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
+        reports_lost_store = local_rank == 0 or environment.rank == 1
+        self.diagnosis = GroupDiagnosis(self.phase, monitor, environment.rank, members, limits_s, reports_lost_store)
 
     @contextmanager
     def _meeting(self, environment: RankEnvironment) -> Iterator[None]:
@@ -104,78 +74,48 @@ class Distributed(Parallel):
             rank, world_size = self.shard
             raise BadInput(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
-                f"--dist-timeout-s {self._timeout.total_seconds():g}: {str(error).splitlines()[0]}"
+                f"--dist-timeout-s {self._flags.dist_timeout_s:g}: {str(error).splitlines()[0]}"
             ) from None
 
     def _meet(self, environment: RankEnvironment, backend: str) -> dist.Store:
         """Joins the others; returns the store at which they met."""
         rank, world_size = self.shard
-        store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=self._timeout))
-        store.set_timeout(self._timeout)
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(f"attempt {environment.attempt}", store), rank=rank, world_size=world_size,
-            timeout=self._timeout,
-        )  # fmt: skip
+        timeout = timedelta(seconds=self._flags.dist_timeout_s)
+        store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again.
+        store = dist.PrefixStore(f"attempt {environment.attempt}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
+        # process does for all, which may take long.
+        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        self._step_group = dist.new_group(backend="gloo", timeout=timeout)
         return store
 
-    def _place_on_host(self, environment: RankEnvironment) -> tuple[int, int]:
-        """(local rank, local world size); a launcher that did not say is replaced by comparing host names."""
-        if environment.local_rank is not None and environment.local_world_size is not None:
-            return environment.local_rank, environment.local_world_size
-        hosts = self._gather(socket.gethostname())
-        same_host = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
-        local_rank = environment.local_rank
-        return same_host.index(environment.rank) if local_rank is None else local_rank, len(same_host)
-
-    def _gather(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.shard[1]
-        dist.all_gather_object(values, value, group=self._host_group)
-        return values
-
     def describe(self) -> str:
-        hosts = {label.split(" ", 1)[0] for label in self._labels}
-        devices = [label.split(" ", 1)[1] for label in self._labels]
-        places = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
-        kinds = ", ".join(devices) if len(set(devices)) > 1 else f"{len(devices)} x {devices[0]}"
+        num_hosts = len(set(self._hosts))
+        places = f" on {num_hosts} hosts" if num_hosts > 1 else ""
+        is_uniform = len(set(self._labels)) == 1
+        kinds = f"{len(self._labels)} x {self._labels[0]}" if is_uniform else ", ".join(self._labels)
         return f"DistributedDataParallel over {self.backend}{places}: {kinds}"
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
-        if self._sync_bn:
+        if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         wrapped = nn.parallel.DistributedDataParallel(
             net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            find_unused_parameters=self._find_unused_parameters,
-            **NO_BUFFER_BROADCAST,
+            find_unused_parameters=self._flags.find_unused_parameters,
         )
-        if self._sends_directly(net):
-            wrapped.register_comm_hook(None, self._average_directly)
-        self._settle_buckets(wrapped, example, phase)
+        # Buffers are agreed before evaluating and saving. The option of this name became another one after torch 2.8.
+        wrapped.broadcast_buffers = False
+        # One backward that changes nothing: DistributedDataParallel regroups its buckets after the first one, which
+        # changes the order of summation; the first step of a resumed run would differ from the same step unbroken.
+        with kept_buffers(wrapped):
+            (wrapped(self.to_device(example), phase)["loss"] * 0).backward()
+        wrapped.zero_grad(set_to_none=True)
         return wrapped
-
-    def _sends_directly(self, net: nn.Module) -> bool:
-        num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-        return self.device.type == "cpu" and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES
-
-    def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
-        gradients = bucket.buffer()
-        sum_directly(gradients, self.shard, self._timeout)
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(gradients.div_(self.shard[1]))
-        return averaged
-
-    def _settle_buckets(self, net: nn.Module, example: Batch, phase: str) -> None:
-        """One backward that changes nothing.
-
-        DistributedDataParallel regroups its buckets after the first backward, which changes the order of
-        summation; without this pass the first step of a resumed run would differ from the same step unbroken.
-        """
-        with kept_buffers(net):
-            sums = net(self.to_device(example), phase)
-            (sums["loss"] * 0).backward()
-        net.zero_grad(set_to_none=True)
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
         return net.module  # type: ignore[return-value]
@@ -184,81 +124,68 @@ class Distributed(Parallel):
         return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
 
     def sum(self, values: Tensor) -> Tensor:
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         values = values.clone()
         dist.all_reduce(values, group=self._step_group)
         return values
 
-    def start_sum(self, values: Sequence[float]) -> PendingSum:
-        return _PendingAllReduce(values, self._step_group, self.whereabouts)
+    def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
+        # In the loop a window's sum starts when the step before it is done.
+        if self.phase.step > 0 and not self._is_prompt:
+            self._expect_promptness()
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, group=self._step_group, async_op=True)
+
+        def wait() -> Sequence[float]:
+            self.phase.enter(EXCHANGE)
+            work.wait()
+            return tensor.tolist()
+
+        return wait
+
+    def _expect_promptness(self) -> None:
+        """From the first step on the others are waited for no longer than `--hang-timeout-s`."""
+        self._is_prompt = True
+        # NCCL ends a process that has waited too long itself, and explains nothing: it is given more time, in which
+        # the ranks miss each other in the exchange of the next step.
+        groups = [(self._step_group, torch.device("cpu"))]
+        groups += [(dist.group.WORLD, self.device)] if self.backend == "gloo" else []
+        for group, device in groups:
+            # Its public form, ProcessGroup.set_timeout, is not in torch 2.8.
+            group._get_backend(device)._set_default_timeout(timedelta(seconds=self._flags.hang_timeout_s))
 
     def sum_in_place(self, values: Tensor) -> None:
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         dist.all_reduce(values)
+
+    def gather(self, value: T) -> list[T]:
+        self.phase.enter(EXCHANGE)
+        values: list[Any] = [None] * self.shard[1]
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
 
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]
         if self.is_main:
-            self._bulletin.may_be_ended = False
-            try:
-                answer[0] = function()
-            except BadInput as error:
-                answer[1] = str(error)
-            self._bulletin.may_be_ended = True
-        self.whereabouts.enter(EXCHANGE if self.is_main else "waiting for rank 0")
+            self.diagnosis.monitor.may_force_end = False
+            answer[:] = result_or_refusal(function)
+            self.diagnosis.monitor.may_force_end = True
+        self.phase.enter(EXCHANGE if self.is_main else "waiting for rank 0")
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
-        if answer[1] is not None:
-            raise BadInput(answer[1])
-        return answer[0]
+        result, refusal = answer
+        if refusal is not None:
+            raise BadInput(refusal)
+        return result
 
     def sync_buffers(self, objective: nn.Module) -> None:
-        self.whereabouts.enter(EXCHANGE)
+        self.phase.enter(EXCHANGE)
         for buffer in objective.buffers():
             dist.broadcast(buffer, src=0)
 
-    def together(self, function: Callable[[], T]) -> T:
-        result, said = None, None
-        try:
-            result = function()
-        except BadInput as error:
-            said = str(error)
-        self.whereabouts.enter(EXCHANGE)
-        messages = dict.fromkeys(message for message in self._gather(said) if message is not None)
-        if messages:
-            raise BadInput("\n".join(messages))
-        return result  # type: ignore[return-value]
-
-    def expect_promptness(self) -> None:
-        if self._is_prompt:
-            return
-        self._is_prompt = True
-        self._timeout = timedelta(seconds=self._patience_s["--hang-timeout-s"])
-        # NCCL ends a process that has waited too long itself, and explains nothing: it is given more time, in which
-        # the ranks miss each other in the exchange of the next step.
-        groups = [(self._step_group, torch.device("cpu"))]
-        if self.backend == "gloo":
-            groups.append((dist.group.WORLD, self.device))
-        for group, device in groups:
-            group._get_backend(device)._set_default_timeout(self._timeout)
-
-    def explain(self, error: BaseException) -> BaseException:
-        if isinstance(error, Failure):
-            return error
-        explain = self._explainer.of_broken_exchange if _is_broken_exchange(error) else self._explainer.of_own
-        explained = explain(error)
-        self._failure_status = explained.status if isinstance(explained, Failure) else EXIT_BAD_INPUT
-        return explained
-
-    def has_no_checkpoints(self) -> None:
-        """What this process tells the user will not promise that the same command goes on."""
-        self._explainer.has_checkpoints = False
-
-    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        self._bulletin.before_the_end = lambda words: record(failure_from(words))
-
     def close(self) -> None:
-        self._bulletin.close()
-        if self._failure_status is None:
+        self.diagnosis.monitor.close()
+        status = self.diagnosis.exit_status
+        if status is None:
             with suppress(RuntimeError):
                 # The store may be this process's: it stays until nobody uses it any more.
                 dist.barrier(group=self._host_group)
@@ -269,25 +196,7 @@ class Distributed(Parallel):
         closing.start()
         closing.join(CLOSE_WITHIN_S)
         if closing.is_alive():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self._failure_status)
-
-
-def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> None:
-    """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
-
-    So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
-    thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
-    """
-    rank, world_size = shard
-    others = [other for other in range(world_size) if other != rank]
-    found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
-    sent = [dist.isend(values, other) for other in others]
-    received = [dist.irecv(found[other], other) for other in others]
-    for work in (*sent, *received):
-        work.wait(timeout)  # type: ignore[union-attr]
-    values.copy_(reduce(torch.add, found))
+            exit_at_once(status)
 
 
 def available_backends() -> list[str]:
@@ -296,21 +205,15 @@ def available_backends() -> list[str]:
     return [name for name, is_available in found.items() if is_available()] if dist.is_available() else []
 
 
-def _is_broken_exchange(error: BaseException) -> bool:
-    """Whether another process is to blame for what a collective raised."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-
-
 def _rank_device(local_rank: int, on_gpu: bool, gpu_ids: Sequence[int] | None) -> torch.device:
     """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
     if not on_gpu:
         return torch.device("cpu")
-    usable = list(gpu_ids) if gpu_ids is not None else list(range(torch.cuda.device_count()))
-    if len(usable) == 1:
-        return torch.device("cuda", usable[0])
-    if local_rank >= len(usable):
+    usable = list(gpu_ids or range(torch.cuda.device_count()))
+    index = local_rank if len(usable) > 1 else 0
+    if index >= len(usable):
         raise BadInput(
             f"local rank {local_rank} has no GPU: this machine offers {len(usable)} ({usable}); start fewer "
             "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
-    return torch.device("cuda", usable[local_rank])
+    return torch.device("cuda", usable[index])

@@ -1,75 +1,148 @@
-"""From the places of all ranks to a sentence about the one that is missing."""
+"""Why a run ends that nobody asked to end: one message about it, which one process prints."""
 
+import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from trainer.parallel.heartbeat import Note
+import torch.distributed as dist
+
+from trainer.loading.errors import BadInput
+from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error, reason
+from trainer.parallel.heartbeat import Heartbeat, HeartbeatMonitor
+from trainer.parallel.phase import CurrentPhase
 
 GOES_ON = "the same command goes on from the last checkpoint"
 
 
-@dataclass(frozen=True)
-class Break:
-    """An exchange between processes that failed.
+@dataclass
+class Diagnosis:
+    """Of a run of one process.
 
-    rank: whose account this is. waited_s: how long it has waited; None if the connection broke. waiting: in what.
-    flag: which limit the wait has exceeded, as on the command line. error: what the library said. has_checkpoints:
-    whether the run can go on.
+    phase: what this process is doing. has_checkpoints: whether the same command goes on after a process is lost, and
+    the user should know.
     """
 
+    phase: CurrentPhase
+    has_checkpoints: bool = field(default=True, kw_only=True)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Whatever goes wrong within it is explained to the user, by one process, and ends all of them.
+
+        A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
+        Failure.
+        """
+        try:
+            yield
+        except Failure:
+            raise
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from None
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise instead of an exception, once the user knows of it; see `explaining`."""
+        if isinstance(error, BadInput) or not isinstance(error, Exception):
+            return error
+        failure = Failure(f"failed in {self.phase}: {reason(error)}")
+        print_error(str(failure), error)
+        return failure
+
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        """record: called if another process has failed and this one is stuck, just before it is ended."""
+
+
+@dataclass
+class GroupDiagnosis(Diagnosis):
+    """Of a run of several processes: one of them reports why it ends, and all end by that report.
+
+    members: a few words about each rank's process. limits_s: how long others are waited for, by the flags that say so.
+    reports_lost_store: whether this process speaks for the others when they cannot agree who does. exit_status: of this
+    process, once it has failed.
+    """
+
+    monitor: HeartbeatMonitor
     rank: int
-    waiting: str
-    waited_s: float | None
-    flag: str
-    error: str
-    has_checkpoints: bool = True
+    members: Sequence[str]
+    limits_s: Mapping[str, float]
+    reports_lost_store: bool
+    exit_status: int | None = None
 
+    def before_forced_end(self, record: Callable[[Failure], None]) -> None:
+        self.monitor.before_forced_end = record
 
-def blame(found: Break, answers: Mapping[int, Note], notes: Mapping[int, Note], members: Sequence[str]) -> str:
-    """One sentence about the ranks that are gone, stopped or late.
+    def explain(self, error: BaseException) -> BaseException:
+        self.monitor.may_force_end = False
+        # A collective raises it because of another process, which has reported its end, or is missing.
+        is_of_another = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "/gloo/" in str(error)
+        )
+        if is_of_another:
+            timeout = re.search(r"Timed out waiting (\d+)ms", str(error))
+            waited_s = int(timeout[1]) / 1000 if timeout else None
+            answer = self.monitor.report_end(
+                lambda: Failure(self.diagnose(waited_s, reason(error), self.monitor.ping()))
+            )
+            reported, is_own = answer or (Failure(self.diagnose_lost_store(waited_s)), self.reports_lost_store)
+        else:
+            own = self._own_failure(error)
+            reported, is_own = self.monitor.report_end(lambda: own) or (own, True)
+        if isinstance(error, BadInput) or not isinstance(error, Exception):
+            self.exit_status = EXIT_BAD_INPUT
+            return error
+        if is_own:
+            print_error(str(reported), None if is_of_another or isinstance(error, RestartNeeded) else error)
+        self.exit_status = reported.status
+        # The process that reports has told the user, but of a BadInput the main one does.
+        return BadInput(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
-    answers: of the ranks that answered just now. notes: what others had noted before. members: a few words about each
-    rank's process.
-    """
-    silent = [rank for rank in range(len(members)) if rank not in answers]
-    if silent:
-        how = "is gone" if found.waited_s is None else "gives no sign of life"
-        seen = {rank: f", {_last_seen(notes[rank])}" if rank in notes else "" for rank in silent}
-        accounts = [f"{_name(rank, members)} {how} ({members[rank]}){seen[rank]}" for rank in silent]
-    else:
-        least = min(note.number for note in answers.values())
-        late = [rank for rank, note in answers.items() if note.number == least]
-        if found.waited_s is None or len(late) == len(members):
-            what = "lost the connection to another rank" if found.waited_s is None else "waited in vain"
-            return f"{_name(found.rank, members)} {what} in {found.waiting}, and all ranks are alive: {found.error}"
-        accounts = [
-            f"{_name(rank, members)} is late: in {answers[rank].where} for {answers[rank].seconds:.0f} s "
-            f"({members[rank]})"
-            for rank in late
-        ]
-    if found.waited_s is None:
-        end = _way_on(found)
-    else:
-        flag = f" ({found.flag})" if found.flag else ""
-        end = [f"rank {found.rank} waited {found.waited_s:.0f} s for it in {found.waiting}{flag}"]
-    return "; ".join([*accounts, *end])
+    def _own_failure(self, error: BaseException) -> Failure:
+        if isinstance(error, BadInput):
+            return Failure(str(error), EXIT_BAD_INPUT)
+        if not isinstance(error, Exception):
+            return Failure("")  # the user wants the process to end at once
+        if isinstance(error, RestartNeeded):
+            return Failure(f"{self._name(self.rank)} is {error}", EXIT_AGAIN, error.memory_limit)
+        return Failure(f"{self._name(self.rank)} failed in {self.phase}: {reason(error)}")
 
+    def diagnose(self, waited_s: float | None, error: str, heartbeats: Mapping[int, Heartbeat]) -> str:
+        """One sentence about the ranks that are gone, stopped or late, after an exchange that failed.
 
-def blame_store_host(found: Break, members: Sequence[str]) -> str:
-    """The same when the store itself is gone: it was kept by rank 0, unless the launcher keeps it."""
-    how = "is gone" if found.waited_s is None else "gives no sign of life"
-    lost = f"{_name(0, members)} {how} ({members[0]}), and with it the notes about the others"
-    return "; ".join([lost, f"rank {found.rank} was in {found.waiting}", *_way_on(found)])
+        waited_s: how long this process has waited for the others; None if the connection broke. error: what the library
+        said. heartbeats: the last ones by rank, once all were pinged.
+        """
+        answers = {rank: beat for rank, beat in heartbeats.items() if beat.answers_ping}
+        silent = [rank for rank in range(len(self.members)) if rank not in answers]
+        least = min((beat.number for beat in answers.values()), default=0)
+        late = {rank: beat for rank, beat in answers.items() if beat.number == least}
+        if silent:
+            accounts = [self._account_of_silent(rank, waited_s, heartbeats.get(rank)) for rank in silent]
+        elif waited_s is None or len(late) == len(answers):
+            what = "lost the connection to another rank" if waited_s is None else "waited in vain"
+            return f"{self._name(self.rank)} {what} in {self.phase}, and all ranks are alive: {error}"
+        else:
+            accounts = [
+                f"{self._name(rank)} is late: in {beat.phase} for {beat.seconds:.0f} s ({self.members[rank]})"
+                for rank, beat in late.items()
+            ]
+        if waited_s is None:
+            return "; ".join([*accounts, *[GOES_ON] * self.has_checkpoints])
+        limit = next((f" ({flag} {limit_s:g})" for flag, limit_s in self.limits_s.items() if limit_s == waited_s), "")
+        return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.phase}{limit}"])
 
+    def diagnose_lost_store(self, waited_s: float | None) -> str:
+        """The same when the store itself is gone: it was kept by rank 0, unless the launcher keeps it."""
+        lost = f"{self._account_of_silent(0, waited_s)}, and with it the notes about the others"
+        return "; ".join([lost, f"rank {self.rank} was in {self.phase}", *[GOES_ON] * self.has_checkpoints])
 
-def _way_on(found: Break) -> list[str]:
-    return [GOES_ON] if found.has_checkpoints else []
+    def _account_of_silent(self, rank: int, waited_s: float | None, last: Heartbeat | None = None) -> str:
+        how = "is gone" if waited_s is None else "gives no sign of life"
+        seen = f", noted {max(0.0, time.time() - last.sent):.0f} s ago in {last.phase}" if last is not None else ""
+        return f"{self._name(rank)} {how} ({self.members[rank]}){seen}"
 
-
-def _name(rank: int, members: Sequence[str]) -> str:
-    return f"rank {rank} of {len(members)}"
-
-
-def _last_seen(note: Note) -> str:
-    return f"noted {max(0.0, time.time() - note.written):.0f} s ago in {note.where}"
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {len(self.members)}"

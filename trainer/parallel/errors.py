@@ -1,9 +1,10 @@
 """How a run ends that nobody asked to end."""
 
+import os
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.loading.errors import BadInput
 
@@ -14,7 +15,7 @@ EXIT_AGAIN = 75
 
 
 class Failure(Exception):
-    """The end of a run by a defect, or by another process. The user has been told; the message is for the record.
+    """The end of a run by a defect, or by another process. The user has read why; the message is for the record.
 
     status: the exit status. memory_limit: what the next start has to know, as plain values, if that is what ended it.
     """
@@ -25,7 +26,7 @@ class Failure(Exception):
         self.memory_limit = memory_limit
 
 
-class StartAgain(Exception):
+class RestartNeeded(Exception):
     """This process ran out of memory in a step with others. memory_limit: see `Failure`."""
 
     def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
@@ -41,13 +42,20 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
-def tell_refusal(refusal: BadInput) -> None:
+def print_refusal(refusal: BadInput) -> None:
     """Writes what the user has to change, a line each."""
     for line in str(refusal).splitlines():
-        tell(line)
+        print_error(line)
 
 
-def tell(message: str, cause: BaseException | None = None) -> None:
+def print_error(message: str, cause: BaseException | None = None) -> None:
     """Writes an error for the user, after the traceback of its cause; in one piece, as several processes may write."""
     trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
     print(f"{trace}error: {message}", file=sys.stderr, flush=True)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """Ends this process though other threads of it may be stuck."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,93 +1,61 @@
-"""What the processes of a run tell each other when one of them fails, or does not come.
+"""Heartbeats: what each process of a run is doing, for the others to read when one of them fails or does not come.
 
-It goes through the store at which they met, which works when their collectives do not.
+They go through the store at which the processes met, which works when their collectives do not.
 """
 
+import itertools
 import json
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import astuple, dataclass
 
-from trainer.parallel.phase import Whereabouts
+import torch.distributed as dist
 
-T = TypeVar("T")
+from trainer.parallel.errors import Failure, exit_at_once
+from trainer.parallel.phase import CurrentPhase
 
 TICK_S = 0.5
-SLOW_S = 1.0
-"""A phase that lasts so long is noted at once."""
-NOTE_EVERY_S = 5.0
+TICKS_PER_BEAT = 10
 ANSWER_WITHIN_S = 3.0
-WORDS_WITHIN_S = 15.0
+REPORT_WITHIN_S = 18.0
 LEAVE_WITHIN_S = 5.0
 
-ROLL_CALL, REPORTER, LAST_WORDS = "roll call", "reporter", "last words"
-
-
-class Store(Protocol):
-    """What is needed of the store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+PING, NUM_REPORTERS, END_REPORT = "ping", "number of reporters", "end report"
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """Why the run ends, by the process that said so first.
+class Heartbeat:
+    """What a rank was doing. phase, number: see `CurrentPhase`. seconds: for how long then.
 
-    rank: its own. status: the exit status of all. message: empty if there is nothing to be said. refused: it is
-    something for the user to change (a BadInput). memory_limit: see `Failure`.
+    sent: in seconds since 1970. answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
     """
 
-    rank: int
-    status: int
-    message: str
-    refused: bool = False
-    memory_limit: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Note:
-    """Where a rank was. number: see `Whereabouts`. seconds: for how long then. written: in seconds since 1970."""
-
-    where: str
+    phase: str
     number: int
     seconds: float
-    written: float
+    sent: float
+    answers_ping: bool
 
 
-class StoreLost(Exception):
-    """The process that keeps the store is gone, or does not answer."""
-
-
-class Bulletin:
-    """One process's part. A thread of its own notes now and then where the training thread is, and answers roll calls.
+class HeartbeatMonitor:
+    """One process's part. A thread of its own sends heartbeats about the training thread, and answers pings.
 
     It also ends the process when the run has failed elsewhere and the training thread does not notice: nobody could
     end a process that somebody started by hand.
     """
 
-    def __init__(self, store: Store, shard: tuple[int, int], whereabouts: Whereabouts) -> None:
+    def __init__(self, store: dist.Store, shard: tuple[int, int], phase: CurrentPhase) -> None:
         self._store = store
         self._rank, self._world_size = shard
-        self._whereabouts = whereabouts
-        self._seen = (-1, time.monotonic())
-        """Number of the phase at the last look, and when it was first seen."""
-        self._noted = (-1, -1.0)
-        self._answered = False
-        self._words_seen = 0.0
+        self._phase = phase
         self._closed = threading.Event()
-        self.may_be_ended = True
+        self.may_force_end = True
         """Whether the training thread may be given up on: not while it does what all wait for, nor when it leaves."""
-        self.before_the_end: Callable[[LastWords], None] = lambda words: None
+        self.before_forced_end: Callable[[Failure], None] = lambda failure: None
         """Called when this process is ended because its training thread does not notice."""
-        self._thread = threading.Thread(target=self._keep, name="bulletin", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -95,98 +63,63 @@ class Bulletin:
         self._closed.set()
         self._thread.join(ANSWER_WITHIN_S)
 
+    def report_end(self, compose: Callable[[], Failure]) -> tuple[Failure, bool] | None:
+        """Why the run ends, and whether this process is the first one to report it, and so the one that composes it.
+
+        None if the process that keeps the store is gone, or does not answer.
+        """
+        reports: list[tuple[Failure, bool]] = []
+        # A store whose host is stopped never answers, so the wait is not left to it.
+        thread = threading.Thread(target=self._agree, args=(compose, reports), name="report", daemon=True)
+        thread.start()
+        thread.join(REPORT_WITHIN_S)
+        return reports[0] if reports else None
+
+    def ping(self) -> dict[int, Heartbeat]:
+        """The last heartbeats by rank, once every rank has answered or had the time to."""
+        self._store.set(PING, "now")
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while True:
+            ranks = [rank for rank in range(self._world_size) if self._store.check([f"heartbeat {rank}"])]
+            beats = {rank: Heartbeat(*json.loads(self._store.get(f"heartbeat {rank}"))) for rank in ranks}
+            have_all_answered = sum(beat.answers_ping for beat in beats.values()) == self._world_size
+            if have_all_answered or time.monotonic() > deadline:
+                return beats
+            time.sleep(0.05)
+
+    def _agree(self, compose: Callable[[], Failure], reports: list[tuple[Failure, bool]]) -> None:
+        with suppress(Exception):
+            is_first = self._store.add(NUM_REPORTERS, 1) == 1
+            if is_first:
+                failure = compose()
+                self._store.set(END_REPORT, json.dumps([str(failure), failure.status, failure.memory_limit]))
+            while not self._store.check([END_REPORT]):
+                time.sleep(0.05)
+            reports.append((self._reported(), is_first))
+
+    def _reported(self) -> Failure:
+        return Failure(*json.loads(self._store.get(END_REPORT)))
+
     # --- the thread ----------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
+        ticks_since_end = 0
         with suppress(Exception):  # a store that is gone says nothing, and its process is missed elsewhere
-            while not self._closed.wait(TICK_S):
-                self._look()
-                self._note()
-                self._answer()
-                self._end_if_overdue()
+            for tick in itertools.count():
+                if self._closed.wait(TICK_S):
+                    return
+                is_pinged = self._store.check([PING])
+                if is_pinged or tick % TICKS_PER_BEAT == 0:
+                    self._send_heartbeat(is_pinged)
+                is_over = self.may_force_end and self._store.check([END_REPORT])
+                ticks_since_end = ticks_since_end + 1 if is_over else 0
+                if ticks_since_end * TICK_S > LEAVE_WITHIN_S:
+                    failure = self._reported()
+                    with suppress(Exception):
+                        self.before_forced_end(failure)
+                    exit_at_once(failure.status)
 
-    def _look(self) -> None:
-        if self._whereabouts.number != self._seen[0]:
-            self._seen = (self._whereabouts.number, time.monotonic())
-
-    def _note(self) -> None:
-        (number, since), (noted, when), now = self._seen, self._noted, time.monotonic()
-        if number != noted and (now - since >= SLOW_S or when < 0 or now - when >= NOTE_EVERY_S):
-            self._noted = (number, now)
-            self._store.set(f"note {self._rank}", self._own_note())
-
-    def _own_note(self) -> str:
-        number, since = self._seen
-        return json.dumps([str(self._whereabouts), number, time.monotonic() - since, time.time()])
-
-    def _answer(self) -> None:
-        if not self._answered and self._store.check([ROLL_CALL]):
-            self._answered = True
-            self._store.set(f"answer {self._rank}", self._own_note())
-
-    def _end_if_overdue(self) -> None:
-        if not self.may_be_ended or not self._store.check([LAST_WORDS]):
-            self._words_seen = 0.0
-        elif not self._words_seen:
-            self._words_seen = time.monotonic()
-        elif time.monotonic() - self._words_seen > LEAVE_WITHIN_S:
-            words = LastWords(**json.loads(self._store.get(LAST_WORDS)))
-            with suppress(Exception):
-                self.before_the_end(words)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(words.status)
-
-    # --- when something is wrong ---------------------------------------------------------------------------------
-
-    def speak(self, words: LastWords) -> LastWords:
-        """Makes these the last words, unless another process was first; returns those that count. Raises StoreLost."""
-        return self._within(lambda: self._speak(lambda: words))
-
-    def find_out(self, compose: Callable[[Mapping[int, Note], Mapping[int, Note]], LastWords]) -> LastWords:
-        """The last words of another process; without any, those that `compose` finds. Raises StoreLost.
-
-        compose: called on one process with the answers to a roll call and with the older notes of the others, by rank.
-        """
-        return self._within(lambda: self._speak(lambda: compose(*self._call_the_roll())))
-
-    def _speak(self, words: Callable[[], LastWords]) -> LastWords:
-        own = str(self._rank)
-        if not self._store.check([LAST_WORDS]) and self._store.compare_set(REPORTER, "", own).decode() == own:
-            found = words()
-            self._store.set(LAST_WORDS, json.dumps(asdict(found)))
-            return found
-        deadline = time.monotonic() + WORDS_WITHIN_S
-        while not self._store.check([LAST_WORDS]):
-            if time.monotonic() > deadline:
-                raise StoreLost
-            time.sleep(0.05)
-        return LastWords(**json.loads(self._store.get(LAST_WORDS)))
-
-    def _call_the_roll(self) -> tuple[dict[int, Note], dict[int, Note]]:
-        self._store.set(ROLL_CALL, "now")
-        missing = set(range(self._world_size))
-        deadline = time.monotonic() + ANSWER_WITHIN_S
-        while missing and time.monotonic() < deadline:
-            time.sleep(0.05)
-            missing -= {rank for rank in missing if self._store.check([f"answer {rank}"])}
-        answers = self._read("answer", [rank for rank in range(self._world_size) if rank not in missing])
-        return answers, self._read("note", [rank for rank in missing if self._store.check([f"note {rank}"])])
-
-    def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, Note]:
-        return {rank: Note(*json.loads(self._store.get(f"{kind} {rank}"))) for rank in ranks}
-
-    def _within(self, function: Callable[[], T]) -> T:
-        """A store whose host is stopped never answers, so the wait is not left to it."""
-        results: list[T] = []
-
-        def call() -> None:
-            with suppress(Exception):
-                results.append(function())
-
-        thread = threading.Thread(target=call, name="report", daemon=True)
-        thread.start()
-        thread.join(WORDS_WITHIN_S + ANSWER_WITHIN_S)
-        if not results:
-            raise StoreLost
-        return results[0]
+    def _send_heartbeat(self, is_pinged: bool) -> None:
+        phase = self._phase
+        beat = Heartbeat(str(phase), phase.number, time.monotonic() - phase.since, time.time(), is_pinged)
+        self._store.set(f"heartbeat {self._rank}", json.dumps(astuple(beat)))

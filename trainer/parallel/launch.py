@@ -1,30 +1,151 @@
-"""`--multi-gpu ddp` without torchrun: starts one process per device of this machine.
+"""Starts processes and answers for them: those of `--multi-gpu ddp` without torchrun, and the runs of `--seeds`.
 
-The processes meet through a file and talk over the loopback interface: no port to choose, nothing that listens on a
-public address.
+The processes of one run meet through a file and talk over the loopback interface: no port to choose, nothing that
+listens on a public address.
 """
 
+import functools
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
-from types import FrameType
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 
+from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.diagnosis import GOES_ON
-from trainer.parallel.environment import MultiDeviceFlags, RankEnvironment
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN
-from trainer.parallel.signals import STOP_SIGNALS, exit_quickly
+from trainer.parallel.signals import STOP_SIGNALS, StopRequest, exit_quickly
 
 GRACE_PERIOD_S = 10
 MOST_STARTS = 32
 """More than a batch size can be halved."""
+STDOUT, STDERR = 1, 2
+
+
+# --- any processes -----------------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """Starts processes, passes stop signals on to them, and leaves none of them behind.
+
+    running: those that have not ended. stop: whether this process has been asked to stop.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[SpawnProcess] = []
+        self.stop = StopRequest(self._pass_on)
+
+    def __enter__(self) -> "Launcher":
+        self.stop.install()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._join()
+            for process in self.running:
+                process.terminate()
+            self._join()
+        finally:
+            for process in self.running:
+                process.kill()
+                process.join()
+            self.stop.uninstall()
+
+    def start(
+        self, function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None = None
+    ) -> SpawnProcess:
+        """Calls a function in a new process, which is asked to stop when this one is gone, whatever ended it.
+
+        function: picklable; returns the exit status. variables: set in the environment. stderr: a file for standard
+        error; the process then has no terminal, and its standard output goes nowhere.
+        """
+        if stderr is not None:
+            stderr.parent.mkdir(parents=True, exist_ok=True)
+            stderr.touch()
+        process = multiprocessing.get_context("spawn").Process(target=_call, args=(function, variables, stderr))
+        # Signals wait until the new process can handle them. Python's tracker comes first: its start unblocks them.
+        resource_tracker.ensure_running()
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            process.start()
+            self.running.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        if self.stop.signal_number is not None:
+            _send(process, self.stop.signal_number)
+        return process
+
+    def wait(self, timeout_s: float | None = None) -> dict[SpawnProcess, int]:
+        """Waits until a process ends, at most for that long; returns the exit codes of those that have ended.
+
+        The exit code of a process that died by signal n is -n.
+        """
+        wait([process.sentinel for process in self.running], timeout_s)
+        ended = {process: process.exitcode for process in self.running if process.exitcode is not None}
+        self.running = [process for process in self.running if process not in ended]
+        return ended
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + GRACE_PERIOD_S
+        for process in self.running:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def _pass_on(self, number: int) -> None:
+        # A terminal has already sent Ctrl-C to its whole group; a second copy would mean "leave at once".
+        group = os.getpgrp() if number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty() else None
+        for process in self.running:
+            _send(process, number, except_group=group)
+
+
+def exit_status(exit_code: int) -> int:
+    """As a shell counts: 128 + n after signal n."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def _send(process: SpawnProcess, number: int, except_group: int | None = None) -> None:
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        if process.is_alive() and os.getpgid(process.pid) != except_group:
+            os.kill(process.pid, number)
+
+
+def _call(function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None) -> None:
+    """In the new process."""
+    exit_quickly()
+    os.environ.update(variables)
+    if stderr is not None:
+        os.setsid()  # out of reach of the terminal, whose Ctrl-C is passed on
+        with open(os.devnull, "w") as nowhere, stderr.open("w") as file:
+            os.dup2(nowhere.fileno(), STDOUT)
+            os.dup2(file.fileno(), STDERR)
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        status = function()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    sys.exit(status)
+
+
+def _stop_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- the processes of one run ------------------------------------------------------------------------------------
 
 
 def num_processes(flags: MultiDeviceFlags, device: str) -> int:
@@ -46,84 +167,29 @@ def launch(
     gives 128 plus its number. Stop signals are passed on; if all processes then end well, or have nothing to save, the
     status is 128 plus the signal's number.
     """
-    status = _launch_once(run, world_size, again is not None)
-    for _ in range(MOST_STARTS - 1):
+    for start in range(MOST_STARTS):
+        status = _launch_once(again if start > 0 and again else run, world_size, again is not None)
         if status != EXIT_AGAIN:
             break
-        status = _launch_once(again or run, world_size, again is not None)
     return status
 
 
 def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_checkpoints: bool) -> int:
+    variables = {}
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # Ctrl-C waits in new processes until they can handle it. The tracker is there before: its start unblocks signals.
-    resource_tracker.ensure_running()
-    processes: list[BaseProcess] = []
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _stop_signals_to(processes) as asked:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            context = mp.start_processes(
-                _run_rank,
-                args=(run, world_size, f"file://{folder}/rendezvous"),
-                nprocs=world_size,
-                join=False,
-                start_method="spawn",
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        assert context is not None
-        processes += context.processes
-        for signum in tuple(asked):
-            _send(signum, processes)
-        try:
-            while not context.join(grace_period=GRACE_PERIOD_S):
-                pass
-        except mp.ProcessExitedException as error:
-            if asked and (not has_checkpoints or error.exit_code == EXIT_AGAIN):
-                return 128 + asked[0]
-            if error.exit_code > 0:
-                return error.exit_code
-            end = f"; {GOES_ON}" if has_checkpoints else ""
-            print(f"rank {error.error_index} was killed by signal {-error.exit_code}{end}", file=sys.stderr)
-            return 128 - error.exit_code
-        except mp.ProcessRaisedException as error:
-            print(error.msg, file=sys.stderr)
-            return 1
-        return 128 + asked[0] if asked else 0
-
-
-@contextmanager
-def _stop_signals_to(processes: Sequence[BaseProcess]) -> Iterator[list[int]]:
-    """Passes stop signals on to the processes in this list; yields the numbers of those that have come."""
-    asked: list[int] = []
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
-        # A terminal has already sent Ctrl-C to the whole group; a second copy would mean "leave at once".
-        if not (signum == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
-            _send(signum, processes)
-
-    previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
-    try:
-        yield asked
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-def _send(signum: int, processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive() and process.pid:
-            os.kill(process.pid, signum)
-
-
-def _run_rank(rank: int, run: Callable[[RankEnvironment], int], world_size: int, init_method: str) -> None:
-    exit_quickly()
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        status = run(RankEnvironment(rank, world_size, rank, world_size, init_method))
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    sys.exit(status)
+        variables = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    failures: list[tuple[int, int]] = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, Launcher() as launcher:
+        ranks = {}
+        for rank in range(world_size):
+            environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{folder}/rendezvous")
+            ranks[launcher.start(functools.partial(run, environment), variables)] = rank
+        while launcher.running and not failures:
+            failures = [(ranks[process], code) for process, code in launcher.wait().items() if code != 0]
+    failed, exit_code = failures[0] if failures else (0, 0)
+    if launcher.stop and (exit_code in (0, EXIT_AGAIN) or not has_checkpoints):
+        return launcher.stop.exit_status
+    if exit_code < 0:
+        end = f"; {GOES_ON}" if has_checkpoints else ""
+        print(f"rank {failed} was killed by signal {-exit_code}{end}", file=sys.stderr)
+    return exit_status(exit_code)

@@ -1,21 +1,28 @@
-"""Where a process is in its work: what is said of it when it fails, or when others wait for it."""
+"""What a process is doing: named when it fails, or when others wait for it."""
+
+import time
+
+EXCHANGE = "the exchange with the other ranks"
 
 
-class Whereabouts:
+class CurrentPhase:
     """Set by the training thread and read by another one; plain attributes, so that a step hardly notices.
 
-    step: the optimizer step under way, from 1; 0 before the first. phase: a noun, such as "forward". number: phases
-    entered so far; every process of a run enters the same ones in turn, so the least number is the one that is late.
+    step: the optimizer step under way, from 1; 0 before the first. name: a noun, such as "forward". since: when it was
+    entered, on the monotonic clock. number: phases entered so far; every process of a run enters the same ones in turn,
+    so the least number is the one that is late.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self.phase = "start-up"
+        self.name = "start-up"
+        self.since = time.monotonic()
         self.number = 0
 
-    def enter(self, phase: str) -> None:
-        self.phase = phase
+    def enter(self, name: str) -> None:
+        self.name = name
+        self.since = time.monotonic()
         self.number += 1
 
     def __str__(self) -> str:
-        return f"{self.phase} at optimizer step {self.step}" if self.step else self.phase
+        return f"{self.name} at optimizer step {self.step}" if self.step else self.name

@@ -5,28 +5,45 @@ import gc
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 AGENT_ASKS_WITHIN_S = 10.0
 """A torchrun agent looks for new nodes every `--monitor-interval`, 0.1 s unless told, and then asks its processes."""
 
 
 class StopRequest:
-    """Installed as the handler of SIGTERM, SIGINT, SIGUSR1 and SIGHUP. A second Ctrl-C leaves at once."""
+    """The handler of the stop signals. A second Ctrl-C leaves at once.
 
-    def __init__(self) -> None:
+    pass_on: called with each signal that comes.
+    """
+
+    def __init__(self, pass_on: Callable[[int], None] | None = None) -> None:
         self.signal_number: int | None = None
+        self._pass_on = pass_on
+        self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
         """A signal that is ignored, as nohup does with SIGHUP, stays ignored."""
-        for name in (*STOP_SIGNALS, signal.SIGHUP):
-            if signal.getsignal(name) is not signal.SIG_IGN:
-                signal.signal(name, self._on_signal)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        """Gives the signals back to those that handled them before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
+
+    @property
+    def exit_status(self) -> int:
+        """Of a process that ends because of it; 0 without one."""
+        return 128 + self.signal_number if self.signal_number is not None else 0
 
     def await_own(self, timeout_s: float = AGENT_ASKS_WITHIN_S) -> None:
         """Waits until this process has been asked itself, and not only another one of its group; or for that long."""
@@ -35,6 +52,8 @@ class StopRequest:
             time.sleep(0.05)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._pass_on is not None:
+            self._pass_on(number)
         if self.signal_number is not None and number == signal.SIGINT:
             sys.exit(128 + number)
         self.signal_number = number

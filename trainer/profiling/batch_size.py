@@ -1,44 +1,53 @@
-"""`profiler.py batch-size`: the largest batch that fits, and the fastest."""
+"""The largest batch that fits on this device, and the fastest one.
 
-import dataclasses
+Sizes are doubled until memory is full (or --max-batch-size, or all training samples), then the limit is found by
+bisection, to one part in 16. Each size trains with the trainer's own loop; --save-dir is left alone. The CPU has no
+limit to hit safely. The fastest is not the best to train with: --scale-lr says what a larger one changes.
+
+examples:
+  python profiler.py batch-size                                    the default task on its built-in data
+  python profiler.py batch-size --amp bf16 --max-batch-size 16384
+  python profiler.py batch-size --device cpu --num-threads 1 --max-batch-size 256 --json sizes.json
+"""
+
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.commands.build import build_task, set_up_torch
 from trainer.commands.flags import Flags
-from trainer.config import names_given
-from trainer.loop.run import Run
+from trainer.config import flag, names_given
 from trainer.parallel.base import Parallel
-from trainer.profiling.excerpt import opened
-from trainer.profiling.flags import BatchSizeFlags
-from trainer.profiling.measure import measure
-from trainer.profiling.report import table, write_json
+from trainer.profiling.measure import MeasuringFlags, measure, opened, ran_out_of_memory
+from trainer.profiling.report import save_results, table
 from trainer.task import Task
 
 FINEST = 16
 """The search ends when the largest batch that fits is known to one part in so many."""
 
-ABOUT = (
-    """The largest batch that fits on this device and the fastest one. Sizes are doubled until memory is full (or
---max-batch-size, or all training samples), then the limit is found by bisection, to one part in 16. Each size trains
-with the trainer's own loop; --save-dir is left alone. The CPU has no error to run into, so it is only bounded.
 
-The fastest is not the best to train with: see --global-batch-size, and --scale-lr, about what a larger one changes.""",
-    """examples:
-  python profiler.py batch-size                                    the default task on its built-in data
-  python profiler.py batch-size --amp bf16 --max-batch-size 16384
-  python profiler.py batch-size --device cpu --num-threads 1 --max-batch-size 256 --json sizes.json""",
-)
+@dataclass
+class BatchSizeFlags(MeasuringFlags):
+    """Measuring batch sizes"""
+
+    min_batch_size: int = flag(8, "the smallest to try; the next ones are twice as large each", at_least=1)
+    max_batch_size: int = flag(1024, "the largest to try; on the CPU nothing else bounds it", at_least=1)
+    steps: int = flag(20, "optimizer steps to measure for each size", at_least=1)
+    settling_steps: int = flag(3, "steps before them that do not count", at_least=1)
+
+    def problems(self) -> list[str]:
+        if self.max_batch_size < self.min_batch_size:
+            return [f"--max-batch-size {self.max_batch_size}: must be at least --min-batch-size {self.min_batch_size}"]
+        return []
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
     """Flags that do not go with it. argv: tells a --batch-size that was given from the default."""
-    given = {}
+    found, advice = [], "leave it out; batch-size varies the batch"
     if flags.batch.global_batch_size is not None:
-        given["--global-batch-size"] = flags.batch.global_batch_size
+        found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
     if "--batch-size" in names_given(argv):
-        given["--batch-size"] = flags.batch.batch_size
-    found = [f"{name} {value}: leave it out; batch-size varies the batch" for name, value in given.items()]
+        found.append(f"--batch-size {flags.batch.batch_size}: {advice}")
     if flags.multi is not None:
         found.append("--multi-gpu: batch-size measures one device, as each of several needs the same; leave it out")
     return found
@@ -58,26 +67,29 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -
     rows: list[dict[str, Any]] = []
 
     def fits(size: int) -> bool:
-        row = of_size(flags, argv, parallel, task, size)
-        rows.append({"batch_size": size, **row})
-        rate = f"{row['samples_per_second']:.0f} samples/s" if row["fits"] else "out of memory"
+        found = of_size(flags, argv, parallel, task, size)
+        rows.append({"batch_size": size, "fits": found is not None, **(found or {})})
+        rate = f"{found['samples_per_second']:.0f} samples/s" if found else "out of memory"
         print(f"batch of {size}: {rate}", flush=True)
-        return row["fits"]
+        return found is not None
 
     largest, is_limit = search(fits, smallest, most)
     rows.sort(key=lambda row: row["batch_size"])
-    print(report(rows))
+    print(table([
+        ("batch", "batch_size", ""), ("samples/s", "samples_per_second", ".0f"), ("step ms", "step_ms_median", ".2f"),
+        ("peak MiB", "peak_memory_mib", ".0f"),
+    ], [row if row["fits"] else {**row, "samples_per_second": "does not fit"} for row in rows]))  # fmt: skip
     fitting = [row for row in rows if row["fits"]]
-    fastest = max(fitting, key=lambda row: row["samples_per_second"], default=None)
-    if fastest is None:
+    fastest = max(fitting, key=lambda row: row["samples_per_second"])["batch_size"] if fitting else None
+    if largest is None:
         print(f"Not even a batch of {smallest} fits.")
     else:
         bound = "all training samples" if largest == available else "the largest tried"
         why = "the largest that fits" if is_limit else f"{bound}; all fit"
-        print(f"Fastest: {fastest['batch_size']}. Largest: {largest} ({why}).")
-    write_json(tool.json, {
+        print(f"Fastest: {fastest}. Largest: {largest} ({why}).")
+    save_results(tool.json, {
         "command": "batch-size", "device": parallel.describe(), "batch_sizes": rows, "largest_batch_size": largest,
-        "larger_ones_do_not_fit": is_limit, "fastest_batch_size": fastest["batch_size"] if fastest else None,
+        "larger_ones_do_not_fit": is_limit, "fastest_batch_size": fastest,
     })  # fmt: skip
 
 
@@ -102,36 +114,13 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
     return good, True
 
 
-def of_size(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, size: int) -> dict[str, Any]:
-    """What a batch size achieves: `fits`, and if so `samples_per_second`, `step_ms_median` and `peak_memory_mib`."""
-    tool: BatchSizeFlags = flags.tool
-    flags = dataclasses.replace(flags, batch=dataclasses.replace(flags.batch, batch_size=size))
+def of_size(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, size: int) -> dict[str, float] | None:
+    """`samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit."""
+    flags = replace(flags, batch=replace(flags.batch, batch_size=size))
     with opened(flags, argv, parallel, task, quiet=True) as run:
-        if had_to_go_lower(run):
-            return {"fits": False}
-        found = measure(run, tool.steps, tool.settling_steps)
-        if had_to_go_lower(run):
-            return {"fits": False}
-    return {
-        "fits": True,
-        "samples_per_second": found["samples_per_second"],
-        "step_ms_median": found["step_ms_median"],
-        "peak_memory_mib": found["ranks"][0]["peak_memory_mib"],
-    }
-
-
-def had_to_go_lower(run: Run) -> bool:
-    """Whether the run goes on with smaller micro-batches than it was asked for, because those did not fit."""
-    return run.memory_limit.batch_size is not None
-
-
-def report(rows: Sequence[dict[str, Any]]) -> str:
-    """The table."""
-    cells = [
-        [str(row["batch_size"]), f"{row['samples_per_second']:.0f}", f"{row['step_ms_median']:.2f}",
-         f"{row['peak_memory_mib']:.0f}"]
-        if row["fits"]
-        else [str(row["batch_size"]), "does not fit", "-", "-"]
-        for row in rows
-    ]  # fmt: skip
-    return table(["batch", "samples/s", "step ms", "peak MiB"], cells)
+        # On a GPU it is known before the first step.
+        found = None if ran_out_of_memory(run) else measure(run, flags.tool.steps, flags.tool.settling_steps)
+        if found is None or ran_out_of_memory(run):
+            return None
+    names = ("samples_per_second", "step_ms_median")
+    return {**{name: found[name] for name in names}, "peak_memory_mib": found["ranks"][0]["peak_memory_mib"]}

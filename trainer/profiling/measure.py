@@ -1,28 +1,95 @@
-"""What a run achieves on its devices: time and phases of a step, throughput, memory; of all its processes."""
+"""A few steps of a real run, and what it achieves in them: time and phases of a step, throughput, memory."""
 
-import time
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
+from trainer.checkpoint.directory import RunDirectory
+from trainer.commands.build import build_run, build_task, open_run, set_up_torch
+from trainer.commands.flags import Flags
+from trainer.config import FlagGroup, flag
+from trainer.loop.plan import Position
 from trainer.loop.run import Run
+from trainer.loop.train import train_epoch
 from trainer.parallel.base import Parallel
-from trainer.profiling.excerpt import train_steps
-from trainer.profiling.memory import forget_peak, peak_memory_mib
-from trainer.profiling.phases import (
-    BACKWARD,
-    COMMUNICATION,
-    PHASES,
-    Durations,
-    PhaseClock,
-    watched,
-    without_gradient_exchange,
-)
-from trainer.profiling.timing import spread
+from trainer.profiling.meters import forget_peak, peak_memory_mib, spread
+from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, replaced, watched
+from trainer.task import Task
 
 NUM_TURNS = 5
 """Times that blocks of steps with and without the exchange of gradients take turns, to tell what it costs."""
+
+
+@dataclass
+class MeasuringFlags(FlagGroup):
+    """What every measurement of steps has"""
+
+    steps: int = flag(50, "optimizer steps of each measurement", at_least=1)
+    settling_steps: int = flag(10, "steps before them that do not count", at_least=1)
+    json: Path | None = flag(None, "also write the results to this file", metavar="FILE")
+
+
+@contextmanager
+def opened(
+    flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task | None = None, quiet: bool = False
+) -> Iterator[Run]:
+    """A run at its start, opened like any other with its log, in a folder that is thrown away. Raises BadInput.
+
+    task: with its data loaded already. quiet: without the lines that a run begins with.
+    """
+    if task is None:
+        set_up_torch(flags, parallel)
+        task = parallel.together(lambda: build_task(flags))
+    with ExitStack() as leaving:
+        folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
+        flags = replace(flags, checkpoint=replace(flags.checkpoint, save_dir=folder))
+        directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
+        parallel.on_main(directory.acquire)
+        leaving.callback(directory.release)
+        if quiet:
+            leaving.enter_context(redirect_stdout(leaving.enter_context(open(os.devnull, "w"))))
+        run, notes = build_run(flags, task, parallel, directory)
+        leaving.callback(run.close)
+        open_run(run, notes, flags, argv)
+        yield run
+
+
+def train_steps(run: Run, num_steps: int) -> int:
+    """Trains for so many optimizer steps, and returns the samples that all processes trained on together.
+
+    It is the shipped loop, over epochs cut short. Of a task with several phases each has so many steps, so that all of
+    them are seen. Raises BadInput if training diverges.
+    """
+    whole = run.plan
+    num_samples = num_done = 0
+    while num_done < num_steps:
+        most = (num_steps - num_done) * whole.global_batch_size
+        run.plan = replace(whole, phase_sizes=tuple(min(size, most) for size in whole.phase_sizes))
+        run.progress.position = Position()
+        train_epoch(run)
+        num_samples += run.plan.samples_per_epoch
+        num_done += run.plan.steps_per_epoch
+    run.plan = whole
+    return num_samples
+
+
+def ran_out_of_memory(run: Run) -> bool:
+    """Whether the run goes on with smaller micro-batches than it was asked for, because those did not fit."""
+    return run.memory_limit.batch_size is not None
+
+
+def measure_run(flags: Flags, argv: Sequence[str], parallel: Parallel) -> dict[str, Any]:
+    """What `measure` returns for the run of a command line, with the steps that its `MeasuringFlags` ask for."""
+    with opened(flags, argv, parallel, quiet=True) as run:
+        return measure(run, flags.tool.steps, flags.tool.settling_steps)
 
 
 def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
@@ -34,88 +101,64 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     `requested_global_batch_size` where there are no more training samples; `samples_per_step` on average, for the last
     step of an epoch may be short; `gradient_bytes` of each parameter in the model's order; and under `ranks` of each
     process its `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean`. Times at the top are of the main process.
-
-    With several processes the exchange of gradients overlaps the backward pass. Its share of "communication" is what
-    backward takes longer than without any exchange; to tell it, twice as many steps are trained once more.
     """
     train_steps(run, num_settling_steps)
     forget_peak(run.parallel.device)
-    total, steps, wall_ms, num_samples = _measured(run, num_steps)
-    num_steps = len(steps)
-    means = {phase: value / num_steps for phase, value in total.items()}
-    durations = [sum(step.values()) for step in steps]
-    step_ms = wall_ms / num_steps
+    ms, num_samples = timed_steps(run, num_steps)
+    if run.parallel.shard[1] > 1:
+        exposed = exposed_share(run, len(ms)) * ms[:, PHASES.index(BACKWARD)]
+        ms[:, PHASES.index(BACKWARD)] -= exposed
+        ms[:, PHASES.index(COMMUNICATION)] += exposed
+    step_ms, means = float(ms.sum()) / len(ms), ms.mean(axis=0)
     return {
-        "steps": num_steps,
+        "steps": len(ms),
         "step_ms_mean": step_ms,
-        **spread("step", durations),
-        "samples_per_second": 1e3 * num_samples / wall_ms,
+        **spread("step_", ms.sum(axis=1)),
+        "samples_per_second": 1e3 * num_samples / float(ms.sum()),
         "phases": {
-            phase: {
-                "ms_mean": means[phase],
-                **spread("", [step[phase] for step in steps]),
-                "percent": 100 * means[phase] / sum(means.values()),
-            }
-            for phase in PHASES
+            phase: {"ms_mean": mean, **spread("", durations), "percent": 100 * mean / step_ms}
+            for phase, mean, durations in zip(PHASES, means.tolist(), ms.T, strict=True)
         },
         "world_size": run.parallel.shard[1],
         "num_devices": run.parallel.num_devices,
         "global_batch_size": min(run.batches.global_batch_size, max(run.plan.phase_sizes)),
         "requested_global_batch_size": run.batches.global_batch_size,
-        "samples_per_step": num_samples / num_steps,
-        "gradient_bytes": [p.nbytes for p in run.objective.parameters() if p.requires_grad],
-        "ranks": _of_every_rank(run.parallel, step_ms, means),
+        "samples_per_step": num_samples / len(ms),
+        "gradient_bytes": [p.nbytes for p in run.learner.objective.parameters() if p.requires_grad],
+        "ranks": of_every_rank(run.parallel, step_ms, means),
     }
 
 
-def _measured(run: Run, num_steps: int) -> tuple[Durations, list[Durations], float, int]:
-    """Each phase's time, the same of every step, wall time in ms, and samples."""
+def timed_steps(run: Run, num_steps: int) -> tuple[np.ndarray, int]:
+    """(steps, PHASES) milliseconds, and the samples of all processes."""
     with watched(run) as clock:
-        measured = _block(run, clock, num_steps)
-        if run.parallel.shard[1] > 1:
-            _set_apart_communication(run, clock, *measured[:2])
-    return measured
+        num_samples = train_steps(run, num_steps)
+        return clock.stop(), num_samples
 
 
-def _block(run: Run, clock: PhaseClock, num_steps: int) -> tuple[Durations, list[Durations], float, int]:
-    _wait_for(run.parallel.device)
-    started = time.perf_counter()
-    clock.start()
-    num_samples = train_steps(run, num_steps)
-    total, steps = clock.stop()
-    _wait_for(run.parallel.device)
-    return total, steps, 1e3 * (time.perf_counter() - started), num_samples
+def exposed_share(run: Run, num_steps: int) -> float:
+    """Which part of backward is due to the exchange of gradients, which overlaps it and is waited for at its end.
 
-
-def _set_apart_communication(run: Run, clock: PhaseClock, total: Durations, steps: list[Durations]) -> None:
-    """Moves the share of the exchange from backward to communication, in the sum and in every step.
-
-    It is what backward takes longer with the exchange than without; for that, blocks of steps take turns once more.
+    It is what backward takes longer than without any exchange: for that, blocks of steps take turns once more. In those
+    without it every process steps with its own gradients alone, so that the weights drift apart.
     """
-    size = max(1, len(steps) // NUM_TURNS)
-    together_ms: list[float] = []
-    alone_ms: list[float] = []
+    size = max(1, num_steps // NUM_TURNS)
+    sync = run.parallel.gradient_sync
+    together, alone = [], []
     for _ in range(NUM_TURNS):
-        together_ms += [step[BACKWARD] for step in _block(run, clock, size)[1]]
-        with without_gradient_exchange(run):
-            alone_ms += [step[BACKWARD] for step in _block(run, clock, size)[1]]
-    share = max(0.0, 1 - median(alone_ms) / median(together_ms))
-    for durations in (total, *steps):
-        exposed = share * durations[BACKWARD]
-        durations[BACKWARD] -= exposed
-        durations[COMMUNICATION] += exposed
+        together.append(timed_steps(run, size)[0])
+        with replaced(run.parallel, "gradient_sync", lambda net, enabled: sync(net, False)):
+            alone.append(timed_steps(run, size)[0])
+    together_ms, alone_ms = (median(np.concatenate(ms)[:, PHASES.index(BACKWARD)]) for ms in (together, alone))
+    return max(0.0, 1 - alone_ms / together_ms)
 
 
-def _of_every_rank(parallel: Parallel, step_ms: float, means: Durations) -> list[dict[str, Any]]:
+def of_every_rank(parallel: Parallel, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
+    """What `measure` tells of each process. means: this one's milliseconds by phase."""
     rank, world_size = parallel.shard
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
-    table[rank] = torch.tensor([step_ms, peak_memory_mib(parallel.device), *(means[phase] for phase in PHASES)])
+    table[rank] = torch.tensor([step_ms, peak_memory_mib(parallel.device), *means])
     return [
         {"step_ms_mean": row[0], "peak_memory_mib": row[1], "phases_ms_mean": dict(zip(PHASES, row[2:], strict=True))}
         for row in parallel.sum(table).tolist()
     ]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,30 +1,89 @@
-"""Runs what is to be measured on its devices: in this process, or in new ones that are there for one measurement."""
+"""Work in processes: from what one does to its exit status, and measurements in new ones, which hand back results."""
 
-import dataclasses
-import functools
 import json
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import Flags, parse
-from trainer.config import FlagGroup, refuse
+from trainer.config import FlagGroup
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
-from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import RankEnvironment, num_cores
-from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, tell_refusal
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, print_refusal
 from trainer.parallel.launch import launch
-from trainer.profiling.excerpt import opened
-from trainer.profiling.measure import measure
+
+PROCESSES_ON_CPU = 2
+"""Unless told otherwise, so that there is something to exchange."""
+FOR_SEVERAL_DEVICES = ("--multi-gpu", "ddp")
+"""Makes a command line one of several devices, so that their flags are known whatever the world is."""
+
+Measurement = Callable[[Flags, Sequence[str], Parallel], Any]
+"""All processes of a world call it with its flags and the command line; the main one's plain values are the result."""
+
+
+def exit_status(work: Callable[[], int], reports: bool = True) -> int:
+    """Does some work; returns its exit status, or that of what went wrong, once the user knows of it.
+
+    reports: this process, and not another one, tells the user of a BadInput. SIGTERM ends the work by SystemExit, so
+    that folders for the time of a measurement are removed.
+    """
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return work()
+    except Failure as failure:
+        # Only a run with checkpoints can go on with less memory.
+        return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
+    except BadInput as error:
+        if reports:
+            print_refusal(error)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def in_use(parallel: Parallel) -> Iterator[None]:
+    """Around what is done with some devices. What goes wrong is told by one process, and ends all of them by Failure.
+
+    The user is told before this process takes the time to close, for the others wait until then.
+    """
+    try:
+        parallel.diagnosis.has_checkpoints = False
+        with parallel.diagnosis.explaining():
+            yield
+    except BadInput as error:
+        if parallel.is_main:
+            print_refusal(error)
+        raise Failure(str(error), EXIT_BAD_INPUT) from None
+    finally:
+        parallel.close()
+
+
+def run_job(
+    job: Callable[[Path, RankEnvironment], int], world_size: int, environment: RankEnvironment | None = None
+) -> tuple[int, Any]:
+    """Calls a job in so many new processes; returns the exit status and what one of them left, or None.
+
+    job: picklable; may leave its result as JSON in the file that it is given. environment: who this process is, if it
+    is one of them already; then it calls the job itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-measured-") as folder:
+        result = Path(folder) / "result.json"
+        run = partial(job, result)
+        status = launch(run, world_size) if environment is None else run(environment)
+        return status, json.loads(result.read_text()) if result.exists() else None
 
 
 @dataclass(frozen=True)
@@ -38,129 +97,51 @@ class World:
         return "single" if self.mode == "single" else f"{self.mode} {self.num_devices}"
 
 
-def exit_status(work: Callable[[], None], speaks: bool = True) -> int:
-    """Does some work; returns the exit status, once the user knows what went wrong, if anything did.
+def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measurement: Measurement) -> Any:
+    """The result of a measurement in new processes. Raises Failure if it did not come to its end; the user knows why.
 
-    speaks: this process, and not another one, tells the user of a BadInput.
+    argv: flags of training and of the tool. measurement: picklable.
     """
-    try:
-        with _ending_at_sigterm():
-            work()
-    except Failure as failure:
-        # Only a run with checkpoints can go on with less memory.
-        return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
-    except BadInput as error:
-        if speaks:
-            tell_refusal(error)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except _Terminated:
-        return 128 + signal.SIGTERM
-    return 0
-
-
-class _Terminated(SystemExit):
-    """SIGTERM has come."""
-
-
-@contextmanager
-def _ending_at_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does, so that folders for the time of a measurement are removed."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def on_devices(flags: Flags, environment: RankEnvironment | None, work: Callable[[Parallel], None]) -> int:
-    """Does some work with the devices that the flags name, as one of its processes; returns the exit status."""
-    parallel: Parallel | None = None
-
-    def explained() -> None:
-        nonlocal parallel
-        parallel = start_parallel(flags, environment)
-        if isinstance(parallel, Distributed):
-            parallel.has_no_checkpoints()
-        with parallel.explaining():
-            work(parallel)
-
-    try:
-        return exit_status(explained, environment is None or environment.rank == 0)
-    finally:
-        if parallel is not None:
-            parallel.close()
-
-
-def measure_world(
-    world: World, argv: Sequence[str], tool: type[FlagGroup], num_steps: int, num_settling_steps: int
-) -> dict[str, Any]:
-    """What `measure` returns for a run in this world, in processes of its own.
-
-    argv: flags of training and of the tool. Raises Failure if it did not come to its end; the user knows why.
-    """
-    with tempfile.TemporaryDirectory(prefix="lockstep-world-") as folder:
-        result = Path(folder) / "result.json"
-        job = functools.partial(_measure_here, world, list(argv), tool, (num_steps, num_settling_steps), result)
-        status = launch(job, world.num_devices if world.mode == "ddp" else 1)
-        if status != 0:
-            raise Failure(f"measuring {world} ended with status {status}", status)
-        return json.loads(result.read_text())
+    job = partial(_measure_here, world, list(argv), tool, measurement)
+    status, result = run_job(job, world.num_devices if world.mode == "ddp" else 1)
+    if status != 0:
+        raise Failure(f"measuring {world} ended with status {status}", status)
+    return result
 
 
 def _measure_here(
-    world: World,
-    argv: list[str],
-    tool: type[FlagGroup],
-    steps: tuple[int, int],
-    result: Path,
-    environment: RankEnvironment,
+    world: World, argv: list[str], tool: type[FlagGroup], measurement: Measurement, result: Path, rank: RankEnvironment
 ) -> int:
-    flags, problems = parse(for_several_devices(argv), True, tool)
-    refuse(problems)
-
-    def work(parallel: Parallel) -> None:
-        with opened(flags, argv, parallel, quiet=True) as run:
-            measured = measure(run, *steps)
+    def work() -> int:
+        flags = placed(parse([*argv, *FOR_SEVERAL_DEVICES], True, tool)[0], world)
+        parallel = start_parallel(flags, rank)
+        with in_use(parallel):
+            found = measurement(flags, argv, parallel)
             if parallel.is_main:
-                result.write_text(json.dumps(measured))
+                result.write_text(json.dumps(found))
+        return 0
 
-    return on_devices(placed(flags, world), environment, work)
-
-
-def for_several_devices(argv: Sequence[str]) -> list[str]:
-    """The command line as one of several devices, so that their flags are known whatever the world is."""
-    return [*argv, "--multi-gpu", "ddp"]
+    return exit_status(work)
 
 
 def placed(flags: Flags, world: World) -> Flags:
     """The flags for a world on the first devices of those that they name."""
     assert flags.multi is not None
-    chosen = flags.multi.gpu_ids
-    if world.mode == "ddp":
-        return flags
-    if world.mode == "dp":
-        ids = (chosen or tuple(range(torch.cuda.device_count())))[: world.num_devices]
-        return dataclasses.replace(flags, multi=dataclasses.replace(flags.multi, multi_gpu="dp", gpu_ids=ids))
-    devices = flags.devices
-    if chosen and devices.device != "cpu":
-        devices = dataclasses.replace(devices, device=f"cuda:{chosen[0]}")
-    return dataclasses.replace(flags, multi=None, devices=devices)
+    gpus = chosen_gpus(flags)[: world.num_devices]
+    if world.mode == "single":
+        return replace(flags, multi=None, devices=replace(flags.devices, device=f"cuda:{gpus[0]}" if gpus else "cpu"))
+    return replace(flags, multi=replace(flags.multi, multi_gpu=world.mode, gpu_ids=gpus or None))
 
 
-def num_usable_devices(flags: Flags) -> int:
-    """GPUs that the flags name, or cores where it is the CPU that trains."""
+def chosen_gpus(flags: Flags) -> tuple[int, ...]:
+    """The GPUs that runs of these flags, which are of several devices, may use; none where they train on the CPU."""
+    assert flags.multi is not None
     if flags.devices.device == "cpu" or not torch.cuda.is_available():
-        return num_cores()
-    chosen = flags.multi.gpu_ids if flags.multi is not None else None
-    return len(chosen) if chosen is not None else torch.cuda.device_count()
+        return ()
+    return flags.multi.gpu_ids or tuple(range(torch.cuda.device_count()))
 
 
-def trains_on_gpus(flags: Flags) -> bool:
-    """Whether runs of these flags use GPUs."""
-    return flags.devices.device != "cpu" and torch.cuda.is_available()
+def warn_of_threads(flags: Flags) -> None:
+    """Tells the user if a single CPU process has threads that several would have to share."""
+    if not chosen_gpus(flags) and flags.devices.num_threads is None and torch.get_num_threads() > 1:
+        print("Without --num-threads 1 one process takes all cores, and several share them.")

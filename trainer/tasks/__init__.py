@@ -2,20 +2,33 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.loading.errors import BadInput
 from trainer.task import Task
-from trainer.tasks.har import HarTask
-from trainer.tasks.seqrec import SeqrecTask
 
-TASKS: dict[str, type[Task]] = {"har": HarTask, "seqrec": SeqrecTask}
+
+def _har() -> type[Task]:
+    from trainer.tasks.har import HarTask
+
+    return HarTask
+
+
+def _seqrec() -> type[Task]:
+    from trainer.tasks.seqrec import SeqrecTask
+
+    return SeqrecTask
+
+
+TASKS: dict[str, Callable[[], type[Task]]] = {"har": _har, "seqrec": _seqrec}
+"""Each imports its task when called: a task of a user's own may have packages `data` and `models` beside it."""
 
 
 def find_task(name: str) -> type[Task]:
     """`--task` -> the task's class: a name of TASKS, or path/to/file.py:ClassName. Raises BadInput."""
     if name in TASKS:
-        return TASKS[name]
+        return TASKS[name]()
     file, colon, class_name = name.rpartition(":")
     if not colon:
         raise BadInput(f"--task {name}: must be one of {', '.join(TASKS)}, or path/to/file.py:ClassName")
@@ -31,9 +44,12 @@ def find_task(name: str) -> type[Task]:
 
 
 def _import_file(path: Path, flag_value: str) -> object:
-    """Imports a file as a module of its own name, so that data-loading processes find it again by that name."""
+    """Imports a file as a module of its own name, so that data-loading processes find it again by that name.
+
+    Its folder comes first on the import path: what stands beside it goes before packages of the trainer.
+    """
     folder = str(path.parent.resolve())
-    if folder not in sys.path:
+    if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(path.stem)

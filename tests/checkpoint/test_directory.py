@@ -1,0 +1,273 @@
+"""The run directory's checkpoints: which are kept, under which names, and that one good one is always there."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoint.conftest import checkpoints, names, save
+from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, load
+from trainer.checkpoint.records import write_json
+from trainer.cli import main
+from trainer.loading.errors import BadInput
+
+# --- which ones are kept, and under which names ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(1, {2, 6}), (2, {2, 5, 6}), (9, {1, 2, 3, 4, 5, 6}), (0, set(range(1, 7)))]
+)
+def test_best_and_newest_are_kept(keep, kept, opened):
+    directory, _ = opened(keep)
+    for epoch in range(1, 7):
+        save(directory, epoch, best_epoch=min(epoch, 2))
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in kept}
+    again, said = opened(keep)
+    assert again.load_newest()["step"] == 60
+    assert again.load_best()["step"] == 20
+    assert said == []
+
+
+def test_retention_counts_intact_checkpoints_only(opened):
+    """Damaged behind the run's back, while it goes on."""
+    directory, _ = opened(keep=2)
+    for epoch in (1, 2, 3):
+        save(directory, epoch, best_epoch=1)
+    (directory.path / "checkpoint_3.pth").write_bytes(b"damaged")
+    save(directory, 4)
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 2, 3, 4)}
+    save(directory, 5)
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 4, 5)}
+
+
+def test_retention_keeps_the_last_best_one_that_is_intact(opened):
+    """Beyond the newest two: 2 was the best when it was damaged, 1 the best before it."""
+    directory, _ = opened(keep=2)
+    save(directory, 1, best_epoch=1)
+    save(directory, 2, best_epoch=2).write_bytes(b"damaged")
+    for epoch in (3, 4, 5):
+        save(directory, epoch, best_epoch=2)
+    assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 2, 4, 5)}
+
+
+def test_last_best_and_final_are_links(opened):
+    directory, _ = opened()
+    first, second = save(directory, 1), save(directory, 2)
+    directory.mark_final()
+    for name, target in {"last": second, "best": first, "final": second}.items():
+        assert (directory.path / f"{name}.pth").samefile(target)
+
+
+def test_links_are_repaired_at_start(opened):
+    """One deleted, one pointing to the wrong checkpoint, as after a kill between two operations."""
+    directory, _ = opened()
+    first, second = save(directory, 1), save(directory, 2)
+    (directory.path / "best.pth").unlink()
+    (directory.path / "last.pth").unlink()
+    os.link(first, directory.path / "last.pth")
+    opened()
+    assert (directory.path / "best.pth").samefile(first)
+    assert (directory.path / "last.pth").samefile(second)
+
+
+def test_links_are_copies_where_the_file_system_has_none(opened, monkeypatch):
+    def refuse(*args):
+        raise OSError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    directory, _ = opened()
+    path = save(directory, 1)
+    for name in ("last", "best"):
+        copy = directory.path / f"{name}.pth"
+        assert not copy.samefile(path)
+        assert copy.read_bytes() == path.read_bytes()
+
+
+def test_a_name_is_never_overwritten(opened):
+    """A run that went back to epoch 1 saves epoch 2 again."""
+    directory, _ = opened(keep=0)
+    paths = [save(directory, epoch) for epoch in (1, 2)]
+    before = [path.read_bytes() for path in paths]
+    again = [save(directory, 2), save(directory, 2)]
+    assert len({*paths, *again}) == 4
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_files_honour_the_umask(opened):
+    old = os.umask(0o027)
+    try:
+        directory, _ = opened()
+        save(directory, 1)
+        write_json(directory.path / "config.json", {})
+    finally:
+        os.umask(old)
+    for path in directory.path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o640, path
+
+
+# --- weights that are not finite ---------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, signals_restored):
+    argv = ["--task", WEIGHTED, "--epochs", "3", "--lr", "1e30", "--num-threads", "1", "--save-dir", str(tmp_path)]
+    assert main(argv, several_devices=False) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: training diverged: ")
+    assert "--lr 1e+30" in message
+    for name in names(tmp_path):
+        assert all(bool(value.isfinite().all()) for value in load(tmp_path / name)["model"].values())
+    assert not names(tmp_path, "*.tmp")
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_divergence_names_the_epoch_in_which_it_happened(tmp_path, capsys, signals_restored):
+    """101 samples are one step here: step N is epoch N."""
+    argv = ["--task", WEIGHTED, "--epochs", "3", "--lr", "1e30", "--num-threads", "1", "--batch-size", "101"]
+    assert main([*argv, "--save-dir", str(tmp_path)], several_devices=False) == 2
+    message = capsys.readouterr().err
+    step = int(message.split("optimizer step ")[1].split()[0])
+    assert f"(epoch {step})" in message
+
+
+# --- order of writing --------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """What a kill looks like to the code: no `except OSError` sees it."""
+
+
+@pytest.fixture
+def disk_operations(monkeypatch):
+    """Records the real os.fsync and os.rename; `failures[n]` is raised before the n-th.
+
+    ("fsync", file name, its size) or ("rename", old name, new name).
+    """
+    operations = []
+    failures = {}
+
+    def wrap(name, describe):
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            if len(operations) in failures:
+                raise failures[len(operations)]
+            operations.append(describe(*args))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    wrap("fsync", lambda fd: ("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_size))
+    wrap("rename", lambda source, target: ("rename", os.path.basename(source), os.path.basename(target)))
+    return operations, failures
+
+
+def test_a_checkpoint_is_on_disk_before_its_name(opened, disk_operations):
+    directory, _ = opened()
+    operations, _ = disk_operations
+    path = save(directory, 1)
+    size = path.stat().st_size
+    order = [(kind, *rest) if kind == "rename" or rest[0] != "run" else (kind, "run") for kind, *rest in operations]
+    assert order[0] == ("fsync", "checkpoint_1.tmp", size)
+    assert order[1][:2] == ("fsync", "manifest.tmp")
+    assert order[2:6] == [
+        ("rename", "manifest.tmp", "manifest.json"),
+        ("fsync", "run"),
+        ("rename", "checkpoint_1.tmp", "checkpoint_1.pth"),
+        ("fsync", "run"),
+    ]
+    assert order[6:] == [("rename", "last.link.tmp", "last.pth"), ("rename", "best.link.tmp", "best.pth")]
+
+
+def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp_path, opened, disk_operations):
+    directory, _ = opened(keep=1)
+    operations, failures = disk_operations
+    save(directory, 1)
+    directory.release()
+    shutil.copytree(directory.path, tmp_path / "before")
+    operations.clear()
+    save(directory, 2, best_epoch=2)
+    num_operations = len(operations)
+    assert num_operations == 8
+    for n in range(num_operations):
+        shutil.rmtree(directory.path)
+        shutil.copytree(tmp_path / "before", directory.path)
+        broken, _ = opened(keep=1)
+        operations.clear()
+        failures[n] = Crash()
+        with pytest.raises(Crash):
+            save(broken, 2, best_epoch=2)
+        failures.clear()
+        again, said = opened(keep=1)
+        assert said == [], n
+        step = again.load_newest()["step"]
+        assert step == (10 if n < 3 else 20), n  # the third puts the new file's checksum into the manifest
+        assert again.load_best()["step"] == step
+        assert not names(again.path, "*.tmp")
+        assert load(again.path / "last.pth")["step"] == step
+        save(again, 3, best_epoch=3)
+        assert again.load_newest()["step"] == 30
+
+
+def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
+    """At every operation before the new file has its name."""
+    directory, _ = opened(keep=1)
+    operations, failures = disk_operations
+    save(directory, 1)
+    good = (directory.path / "checkpoint_1.pth").read_bytes()
+    for n in range(5):
+        operations.clear()
+        failures[n] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with pytest.raises(BadInput, match=r"--save-dir .* No space left on device: .* earlier checkpoints are intact"):
+            save(directory, 2, best_epoch=2)
+        failures.clear()
+        assert not names(directory.path, "*.tmp"), n
+        assert (directory.path / "checkpoint_1.pth").read_bytes() == good
+        again, said = opened(keep=1)
+        assert said == []
+        assert again.load_newest()["step"] == 10
+    save(directory, 2, best_epoch=2)
+    assert directory.load_newest()["step"] == 20
+
+
+# --- folders and disks that refuse a run -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [[], ["--eval-only"], ["--fresh"]])
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere/run"])
+def test_folder_that_cannot_be_written_to(place, more, refused, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    directory = tmp_path / place
+    refused([f"--save-dir {directory}: "], *TINY, "--save-dir", directory, *more)
+    assert contents(tmp_path) == {"file": b"precious"}
+
+
+def test_full_disk_while_saving(train, tmp_path, environment):
+    """Files may not grow beyond 4 KiB: a checkpoint does, the logs do not."""
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    for directory in (broken, unbroken):
+        train(directory)
+    before = contents(broken)
+    goes_on = [*TINY, "--epochs", 2, "--save-dir", broken]
+    done = subprocess.run(
+        [sys.executable, "main.py", *map(str, goes_on)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert_messages(done.stderr.splitlines(), f"--save-dir {broken}: cannot write checkpoint_2.pth: File too large")
+    assert "earlier checkpoints are intact" in done.stderr
+    after = contents(broken)
+    for name in ("checkpoint_1.pth", "last.pth", "best.pth", "manifest.json"):
+        assert after[name] == before[name]
+    assert not [name for name in after if name.endswith(".tmp")]
+    train(broken, "--epochs", 2)
+    train(unbroken, "--epochs", 2)
+    assert_same_bits(load(broken / "final.pth"), load(unbroken / "final.pth"))

@@ -1,0 +1,144 @@
+"""What a checkpoint file holds, and what is refused: damage, code, and whatever else is none."""
+
+import json
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from examples.own_task import SpiralData
+from tests.checkpoint.conftest import save
+from tests.conftest import ROOT, TINY, assert_same_bits, contents, load
+from tests.helpers.malicious import Malicious
+from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
+from trainer.cli import main
+from trainer.loading.errors import BadInput
+
+
+def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):
+    """Plain PyTorch, without the trainer, reaches the score that the run reports."""
+    task = f"{ROOT}/examples/own_task.py:Spirals"
+    argv = ["--task", task, "--epochs", "2", "--num-points", "500", "--hidden-units", "8", "--num-threads", "1"]
+    assert main([*argv, "--save-dir", str(tmp_path)], several_devices=False) == 0
+    model = nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    model.load_state_dict(torch.load(tmp_path / "best.pth", weights_only=True)["model"])
+    test = SpiralData(500, noise=0.1, seed=2)
+    accuracy = float((model(torch.from_numpy(test.points)).argmax(1).numpy() == test.arms).mean())
+    reported = json.loads((tmp_path / "results.json").read_text())["metrics"]["test/accuracy"]
+    assert accuracy == pytest.approx(reported)
+
+
+def test_bare_weights_are_enough_to_start_with_but_not_to_go_on_from(tmp_path):
+    torch.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "x.pth")
+    assert read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]["weight"].shape == (3,)
+    with pytest.raises(BadInput, match=r"holds weights, but not the .* use --init-from"):
+        read_checkpoint(tmp_path / "x.pth", "x.pth")
+
+
+def test_a_tensor_that_looks_like_the_end_of_an_archive_is_none(tmp_path):
+    looks = torch.frombuffer(bytearray(b"PK\x05\x06" + bytes(18)), dtype=torch.uint8)
+    state = {"model": {"weight": looks}, **{name: {} for name in ("optimizers", "position", "step", "best", "totals")},
+             "config": {}, "environment": {}}  # fmt: skip
+    assert write_checkpoint(state, tmp_path / "x.pth") == size_and_sum(tmp_path / "x.pth")
+    assert torch.equal(read_checkpoint(tmp_path / "x.pth", "x.pth")["model"]["weight"], looks)
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_manifest_any_changed_bit_is_found_or_changes_nothing(opened):
+    """Some bits of an archive say nothing, such as its padding."""
+    directory, _ = opened()
+    path = save(directory, 1)
+    intact, data = load(path), path.read_bytes()
+    draw = random.Random(0)
+    attributes = [match.start() + 38 for match in re.finditer(b"PK\x01\x02", data)]
+    bits = [8 * byte + 4 for byte in attributes] + [draw.randrange(8 * len(data)) for _ in range(500)]
+    num_found = 0
+    for bit in bits:
+        spoiled = bytearray(data)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoiled)
+        try:
+            assert_same_bits(intact, read_checkpoint(path, "x.pth"))
+        except BadInput as error:
+            assert "damaged" in str(error), bit
+            num_found += 1
+    assert num_found > len(bits) / 2
+
+
+def test_a_file_without_checksums_is_read(tmp_path):
+    """torch can be told to leave them out."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"model": {"weight": torch.full((50,), 2.0)}}, tmp_path / "x.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]["weight"].sum() == 100
+
+
+# --- other content -----------------------------------------------------------------------------------------------
+
+
+def test_code_in_a_checkpoint_is_refused(tmp_path):
+    torch.save({"model": Malicious(tmp_path / "created")}, tmp_path / "x.pth")
+    with pytest.raises(BadInput, match=r"--init-from x.pth: refused"):
+        read_checkpoint(tmp_path / "x.pth", "--init-from x.pth")
+    assert not (tmp_path / "created").exists()
+
+
+@pytest.mark.parametrize("content", [{"position": {}}, [1, 2], {"model": 1}, {"model": {"weight": 1}}])
+def test_other_content_is_refused(content, tmp_path):
+    torch.save(content, tmp_path / "x.pth")
+    with pytest.raises(BadInput, match=r"x.pth: is no checkpoint"):
+        read_checkpoint(tmp_path / "x.pth", "x.pth")
+
+
+def test_arrays_of_numpy_are_refused_without_a_traceback(tmp_path):
+    torch.save({"model": {"weight": np.zeros(3)}, "position": {}}, tmp_path / "x.pth")
+    with pytest.raises(BadInput, match="refused"):
+        read_checkpoint(tmp_path / "x.pth", "x.pth")
+
+
+@pytest.fixture(params=["empty", "text", "truncated", "pickle", "malicious pickle", "malicious checkpoint", "other"])
+def bad_file(request, train, tmp_path):
+    """(file that is no checkpoint, why it is refused)"""
+    path, created = tmp_path / "bad.pth", tmp_path / "created"
+    if request.param == "empty":
+        path.touch()
+    elif request.param == "text":
+        path.write_text("These are not the weights you are looking for.\n" * 100)
+    elif request.param == "truncated":
+        train(tmp_path / "source")
+        path.write_bytes((tmp_path / "source" / "last.pth").read_bytes()[:5000])
+    elif request.param == "pickle":
+        path.write_bytes(pickle.dumps({"model": {}, "position": {}}))
+    elif request.param == "malicious pickle":
+        path.write_bytes(pickle.dumps(Malicious(created)))
+    elif request.param == "malicious checkpoint":
+        torch.save({"model": Malicious(created), "position": {}}, path)
+    else:
+        torch.save({"state_dict": {}}, path)
+    yield (
+        path,
+        {
+            "malicious checkpoint": "refused, it holds more than tensors",
+            "malicious pickle": "",  # refused as damaged or for what it holds, as torch sees it
+            "pickle": "",
+            "other": "is no checkpoint",
+        }.get(request.param, "is damaged"),
+    )
+    assert not created.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("flag", ["--resume-from", "--init-from"])
+def test_file_that_is_no_checkpoint(flag, bad_file, train, refused, tmp_path):
+    path, reason = bad_file
+    refused([f"{flag} {path}: {reason}"], *TINY, "--save-dir", tmp_path / "new", flag, path)
+    assert not contents(tmp_path / "new")
+    train(tmp_path / "new")  # the folder is as good as new

@@ -1,0 +1,61 @@
+"""The manifest: rebuilt when it is lost, and believed in nothing that the trainer would not write."""
+
+import json
+
+import pytest
+
+from tests.checkpoint.conftest import checkpoints, save
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"null", b'{"checkpoints": [1]}', b"\xff\xfe\x00"])
+def test_manifest_lost_or_damaged_is_rebuilt_from_the_files(content, opened):
+    directory, _ = opened(keep=2)
+    for epoch in (1, 2, 3):
+        save(directory, epoch)
+    manifest = directory.path / "manifest.json"
+    manifest.unlink()
+    if content is not None:
+        manifest.write_bytes(content)
+    again, said = opened(keep=2)
+    assert any("rebuilt from 3 checkpoint files" in line for line in said)
+    assert (again.path / "best.pth").samefile(again.path / "checkpoint_1.pth")
+    save(again, 4)
+    assert checkpoints(again.path) == {"checkpoint_1.pth", "checkpoint_3.pth", "checkpoint_4.pth"}
+    assert again.load_newest()["step"] == 40
+
+
+def test_rebuilding_leaves_out_a_damaged_file(opened):
+    directory, _ = opened()
+    save(directory, 1)
+    newest = save(directory, 2)
+    (directory.path / "manifest.json").unlink()
+    newest.write_bytes(newest.read_bytes()[:-100])
+    again, said = opened()
+    assert any(str(newest) in line for line in said)
+    assert again.load_newest()["step"] == 10
+
+
+def test_manifest_entry_without_a_file_is_ignored(opened):
+    directory, _ = opened()
+    save(directory, 1)
+    save(directory, 2).unlink()
+    (directory.path / "last.pth").unlink()
+    again, _ = opened()
+    assert again.load_newest()["step"] == 10
+    assert (again.path / "last.pth").samefile(again.path / "checkpoint_1.pth")
+
+
+@pytest.mark.parametrize("file", ["../outside.pth", "/etc/hostname", "config.json", "checkpoint_1.pth/x", 3])
+def test_a_manifest_names_checkpoints_of_its_directory_only(file, opened):
+    directory, _ = opened()
+    path = save(directory, 1)
+    outside = directory.path.parent / "outside.pth"
+    outside.write_bytes(b"precious")
+    manifest = json.loads((directory.path / "manifest.json").read_text())
+    manifest["checkpoints"].append({**manifest["checkpoints"][0], "file": file, "step": 99})
+    (directory.path / "manifest.json").write_text(json.dumps(manifest))
+    again, said = opened()
+    assert any("manifest.json is damaged" in line for line in said)
+    assert again.load_newest()["step"] == 10
+    assert outside.read_bytes() == b"precious"
+    assert path.exists()

@@ -1,0 +1,189 @@
+"""Damage and loss: what is intact is gone on from, and where nothing is, that is said and not begun anew."""
+
+import random
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import names, save
+from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, load, read_metrics
+from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.records import write_json
+from trainer.checkpoint.recovery import find_checkpoints
+from trainer.checkpoint.weights import load_best_weights
+from trainer.loading.errors import BadInput
+
+# --- damaged files -----------------------------------------------------------------------------------------------
+
+
+def damages(size):
+    """Ways to spoil a file of so many bytes, by name."""
+    draw = random.Random(0)
+    found = {"first bit": 0, "last bit": 8 * size - 1}
+    flips = found | {f"bit {i}": i for i in (draw.randrange(8 * size) for _ in range(20))}
+    lengths = [0, 1, size // 2, size - 1, *(draw.randrange(size) for _ in range(10))]
+
+    def flip(data, bit):
+        spoiled = bytearray(data)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        return bytes(spoiled)
+
+    return [(name, lambda data, bit=bit: flip(data, bit)) for name, bit in flips.items()] + [
+        (f"cut at {length}", lambda data, length=length: data[:length]) for length in lengths
+    ]
+
+
+def test_any_damage_is_found_and_the_older_checkpoint_taken(opened):
+    directory, _ = opened()
+    save(directory, 1)
+    newest = save(directory, 2)
+    good = newest.read_bytes()
+    for name, damage in damages(len(good)):
+        newest.write_bytes(damage(good))
+        again, said = opened()
+        assert again.load_newest()["step"] == 10, name
+        assert any(str(newest) in line and "damaged" in line for line in said), name
+        assert not newest.exists()
+        newest.with_suffix(".damaged").rename(newest)
+
+
+@pytest.mark.parametrize("manifest", ["its own", "none"])
+def test_changed_bits_do_not_become_weights(manifest, opened):
+    """In the middle of the tensor, where torch.load sees nothing wrong."""
+    directory, _ = opened()
+    save(directory, 1)
+    path = save(directory, 2)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((50,), 2.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    assert load(path)["model"]["weight"][0] != 2
+    if manifest == "none":
+        (directory.path / "manifest.json").unlink()
+    again, said = opened()
+    assert again.load_newest()["step"] == 10
+    assert any(f"{path}" in line and "damaged" in line for line in said)
+    with pytest.raises(BadInput, match="is damaged: the checksum of its part"):
+        read_checkpoint(path.with_suffix(".damaged") if manifest == "its own" else path, "x.pth")
+
+
+def test_damaged_best_is_not_used(opened):
+    directory, _ = opened()
+    best = save(directory, 1)
+    save(directory, 2)
+    best.write_bytes(best.read_bytes()[:-1])
+    again, said = opened()
+    assert again.load_best() is None
+    assert any(str(best) in line for line in said)
+
+
+def test_for_use_the_next_best_intact_one_is_taken(opened):
+    directory, _ = opened()
+    for epoch in (1, 2, 3):
+        save(directory, epoch, best_epoch=min(epoch, 2))
+    (directory.path / "checkpoint_2.pth").write_bytes(b"damaged")
+    assert load_best_weights(directory.path, lambda line: None)["step"] == 10
+
+
+# --- lost files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names_gone", [["checkpoint_2.pth"], ["checkpoint_2.pth", "manifest.json"]])
+def test_a_checkpoint_that_is_gone_is_restored_from_its_link(names_gone, opened):
+    directory, _ = opened()
+    save(directory, 1)
+    content = save(directory, 2).read_bytes()
+    for name in names_gone:
+        (directory.path / name).unlink()
+    before = {path.name for path in directory.path.iterdir()}
+    assert load_best_weights(directory.path, lambda line: None)["step"] == 10
+    assert find_checkpoints(directory.path, lambda line: None)[0][-1].step == 20
+    assert {path.name for path in directory.path.iterdir()} == before
+    again, said = opened()
+    assert any("restored from last.pth" in line for line in said)
+    assert again.load_newest()["step"] == 20
+    assert (again.path / "checkpoint_2.pth").read_bytes() == content
+
+
+def test_leftover_temporary_files_are_removed(opened):
+    directory, _ = opened()
+    save(directory, 1)
+    for name in ("checkpoint_2.tmp", "manifest.tmp", "last.tmp"):
+        (directory.path / name).write_text("half")
+    opened()
+    assert not names(directory.path, "*.tmp")
+
+
+def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(opened):
+    directory, _ = opened()
+    (directory.path / "checkpoint_1.tmp").write_bytes(b"half")
+    write_json(directory.path / "config.json", {})
+    assert not opened()[0].has_checkpoint
+
+
+# --- nothing left ------------------------------------------------------------------------------------------------
+
+
+def test_no_intact_checkpoint_left_is_said_each_time(opened):
+    """Asking twice must not turn a damaged run into a fresh one."""
+    directory, _ = opened()
+    for epoch in (1, 2):
+        path = save(directory, epoch)
+        path.write_bytes(b"")
+    for _ in range(2):
+        again, _ = opened()
+        assert again.has_checkpoint
+        with pytest.raises(BadInput, match="no checkpoint in it is intact"):
+            again.load_newest()
+
+
+@pytest.mark.parametrize("left", [{"manifest.json"}, {"results.json"}, {"checkpoint_1.pth"}])
+def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
+    directory, _ = opened()
+    save(directory, 1).write_bytes(b"damaged")
+    write_json(directory.path / "results.json", {"step": 10})
+    for path in directory.path.iterdir():
+        if path.name not in left:
+            path.unlink()
+    again, _ = opened()
+    assert again.has_checkpoint
+    with pytest.raises(BadInput, match=r"no checkpoint in it is intact \(.*(missing|had some|damaged)\); start over"):
+        again.load_newest()
+    again.start_over()
+    assert not again.has_checkpoint
+
+
+# --- as a command line -------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(directory):
+    return max(directory.glob("checkpoint_*.pth"), key=lambda path: load(path)["step"])
+
+
+def test_truncated_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_happened(train, tmp_path):
+    """Killed after epoch 3 of 4, with the newest file cut short."""
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    for directory in (broken, unbroken):
+        train(directory, "--epochs", 4)
+    for name in ("checkpoint_4.pth", "best.pth", "last.pth", "final.pth", "results.json"):
+        (broken / name).unlink()
+    newest = newest_checkpoint(broken)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    out = train(broken, "--epochs", 4)
+    assert f"{newest} is damaged" in out
+    assert newest.with_suffix(".damaged").exists()
+    assert f"Resuming after optimizer step {2 * STEPS_PER_EPOCH}" in out
+    for name in ("final.pth", "best.pth"):
+        assert_same_bits(load(broken / name), load(unbroken / name))
+    assert read_metrics(broken, "epoch") == read_metrics(unbroken, "epoch")
+
+
+def test_all_checkpoints_damaged(train, refused, tmp_path):
+    """Said as often as it is asked: a second try must not start over in silence."""
+    train(tmp_path, "--epochs", 2)
+    for path in tmp_path.glob("checkpoint_*.pth"):
+        path.write_bytes(path.read_bytes()[:-100])
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        refused([f"--save-dir {tmp_path}: no checkpoint in it is intact"], *TINY, "--epochs", 2, "--save-dir", tmp_path)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    train(tmp_path, "--epochs", 2, "--fresh")

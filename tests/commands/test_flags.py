@@ -1,0 +1,117 @@
+"""Whatever is wrong with a command line, the user reads one clear message for each mistake, and nothing is written."""
+
+import json
+
+import pytest
+
+from tests.conftest import TINY, contents
+from trainer.commands.flags import parse
+from trainer.config import flag_values, group_from_values
+
+WRONG_COMMAND_LINES = [
+    ("--batch-size 0", ["--batch-size 0: must be at least 1"]),
+    ("--num-train 0", ["--num-train 0: must be at least 1"]),
+    ("--epochs 2 --warmup-epochs 3", ["--warmup-epochs 3: must not exceed --epochs 2"]),
+    ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: the whole run has 6 steps"]),
+    ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs and --warmup-steps: exclude each other"]),
+    ("--min-lr 1", ["--min-lr 1.0: must not be above --lr 0.01"]),
+    ("--no-amp --amp bf16", ["--no-amp and --amp bf16: exclude each other"]),
+    ("--dtype float64 --amp bf16", ["--amp bf16: is for --dtype float32"]),
+    ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),
+    ("--eval-only --fresh", ["--eval-only and --fresh: exclude each other"]),
+    ("--predict x.csv --eval-only", ["--predict and --eval-only: exclude each other; give one"]),
+    (
+        "--predict x.csv --fresh --init-from main.py",
+        ["--predict and --fresh: exclude each other", "--predict and --init-from: exclude each other"],
+    ),
+    ("--output x.csv", ["--output x.csv: belongs to --predict; leave it out"]),
+    ("--predict", ["--predict: needs a value"]),
+    ("--seeds 0 --folds 1", ["--seeds 0: must be at least 1", "--folds 1: must be at least 2, or 0 for none"]),
+    (
+        "--seeds 2 --eval-only --resume-from main.py",
+        ["--seeds 2 and --eval-only: exclude each other", "--seeds 2 and --resume-from: exclude each other"],
+    ),
+    ("--seeds 2 --folds 3 --predict x.csv", ["--seeds 2 --folds 3 and --predict: exclude each other"]),
+    ("--folds 3", ["--folds 3: Weighted has no `fold_flags`"]),
+    ("--seeds 2 --epochs 2 --seed 9223372036854775807", ["--seed 9223372036854775808: must be at least 0 and below"]),
+    ("--init-from no/file.pth", ["--init-from no/file.pth: does not exist"]),
+    ("--resume-from tests", ["--resume-from tests: is not a file"]),
+    ("--resume-from main.py --init-from main.py", ["--resume-from and --init-from: exclude each other"]),
+    ("--resume-from main.py --fresh", ["--fresh and --resume-from: exclude each other"]),
+    ("--device cuda:99", ["--device cuda:99: "]),
+    ("--device tpu", ["--device tpu: must be auto, cpu, cuda or cuda:N"]),
+    ("--task nope --lr 0", ["--task nope: must be one of har", "--lr 0: must be above 0"]),
+    ("--batchsize 4 stray", ["--batchsize: no such flag; did you mean --batch-size?", "stray: not expected here"]),
+    (
+        "--batch-size 0 --lr x --width -3 --amp fp8 --seed",
+        [
+            "--batch-size 0: must be at least 1",
+            "--lr x: must be a number",
+            "--width -3: must be at least 1",
+            "--amp fp8: must be one of auto, bf16, fp16, off",
+            "--seed: needs a value",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "parts"), WRONG_COMMAND_LINES, ids=[args for args, _ in WRONG_COMMAND_LINES])
+def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp_path):
+    refused(parts, *TINY, "--save-dir", tmp_path / "run", *args.split())
+    assert not contents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        ("", ["--multi-gpu: needs a value, dp or ddp"]),
+        ("--multi-gpu dp --gpu-ids 0,9", ["--gpu-ids 0,9: there is no GPU"]),
+        ("--multi-gpu dp --nproc 2", ["--nproc 2: is for --multi-gpu ddp"]),
+        ("--multi-gpu ddp --nproc 0 --batch-size 0", ["--nproc 0: must be at least 1", "--batch-size 0: must be"]),
+        ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
+        ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
+        ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
+    ],
+)
+def test_mistakes_about_several_devices(args, parts, refused, tmp_path):
+    refused(parts, *TINY, "--save-dir", tmp_path / "run", *args.split(), several_devices=True)
+    assert not contents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "part"),
+    [
+        (None, "Mine", "there is no file"),
+        ("def broken(:", "Mine", "cannot import"),
+        ("import no_such_module_at_all", "Mine", "No module named 'no_such_module_at_all'"),
+        ("x = 1", "Mine", "defines no Mine"),
+        ("class Mine: pass", "Mine", "Mine is not a subclass of trainer.task.Task"),
+    ],
+)
+def test_wrong_task_file(content, name, part, refused, tmp_path):
+    file = tmp_path / f"{tmp_path.name}.py"
+    if content is not None:
+        file.write_text(content)
+    refused([part], "--task", f"{file}:{name}", "--save-dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--hidden-dims", "8,16", "--mode", "flatten", "--no-augmentation", "--refit", "--data-dir", "."],
+        ["--val-subjects", "3", "5", "--dropout", "1e-3"],
+        ["--task", "seqrec", "--no-time", "--loss", "sampled", "--num-negatives", "7", "--norm", "pre"],
+    ],
+)  # fmt: skip
+def test_recorded_values_give_the_flags_back(argv):
+    flags, problems = parse(argv, several_devices=False)
+    assert problems == []
+    values = flags.values()
+    for recorded in (values, json.loads(json.dumps(values))):
+        for group in (flags.task, flags.learning, flags.precision):
+            assert group_from_values(type(group), recorded) == group
+    assert flag_values(group_from_values(type(flags.task), {})) == flag_values(type(flags.task)())
+    with pytest.raises(ValueError, match=r"--dropout -1.0: must be at least 0"):
+        group_from_values(type(flags.task), {"--dropout": -1.0})

@@ -1,0 +1,94 @@
+"""`--predict` with a task of a user's own: it labels its own files, or says that it cannot."""
+
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, load
+
+OWN_TASK = """
+import os
+import numpy as np
+from trainer.loading.order import SampleKeys
+from examples.own_task import Spirals
+
+class Points:
+    def __init__(self, points):
+        self.points = points
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitems__(self, keys: SampleKeys):
+        return {"point": self.points[keys.index]}
+
+class Labelling(Spirals):
+    def new_data(self, path):
+        return Points(np.loadtxt(path, dtype=np.float32, ndmin=2))
+
+    def predictions(self, objective, batch):
+        if int(batch["index"][0]) > 0 and "END_BY" in os.environ:
+            os.kill(os.getpid(), int(os.environ["END_BY"]))
+        return {"arm": objective.model(batch["point"]).argmax(1).tolist(), "id": batch["index"].tolist()}
+"""
+POINTS = "0.1 0.2\n-0.3 0.4\n0.5 0.5\n0.2 -0.9\n"
+
+
+@pytest.fixture
+def own_run(on_cpu, tmp_path):
+    """(file of a task of a user's own, the directory of its run, a file to label)"""
+    task, points = tmp_path / "first_place.py", tmp_path / "points.txt"
+    task.write_text(OWN_TASK)
+    points.write_text(POINTS)
+    on_cpu("--task", f"{task}:Labelling", "--hidden-units", 7, "--num-points", 64, "--epochs", 1, "--num-threads", 1,
+           "--save-dir", tmp_path / "run")  # fmt: skip
+    yield task, tmp_path / "run", points
+    for name in ("first_place", "second_place"):
+        sys.modules.pop(name, None)
+
+
+def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
+    task, run, points = own_run
+    out, err = on_cpu("--predict", points, "--save-dir", run, "--num-threads", 1)
+    weights = load(run / "best.pth")["model"]
+    assert weights["0.weight"].shape == (7, 2)
+    gelu = torch.nn.functional.gelu
+    x = gelu(torch.from_numpy(np.loadtxt(points, dtype=np.float32)) @ weights["0.weight"].T + weights["0.bias"])
+    arms = (gelu(x @ weights["2.weight"].T + weights["2.bias"]) @ weights["4.weight"].T + weights["4.bias"]).argmax(1)
+    assert (out, err) == ("arm,id\n" + "".join(f"{arm},{i}\n" for i, arm in enumerate(arms)), [])
+    moved = task.rename(tmp_path / "second_place.py")
+    _, err = on_cpu("--predict", points, "--save-dir", run, status=2)
+    assert len(err) == 1 and "there is no file" in err[0] and "say by --task where it is now" in err[0]
+    there = ["--task", f"{moved}:Labelling"]
+    assert on_cpu("--predict", points, "--save-dir", run, *there, "--num-threads", 1) == (out, [])
+
+
+@pytest.mark.parametrize("task", [f"{ROOT}/examples/own_task.py:Spirals", "seqrec"])
+def test_task_that_cannot_label_says_so(task, on_cpu, cache_dir, tmp_path):
+    run, points = tmp_path / "run", tmp_path / "points.txt"
+    points.write_text(POINTS)
+    small = ["--num-points", 64] if "Spirals" in task else ["--hidden-units", 8, "--maxlen", 8, "--num-blocks", 1]
+    on_cpu("--task", task, *small, "--epochs", 1, "--num-threads", 1, "--cache-dir", cache_dir, "--save-dir", run)
+    _, err = on_cpu("--predict", points, "--save-dir", run, status=2)
+    name = "Spirals" if "Spirals" in task else "SeqrecTask"
+    assert err == [f"error: --predict {points}: {name}, the task of this run, has no `new_data`: it cannot label files"]
+
+
+def test_a_kill_leaves_nothing_half_written(own_run, command, on_cpu, tmp_path, monkeypatch):
+    """Between two batches. Only what cannot be caught leaves its temporary file."""
+    _, run, points = own_run
+    output = tmp_path / "labels.csv"
+    output.write_text("precious")
+    argv = ["--predict", points, "--save-dir", run, "--output", output, "--eval-batch-size", 2, "--num-threads", 1]
+    monkeypatch.setenv("END_BY", str(int(signal.SIGTERM)))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the training of the fixture has left its own
+    with pytest.raises(SystemExit, match=f"^{128 + signal.SIGTERM}$"):
+        on_cpu(*argv)
+    assert output.read_text() == "precious" and not list(tmp_path.glob("*.tmp"))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    done = command("main.py", *argv, status=-signal.SIGKILL, END_BY=str(int(signal.SIGKILL)))
+    assert done.stdout == done.stderr == ""
+    assert output.read_text() == "precious" and len(list(tmp_path.glob("labels.csv.*.tmp"))) == 1

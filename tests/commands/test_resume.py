@@ -1,0 +1,182 @@
+"""Every way to start again: the same command, other flags, another run's file; what does not fit changes nothing."""
+
+import json
+
+import pytest
+
+from tests.conftest import (
+    REFUSAL,
+    ROOT,
+    STEPS_PER_EPOCH,
+    TINY,
+    WEIGHTED,
+    assert_same_bits,
+    contents,
+    largest_difference,
+    load,
+    read_metrics,
+)
+
+# --- the same command again --------------------------------------------------------------------------------------
+
+
+def test_finished_run_says_so_and_changes_nothing(train, tmp_path):
+    """Only train.log notes that somebody asked."""
+    train(tmp_path)
+    before = contents(tmp_path, ("lock", "train.log"))
+    out = train(tmp_path)
+    assert "This run is finished" in out
+    assert "raise --epochs" in out
+    assert contents(tmp_path, ("lock", "train.log")) == before
+
+
+def test_missing_links_of_a_finished_run_are_repaired(train, tmp_path):
+    train(tmp_path)
+    links = [tmp_path / f"{name}.pth" for name in ("last", "best", "final")]
+    for link in links:
+        link.unlink()
+    train(tmp_path)
+    for link in links:
+        assert link.samefile(tmp_path / "checkpoint_1.pth")
+
+
+def test_more_epochs_go_on(train, tmp_path):
+    train(tmp_path)
+    out = train(tmp_path, "--epochs", 3)
+    assert f"Resuming after optimizer step {STEPS_PER_EPOCH}: epoch 2, 0 of 24 samples." in out
+    assert "Changed since the checkpoint: --epochs 1 -> 3" in out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["epochs"], results["step"]) == (3, 3 * STEPS_PER_EPOCH)
+    assert [row["epoch"] for row in read_metrics(tmp_path, "epoch")] == [1, 2, 3]
+
+
+def test_changed_flags_are_listed(train, tmp_path):
+    train(tmp_path)
+    out = train(tmp_path, "--epochs", 2, "--lr", 0.02, "--dropout", 0.1)
+    changes = [line for line in out.splitlines() if line.startswith("Changed since the checkpoint: ")]
+    assert {line.split(": ")[1] for line in changes} == {"--epochs 1 -> 2", "--lr 0.01 -> 0.02", "--dropout 0.0 -> 0.1"}
+
+
+def test_fresh_moves_the_old_run_aside(train, tmp_path):
+    train(tmp_path)
+    before = contents(tmp_path)
+    for number in (1, 2):
+        out = train(tmp_path, "--fresh")
+        assert f"moved to {tmp_path / f'previous-{number}'}" in out
+        assert "Resuming" not in out
+        assert load(tmp_path / f"previous-{number}" / "final.pth")["step"] == STEPS_PER_EPOCH
+    assert contents(tmp_path / "previous-1") == before
+
+
+# --- from another file -------------------------------------------------------------------------------------------
+
+
+def test_init_from_takes_weights_and_nothing_else(train, tmp_path):
+    train(tmp_path / "source", "--epochs", 3)
+    source = tmp_path / "source" / "final.pth"
+    out = train(tmp_path / "fresh")
+    assert "Starting with" not in out
+    out = train(tmp_path / "new", "--init-from", source)
+    assert f"Starting with the weights of {source}." in out
+    assert load(tmp_path / "new" / "final.pth")["step"] == STEPS_PER_EPOCH
+    (fresh,), (new,) = (read_metrics(tmp_path / name, "epoch") for name in ("fresh", "new"))
+    assert new["train/loss"] < fresh["train/loss"] - 0.01
+    train(tmp_path / "still", "--init-from", source, "--lr", 1e-12)
+    assert largest_difference(load(source), load(tmp_path / "still" / "final.pth")) < 1e-6
+
+
+def test_init_from_the_run_that_is_moved_aside(train, tmp_path):
+    """Starting over from one's own best weights is what these two flags are for."""
+    train(tmp_path)
+    old = load(tmp_path / "best.pth")
+    train(tmp_path, "--fresh", "--init-from", tmp_path / "best.pth", "--lr", 1e-12)
+    assert largest_difference(old, load(tmp_path / "final.pth")) < 1e-6
+
+
+def test_resume_from_goes_on_and_then_from_its_own_newest(train, tmp_path):
+    """From epoch 1 of another run; later killed before its last epoch was saved."""
+    train(tmp_path / "source", "--epochs", 3)
+    source = tmp_path / "source" / "checkpoint_1.pth"
+    args = ["--epochs", 3, "--resume-from", source]
+    new = tmp_path / "new"
+    assert f"Resuming after optimizer step {STEPS_PER_EPOCH}:" in train(new, *args)
+    expected = load(tmp_path / "source" / "final.pth")["model"]
+    assert_same_bits(expected, load(new / "final.pth")["model"])
+    assert "This run is finished" in train(new, *args)
+    for name in ("checkpoint_3.pth", "best.pth", "last.pth", "final.pth", "results.json"):
+        (new / name).unlink()
+    assert f"Resuming after optimizer step {2 * STEPS_PER_EPOCH}:" in train(new, *args)
+    assert_same_bits(expected, load(new / "final.pth")["model"])
+
+
+def test_resume_from_an_older_checkpoint_goes_back(train, tmp_path):
+    """What came after it stays on disk under its name, and ends up the same."""
+    train(tmp_path, "--epochs", 3)
+    before = load(tmp_path / "final.pth")
+    out = train(tmp_path, "--epochs", 3, "--resume-from", tmp_path / "checkpoint_2.pth")
+    assert f"Resuming after optimizer step {2 * STEPS_PER_EPOCH}:" in out
+    assert (tmp_path / "checkpoint_3_again2.pth").exists()
+    assert (tmp_path / "final.pth").samefile(tmp_path / "checkpoint_3_again2.pth")
+    assert_same_bits(before["model"], load(tmp_path / "final.pth")["model"])
+    assert [row["epoch"] for row in read_metrics(tmp_path, "epoch")] == [1, 2, 3]
+
+
+def test_resume_from_a_finished_run_has_results_too(train, tmp_path):
+    """There is nothing left to train, and still the new folder must not claim results that it does not hold."""
+    train(tmp_path / "source")
+    train(tmp_path / "new", "--resume-from", tmp_path / "source" / "final.pth")
+    old, new = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("source", "new"))
+    assert new["metrics"] == old["metrics"]
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [["--epochs", 2], ["--eval-only"]])
+def test_checkpoint_of_another_model(more, train, refused, tmp_path):
+    train(tmp_path)
+    before = contents(tmp_path, REFUSAL)
+    refused(["--width"], *TINY, "--save-dir", tmp_path, "--width", 8, *more)
+    assert contents(tmp_path, REFUSAL) == before
+
+
+def test_run_of_another_task(train, refused, tmp_path):
+    train(tmp_path)
+    before = contents(tmp_path, REFUSAL)
+    task = f"{ROOT}/examples/own_task.py:Spirals"
+    refused([f"--task {task}: the checkpoint is of {WEIGHTED}"], "--task", task, "--save-dir", tmp_path)
+    assert contents(tmp_path, REFUSAL) == before
+
+
+def test_init_from_a_model_of_another_shape(train, refused, tmp_path):
+    train(tmp_path / "source")
+    source = tmp_path / "source" / "final.pth"
+    refused(
+        [f"--init-from {source} is of another model"],
+        *TINY, "--save-dir", tmp_path / "new", "--width", 8, "--init-from", source,
+    )  # fmt: skip
+    assert not contents(tmp_path / "new")
+
+
+def test_bad_file_does_not_cost_the_run_that_is_there(train, refused, tmp_path):
+    """`--fresh` moves the old run aside only for a command that can start."""
+    train(tmp_path)
+    before = contents(tmp_path, REFUSAL)
+    refused(["--init-from main.py: "], *TINY, "--save-dir", tmp_path, "--fresh", "--init-from", "main.py")
+    assert contents(tmp_path, REFUSAL) == before
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_evaluating_an_empty_folder(exists, refused, tmp_path):
+    directory = tmp_path / "run"
+    if exists:
+        directory.mkdir()
+    refused(
+        [f"--save-dir {directory}: holds no intact checkpoint to use"],
+        *TINY,
+        "--save-dir",
+        directory,
+        "--eval-only",
+    )
+    assert directory.exists() == exists
+    assert not contents(tmp_path)

@@ -1,0 +1,155 @@
+"""Files with new recordings: read as windows, or refused with one message that names the place of the mistake."""
+
+import io
+import pickle
+
+import numpy as np
+import pytest
+
+from data.har.recording import doubts_about_units, read_new_windows
+from data.har.windows import SIGNALS
+from tests.helpers.malicious import Malicious
+from tests.helpers.recordings import joined, save_recording, save_windows, windows_of_a_walk
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+
+
+@pytest.fixture(scope="module")
+def windows(cache_dir):
+    return windows_of_a_walk(cache_dir)
+
+
+def test_number_of_windows_at_the_edges(windows, tmp_path):
+    rows = joined(windows)
+    for num_rows, num_windows in ((128, 1), (191, 1), (192, 2), (255, 2), (256, 3)):
+        dataset = read_new_windows(save_recording(tmp_path / "walk.csv", rows[:num_rows]))
+        assert len(dataset) == num_windows
+        samples = dataset.__getitems__(SampleKeys(np.arange(num_windows), epoch=0))
+        np.testing.assert_array_equal(samples["signals"], windows[:num_windows])
+        assert samples["first_row"].tolist() == [64 * i for i in range(num_windows)]
+
+
+def test_recording_longer_than_what_is_parsed_at_once(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(9000, 9)).astype(np.float32)
+    dataset = read_new_windows(save_recording(tmp_path / "long.csv", rows))
+    assert len(dataset) == (9000 - 128) // 64 + 1
+    np.testing.assert_array_equal(dataset.signals[-1], rows[64 * 138 : 64 * 138 + 128].T)
+
+
+def test_numbers_in_other_units_are_doubted(windows, tmp_path):
+    degrees = windows.copy()
+    degrees[:, 3:6] *= np.float32(np.rad2deg(1))
+    (doubt,) = doubts_about_units(read_new_windows(save_windows(tmp_path / "walk.npy", degrees)))
+    assert "body_gyro" in doubt and "rad/s" in doubt
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refuse_file(path, message):
+    with pytest.raises(BadInput) as refused:
+        read_new_windows(path)
+    text = str(refused.value)
+    assert text.startswith(f"--predict {path}") and message in text and len(text.splitlines()) == 1, text
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "field", "message"),
+    [
+        (2, 1, "oops", "line 2, column 1 (body_acc_x): 'oops' is not a number; repair the file"),
+        (130, 9, "", "line 130, column 9 (total_acc_z): '' is not a number"),
+        (5, 4, "nan", "line 5, column 4 (body_gyro_x): 'nan' is not a finite number"),
+        (5, 4, "-inf", "line 5, column 4 (body_gyro_x): '-inf' is not a finite number"),
+        (7, 7, "1e39", "line 7, column 7 (total_acc_x): '1e39' is not a finite number"),
+        (7, 7, "1,5", "line 7: 10 columns, but the header has 9"),
+        (7, 7, '"1', "line 131: unexpected end of data"),
+        (1, 2, "acc_y", "line 1: lacks body_acc_y; all nine signals are needed"),
+        (1, 2, "body_acc_x", "line 1: lacks body_acc_y"),
+        (1, 9, "total_acc_z,total_acc_z", "line 1: names total_acc_z more than once"),
+    ],
+)
+def test_mistake_in_a_recording_is_named(line, column, field, message, windows, tmp_path):
+    path = save_recording(tmp_path / "walk.csv", joined(windows)[:130])
+    lines = [text.split(",") for text in path.read_text().splitlines()]
+    lines[line - 1][column - 1] = field
+    path.write_text("".join(",".join(fields) + "\n" for fields in lines))
+    refuse_file(path, message)
+
+
+def test_mistake_far_below_is_named_by_its_line(tmp_path):
+    """Below what is parsed at once, and below a blank line."""
+    path = save_recording(tmp_path / "walk.csv", np.zeros((6000, 9)))
+    lines = path.read_text().splitlines()
+    lines[5000] = lines[5000].replace("0", "?", 1)
+    lines.insert(10, "")
+    path.write_text("\n".join(lines))
+    refuse_file(path, "line 5002, column 1 (body_acc_x): '?' is not a number")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; give a CSV whose first line names the signals body_acc_x, "),
+        (b"\n\n", "is empty"),
+        (
+            b"1;2;3\n4;5;6\n",
+            "line 1: names none of the nine signals; give a CSV whose first line names them, separated",
+        ),
+        (",".join(SIGNALS).encode(), "has 0 rows below its header, and a window takes 128 (2.56 s at 50 Hz)"),
+        (b"\x93NUMPY\x01\x00", "is no text in UTF-8, but has the byte 0x93; give a CSV, or an array as .npy"),
+        (b"\x00\x01\x02" * 100, "line 1"),
+        (b"x" * 200_000, "line 1"),
+    ],
+)
+def test_file_that_is_no_recording(content, message, tmp_path):
+    path = tmp_path / "walk.csv"
+    path.write_bytes(content)
+    refuse_file(path, message)
+
+
+def test_recording_that_is_too_short(windows, tmp_path):
+    path = save_recording(tmp_path / "walk.csv", joined(windows)[:127])
+    refuse_file(path, "has 127 rows below its header")
+
+
+def test_array_that_holds_no_windows(windows, tmp_path):
+    path = tmp_path / "walk.npy"
+    wrong = {
+        "has shape (14, 128, 9); windows have shape (N, 9, 128)": windows.swapaxes(1, 2),
+        "has shape (9, 128); windows": windows[0],
+        "has shape (14, 9, 64); windows": windows[..., :64],
+        "holds no window": windows[:0],
+        "has numbers of type complex64": windows.astype(np.complex64),
+        "has numbers of type <U3": np.full((1, 9, 128), "1.0"),
+        "has numbers of type bool": np.ones((1, 9, 128), bool),
+    }
+    for message, array in wrong.items():
+        refuse_file(save_windows(path, array), message)
+    for value in (np.nan, np.inf, 1e39):
+        array = windows.astype(np.float64)
+        array[3, 4, 77] = value
+        number = f"window 3, signal body_gyro_y, sample 77 (all counted from 0): {value} is not a finite number"
+        refuse_file(save_windows(path, array), number)
+
+
+def test_file_that_is_no_array(windows, tmp_path):
+    path, created = tmp_path / "walk.npy", tmp_path / "created"
+    whole = save_windows(path, windows).read_bytes()
+    np.savez(tmp_path / "archive.npz", windows)
+    array = np.empty((1, 9, 128), object)
+    array.fill(Malicious(created))
+    pickled = io.BytesIO()
+    np.save(pickled, array, allow_pickle=True)
+    for content, message in {
+        b"": "is empty",
+        whole[:5000]: "is damaged (",
+        whole[:50]: "is damaged (",
+        b"PK\x03\x04 cut off": "is damaged (",
+        b"plain text": "holds Python objects, or is no .npy file; nothing in it was run",
+        pickle.dumps(Malicious(created)): "holds Python objects",
+        pickled.getvalue(): "holds Python objects",
+        (tmp_path / "archive.npz").read_bytes(): "is an archive of arrays; give one array of shape (N, 9, 128)",
+    }.items():
+        path.write_bytes(content)
+        refuse_file(path, message)
+    assert not created.exists()

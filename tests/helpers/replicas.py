@@ -1,0 +1,79 @@
+"""A double of nn.DataParallel for machines without GPUs, and a run on any parallelism object."""
+
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.conftest import WEIGHTED, load
+from trainer.checkpoint.directory import RunDirectory
+from trainer.commands.build import build_run, build_task, open_run, set_up_torch
+from trainer.commands.flags import parse
+from trainer.config import refuse
+from trainer.loop.evaluate import evaluate
+from trainer.loop.train import train
+from trainer.parallel.data_parallel import DataParallel, SummedReplicas
+
+
+class ThreadedReplicas(SummedReplicas):
+    """nn.DataParallel's semantics on CPU threads.
+
+    As torch's scatter does, every tensor is chunked along dim 0, and a list of zip stops at the shortest; other values
+    go to all replicas. Threads start without the caller's autocast.
+    """
+
+    def __init__(self, module, num_replicas):
+        nn.Module.__init__(self)
+        self.module = module
+        self.num_replicas = num_replicas
+
+    def forward(self, batch, phase="train"):
+        chunks = {name: tensor.chunk(self.num_replicas) for name, tensor in batch.items()}
+        parts = [dict(zip(chunks, values, strict=True)) for values in zip(*chunks.values(), strict=False)]
+        outputs = [None] * len(parts)
+        errors = []
+        grad_enabled = torch.is_grad_enabled()
+
+        def call(i):
+            try:
+                with torch.set_grad_enabled(grad_enabled):
+                    outputs[i] = self.module(parts[i], phase)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return self.gather(outputs, torch.device("cpu"))
+
+
+class ReplicasOnCpu(DataParallel):
+    """Replaces only `wrap` and the devices."""
+
+    def __init__(self, num_replicas):
+        super().__init__([torch.device("cpu")] * num_replicas)
+
+    def wrap(self, net, example, phase):
+        return ThreadedReplicas(net, self.num_replicas)
+
+
+def trained(parallel, directory: Path, *more: str):
+    argv = ["--task", WEIGHTED, "--epochs", "2", "--dtype", "float64", "--save-dir", str(directory),
+            "--num-threads", "1", *more]  # fmt: skip
+    flags, problems = parse(argv, several_devices=False)
+    refuse(problems)
+    set_up_torch(flags, parallel)
+    run_directory = RunDirectory(directory, 3, print)
+    run_directory.acquire()
+    run, notes = build_run(flags, build_task(flags), parallel, run_directory)
+    open_run(run, notes, flags, argv)
+    train(run)
+    test = run.metrics("test", evaluate(run, "test"))
+    run.close()
+    run_directory.release()
+    return load(directory / "last.pth"), test

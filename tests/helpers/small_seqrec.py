@@ -1,0 +1,55 @@
+"""Sequential recommendation in small: a few users' interactions, and the task with its batches."""
+
+import numpy as np
+import torch
+
+from trainer.commands.build import assemble_run, build_task
+from trainer.commands.flags import parse
+from trainer.loading.order import SampleKeys
+from trainer.parallel.base import SingleDevice
+from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
+
+CPU = torch.device("cpu")
+KINDS = ("hr", "ndcg", "mrr")
+SMALL = ["--hidden-units", "8", "--num-heads", "2", "--maxlen", "6", "--time-span", "9", "--mhc-sinkhorn-iters", "3"]
+NUM_USERS, NUM_ITEMS = 40, 130
+
+
+def histories():
+    """Items and times of each user; 1 to 15 interactions, repetitions and equal times among them."""
+    rng = np.random.default_rng(0)
+    counts = [1, 2, 3, 3, 14, *rng.integers(3, 15, NUM_USERS - 5).tolist()]
+    flat = np.concatenate([rng.permutation(NUM_ITEMS) + 1, rng.integers(1, NUM_ITEMS + 1, sum(counts) - NUM_ITEMS)])
+    items = [part.tolist() for part in np.split(flat, np.cumsum(counts)[:-1])]
+    for row in items[4:12]:  # targets of the test or of the validation that the user has had before
+        row.insert(len(row) - row[0] % 2, row[0])
+    return items, [rng.choice([0, 1, 3, 50], len(row)).cumsum().tolist() for row in items]
+
+
+ITEMS, TIMES = histories()
+
+
+def write_interactions(path):
+    lines = [
+        f"{user} {item} {time}\n" for user, row in enumerate(ITEMS) for item, time in zip(row, TIMES[user], strict=True)
+    ]
+    path.write_text("".join(lines))
+    return path
+
+
+def assembled(argv, *more):
+    flags, problems = parse([*argv, "--dtype", "float64", *more], several_devices=False)
+    assert problems == []
+    return assemble_run(flags, build_task(flags), SingleDevice(CPU))
+
+
+def make_task(cache_dir, **settings):
+    """On the generated catalogue."""
+    config = SeqrecFlags(**{"hidden_units": 8, "maxlen": 20, "dropout": 0.0, "mhc_sinkhorn_iters": 3} | settings)
+    assert config.problems() == []
+    return SeqrecTask(config, seed=0, cache_dir=cache_dir)
+
+
+def make_batch(task, split="train", index=range(0, 200, 6)):
+    keys = SampleKeys(np.array(index), epoch=0)
+    return task.collate(task.splits()[split].__getitems__(keys), keys)

@@ -1,0 +1,41 @@
+"""DataParallel learns what one device learns; on the CPU by a double."""
+
+import pytest
+import torch
+
+from tests.conftest import assert_same_bits, largest_difference
+from tests.helpers.replicas import ReplicasOnCpu, trained
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.data_parallel import DataParallel
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_replicas_equal_one_device(num_replicas, tmp_path):
+    """Uneven chunks, fewer samples than replicas at the end of an epoch, accumulation, evaluation."""
+    same_batch = ("--global-batch-size", "12")
+    one, test_one = trained(SingleDevice(torch.device("cpu")), tmp_path / "one", *same_batch)
+    many, test_many = trained(ReplicasOnCpu(num_replicas), tmp_path / "many", *same_batch, "--batch-size", "2")
+    assert largest_difference(one, many) < 1e-9
+    assert test_many == pytest.approx(test_one, rel=1e-9)
+
+
+def test_replicas_enter_autocast_in_their_threads(tmp_path):
+    state, _ = trained(ReplicasOnCpu(2), tmp_path / "amp", "--dtype", "float32", "--amp", "bf16", "--epochs", "1")
+    plain, _ = trained(ReplicasOnCpu(2), tmp_path / "plain", "--dtype", "float32", "--epochs", "1")
+    difference = largest_difference(state, plain)
+    assert 0 < difference < 0.1
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_real_data_parallel_equals_one_gpu(tmp_path):
+    same_batch = ("--global-batch-size", "12")
+    one, _ = trained(SingleDevice(torch.device("cuda", 0)), tmp_path / "one", *same_batch)
+    two, _ = trained(DataParallel([torch.device("cuda", i) for i in (0, 1)]), tmp_path / "two", *same_batch)
+    assert largest_difference(one, two) < 1e-9
+
+
+def test_double_on_one_replica_is_the_identity(tmp_path):
+    one, _ = trained(SingleDevice(torch.device("cpu")), tmp_path / "one")
+    same, _ = trained(ReplicasOnCpu(1), tmp_path / "same")
+    assert_same_bits({"model": one["model"]}, {"model": same["model"]})

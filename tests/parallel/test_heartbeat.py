@@ -1,0 +1,61 @@
+"""What the processes of a run say to each other through the store at which they met."""
+
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from trainer.parallel import heartbeat
+from trainer.parallel.errors import Failure
+from trainer.parallel.heartbeat import HeartbeatMonitor
+from trainer.parallel.phase import CurrentPhase
+
+
+@pytest.fixture
+def start():
+    monitors = []
+
+    def monitor(store, rank, world_size=2, phase=None):
+        monitors.append(HeartbeatMonitor(store, (rank, world_size), phase or CurrentPhase()))
+        return monitors[-1]
+
+    yield monitor
+    for monitor in monitors:
+        monitor.close()
+
+
+def test_the_first_report_of_an_end_is_that_of_all(start):
+    store = HashStore()
+    monitors = [start(store, rank) for rank in range(2)]
+    first, is_own = monitors[1].report_end(lambda: Failure("the sky fell", 75, {"batch_size": 4}))
+    assert (str(first), is_own) == ("the sky fell", True)
+    for monitor in monitors:
+        later, is_own = monitor.report_end(lambda: pytest.fail("there is a report already"))
+        assert (str(later), later.status, later.memory_limit) == ("the sky fell", 75, {"batch_size": 4})
+        assert not is_own
+
+
+def test_a_ping_is_answered_by_who_is_alive(start, monkeypatch):
+    monkeypatch.setattr(heartbeat, "ANSWER_WITHIN_S", 1.5)
+    store, phase = HashStore(), CurrentPhase()
+    asking = start(store, 0, world_size=3)
+    gone = start(store, 1, world_size=3)
+    start(store, 2, world_size=3, phase=phase)
+    while not store.check(["heartbeat 1"]):
+        time.sleep(0.02)
+    gone.close()
+    phase.enter("forward")
+    phase.step = 7
+    found = asking.ping()
+    assert [found[rank].answers_ping for rank in range(3)] == [True, False, True]
+    assert (found[2].phase, found[2].number) == ("forward at optimizer step 7", 1)
+    assert found[1].phase == "start-up"
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_for_ever(start, monkeypatch):
+    class Silent(HashStore):
+        def add(self, key, amount):
+            time.sleep(2)
+
+    monkeypatch.setattr(heartbeat, "REPORT_WITHIN_S", 0.2)
+    assert start(Silent(), 0).report_end(lambda: Failure("the sky fell")) is None

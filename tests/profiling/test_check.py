@@ -1,0 +1,126 @@
+"""profiler.py check: what it finds, who tells of it, and with which status."""
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.test_launch import free_port
+from tests.profiling.conftest import CPU, TORCHRUN
+from trainer.loading.errors import BadInput
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
+from trainer.profiling import check, machine, processes
+
+
+def test_check_of_this_machine(profile_here, alone, tmp_path):
+    arguments = ["--device", "cpu", "--save-dir", tmp_path / "runs", "--json", tmp_path / "check.json"]
+    profile_here("check", *arguments, environment=alone)
+    findings = {f["subject"]: f for f in json.loads((tmp_path / "check.json").read_text())["findings"]}
+    assert {
+        "versions",
+        "GPU",
+        "disk",
+        "shared memory",
+        "open files",
+        "loader, 2 workers",
+        "exchange",
+    } <= findings.keys()
+    assert {finding["level"] for finding in findings.values()} <= {"OK", "warning"}
+    assert "one process" in findings["exchange"]["text"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], TORCHRUN])
+def test_check_of_two_processes(launcher, command):
+    out = command(*launcher, "profiler.py", "check", "--device", "cpu", CUDA_VISIBLE_DEVICES="").stdout
+    assert out.count("sums are right") == out.count(" disk: ") == 1
+
+
+def test_wrong_sums_are_found():
+    class Wrong(SingleDevice):
+        def sum_in_place(self, values):
+            values[-1] += 1
+
+    assert check.sums_are_right(SingleDevice(CPU))
+    assert not check.sums_are_right(Wrong(CPU))
+    finding = check.of_exchange(Wrong(CPU))
+    assert finding.level == "BROKEN" and finding.advice
+
+
+def test_disk_that_cannot_be_written_is_broken():
+    finding = machine.tested("disk", "choose another", machine.disk, Path("/proc/self/none"))
+    assert str(finding).startswith("BROKEN   disk: /proc/self: ") and str(finding).endswith("; choose another")
+
+
+def test_low_limit_of_open_files_is_warned_of():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        finding = machine.tested("open files", "", machine.open_files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert finding.level == "warning" and "256" in finding.text
+    assert str(finding).startswith("warning  open files: at most 256; ulimit -n")
+
+
+def test_check_of_a_broken_part_has_status_1(profile_here, alone):
+    out = profile_here("check", "--device", "cpu", "--save-dir", "/proc/self/none", status=1, environment=alone).out
+    assert "BROKEN   disk" in out
+
+
+def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypatch):
+    """The other one of two never comes."""
+    here = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in here.items():
+        monkeypatch.setenv(name, str(value))
+    done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", status=1)
+    assert "BROKEN   exchange" in done.out
+    assert "rank 1 of 2 could not meet the others" in done.err
+
+
+def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, monkeypatch):
+    def lost(self, value):
+        raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
+
+    monkeypatch.setattr(Distributed, "gather", lost)
+    try:
+        with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
+            Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    beside = RankEnvironment(1, 2, 1, 2)
+    done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", environment=beside)
+    assert done.out == ""
+    assert done.err.startswith("error: rank 1 of 2 could not meet the others")
+
+
+def test_exchange_is_not_kept_waiting_by_the_tests_of_a_machine(profile_here, alone, monkeypatch):
+    monkeypatch.setattr(check, "of_this_machine", lambda *_: iter([check.Finding("OK", "disk", "slow")]))
+    lines = profile_here("check", "--device", "cpu", environment=alone).out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["exchange:", "disk:"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_check_that_is_stopped_finds_nothing(number, profile_here, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(processes, "launch", lambda job, world_size: sizes.append(world_size) or 128 + number)
+    assert "BROKEN" not in profile_here("check", "--device", "cpu", status=128 + number).out
+    assert sizes == [2]
+
+
+def test_process_that_crashes_in_the_exchange_is_broken(profile_here, monkeypatch):
+    monkeypatch.setattr(check, "of_this_machine", lambda *_: iter([]))
+    monkeypatch.setattr(processes, "launch", lambda job, world_size: 128 + signal.SIGSEGV)
+    assert profile_here("check", "--device", "cpu", status=1).out.count("BROKEN   exchange") == 1

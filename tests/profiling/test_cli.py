@@ -1,0 +1,131 @@
+"""Command lines of profiler.py: their mistakes, their help, and how they end."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from profiler import main as profile
+from tests.conftest import WEIGHTED
+from tests.profiling.conftest import SHORT, TINY
+from trainer.commands.build import start_parallel
+from trainer.commands.flags import parse
+from trainer.profiling import processes
+from trainer.profiling.cli import COMMANDS
+from trainer.profiling.step import StepFlags
+
+
+@pytest.mark.parametrize(("argv", "messages"), [
+    ([], ["nothing to measure"]),
+    (["stpe"], ["stpe: no such command"]),
+    (["step", "--steps", "0", "--epochs", "x", "--nonsense"],
+     ["--steps 0: must be at least 1", "--epochs x: must be a whole number", "--nonsense: no such flag"]),
+    (["step", "--eval-only"], ["--eval-only: profiler.py measures a training run"]),
+    (["step", "--seeds", "3"], ["--seeds 3: profiler.py measures a training run"]),
+    (["step", "--nproc", "2"], ["--multi-gpu: needs a value"]),
+    (["batch-size", "--global-batch-size", "64", "--max-batch-size", "4"],
+     ["--global-batch-size 64: leave it out", "--max-batch-size 4: must be at least --min-batch-size 8"]),
+    (["batch-size", "--batch_size=64"], ["--batch-size 64: leave it out; batch-size varies the batch"]),
+    (["batch-size", "--multi-gpu", "ddp"], ["--multi-gpu: batch-size measures one device"]),
+    (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
+    (["scaling", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
+    (["predict", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
+    (["predict", "--latency-us", "0", "--global-batch-size", "8"],
+     ["--latency-us 0: must be above 0", "--global-batch-size 8: leave it out"]),
+    (["scaling", "--nproc", "2"], ["--nproc 2: scaling chooses the number of processes"]),
+    (["check", "--device", "cuda:1"], ["--device cuda:1: must be one of auto, cpu, cuda"]),
+    (["check", "--task", "har"], ["--task: no such flag"]),
+    (["check", "--backend", "mpi"], ["--backend mpi: must be one of nccl, gloo"]),
+])  # fmt: skip
+def test_every_mistake_is_one_line(argv, messages, profile_here):
+    lines = profile_here(*argv, status=2).err.splitlines()
+    assert len(lines) == len(messages)
+    for message in messages:
+        assert any(line.startswith(f"error: {message}") for line in lines), lines
+
+
+def test_file_that_cannot_be_written(profile_here):
+    err = profile_here("step", *TINY, *SHORT, "--json", "/proc/none/step.json", status=2).err
+    assert err.startswith("error: --json /proc/none/step.json: ")
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    ("step --json {file}/x/step.json", "--json {file}/x/step.json: {file}: Not a directory; choose another file"),
+    ("step --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("step --trace {file}", "--trace {file}: Not a directory; choose another folder"),
+    ("batch-size --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("scaling --board {file}/board", "--board {file}/board: {file}: Not a directory; choose another folder"),
+    ("predict --json {folder}", "--json {folder}: Is a directory; choose another file"),
+    ("check --json /proc/x.json", "--json /proc/x.json: /proc: No such file or directory; choose another file"),
+])  # fmt: skip
+def test_results_that_cannot_be_written_are_told_before_measuring(argv, message, profile_here, tmp_path):
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    places["file"].write_text("kept")
+    places["folder"].mkdir()
+    task = [] if argv.startswith("check") else ["--task", WEIGHTED]
+    done = profile_here(*argv.format(**places).split(), *task, "--device", "cpu", status=2)
+    assert (done.out, done.err) == ("", f"error: {message.format(**places)}\n")
+    assert places["file"].read_text() == "kept" and not list(places["folder"].iterdir())
+
+
+def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "scaling: starts its processes by itself" in profile_here("scaling", status=2).err
+
+
+@pytest.mark.parametrize("argv", [["step", "--multi-gpu", "ddp", "--bogus"], ["scaling"], ["stpe"]])
+@pytest.mark.parametrize(("local_rank", "count"), [("0", 1), ("1", 0), (None, 1)])
+def test_one_process_of_a_launcher_tells_of_mistakes(argv, local_rank, count, profile_here, monkeypatch):
+    around = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for variable, value in {**around, **({"LOCAL_RANK": local_rank} if local_rank else {})}.items():
+        monkeypatch.setenv(variable, value)
+    assert profile_here(*argv, status=2).err.count("error: ") == count
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_teaches(name, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["profiler.py"])
+    with pytest.raises(SystemExit) as ended:
+        profile([name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: profiler.py {name} [flags]\n")
+    assert "examples:" in out and f"python profiler.py {name}" in out
+    assert "--json" in out and "--device" in out
+
+
+def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
+    """TensorBoard shows nothing of it without a package that is not among the requirements."""
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        profile(["step", "--help"])
+    out = capsys.readouterr().out
+    assert "tensorboard --logdir" not in out and "then: open the file in https://ui.perfetto.dev" in out
+    assert "TensorBoard shows it only with the package torch-tb-profiler" in out
+
+
+def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone):
+    flags, _ = parse([*TINY, "--multi-gpu", "ddp"], True, StepFlags)
+    parallel = start_parallel(flags, alone)
+    assert parallel.diagnosis.has_checkpoints
+    with processes.in_use(parallel):
+        assert not parallel.diagnosis.has_checkpoints
+
+
+def test_sigterm_ends_a_measurement_in_order():
+    before, left = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            left.append("in order")
+
+    with pytest.raises(SystemExit) as ended:
+        processes.exit_status(work)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert left == ["in order"]
+    assert signal.getsignal(signal.SIGTERM) is before

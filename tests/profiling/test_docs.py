@@ -1,0 +1,58 @@
+"""The documents of the profiler: every flag with its default, and commands that parse."""
+
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tests.docs.test_docs import DOCUMENTS, code_blocks, reference, rows, shown_default
+from trainer.commands.flags import parse
+from trainer.config import build_parser, flag_name, parse_flags
+from trainer.profiling import cli
+from trainer.profiling.cli import COMMANDS
+from trainer.profiling.meters import LARGE_BYTES
+from trainer.profiling.processes import FOR_SEVERAL_DEVICES
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_reference_has_every_flag_with_its_default(name):
+    section = reference("Profiler").split(f"\n### profiler.py {name}\n")[1].split("\n### ")[0]
+    documented = {row[0].strip("`").split()[0]: row[1] for row in rows(section)}
+    group = COMMANDS[name].tool
+    parser = build_parser([group], "")
+    assert {flag_name(field.name) for field in fields(group)} == documented.keys()
+    for field in fields(group):
+        action = next(a for a in parser._actions if a.dest == field.name)
+        expected = shown_default(field.default, action.nargs == 0)
+        default = documented[flag_name(field.name)]
+        assert ("(none)" if re.fullmatch(r"\(.+\)", default) else default.strip("`")) == expected, field.name
+
+
+def documented_commands():
+    texts = [path.read_text() for path in DOCUMENTS]
+    blocks = [block for text in texts for block in code_blocks(text)]
+    blocks += [re.sub(r" {3,}\S.*", "", command.about[1]) for command in COMMANDS.values()]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [line.split("profiler.py ", 1)[1].split("  #")[0].split() for line in lines if "profiler.py " in line]
+    return [arguments for arguments in found if arguments[0] in COMMANDS]
+
+
+@pytest.mark.parametrize("arguments", documented_commands(), ids=" ".join)
+def test_documented_command_parses(arguments, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    name, *argv = arguments
+    if "--help" in argv:
+        return
+    if name == "check":
+        _, problems = parse_flags([COMMANDS[name].tool], argv)
+    else:
+        several = cli.names_several_devices(argv) or COMMANDS[name].run is cli.in_worlds
+        argv = [*argv, *FOR_SEVERAL_DEVICES] if COMMANDS[name].run is cli.in_worlds else argv
+        _, problems = parse(argv, several, COMMANDS[name].tool)
+    assert not problems
+
+
+def test_documents_show_every_command():
+    assert {arguments[0] for arguments in documented_commands()} == COMMANDS.keys()
+    assert LARGE_BYTES == 64 * 2**20  # as the documents say

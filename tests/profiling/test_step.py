@@ -1,0 +1,95 @@
+"""profiler.py step: what sleeps in a phase is found in it."""
+
+import json
+import time
+
+import pytest
+
+from profiler import main as profile
+from tests.profiling.conftest import SHORT, SLEEPY, TINY, TORCHRUN
+from trainer.profiling.phase_clock import BACKWARD, DATA, FORWARD, PHASES
+
+
+@pytest.fixture(scope="module")
+def slept(tmp_path_factory):
+    """A step whose parts sleep for 20, 40 and 60 ms, measured by the command line in this process."""
+    folder = tmp_path_factory.mktemp("step")
+    rests = ["--data-s", "0.02", "--delay-s", "0.04", "--backward-s", "0.06"]
+    arguments = ["--task", SLEEPY, *TINY[2:], *rests, "--json", folder / "step.json", "--trace", folder / "trace"]
+    started = time.perf_counter()
+    save_dir = folder / "run"
+    assert profile(["step", *map(str, arguments), *SHORT, "--save-dir", str(save_dir)]) == 0
+    return {
+        "result": json.loads((folder / "step.json").read_text()),
+        "traces": list((folder / "trace").iterdir()),
+        "seconds": time.perf_counter() - started,
+        "save_dir": save_dir,
+    }
+
+
+def test_each_part_of_a_step_is_found_in_its_phase(slept):
+    phases = slept["result"]["phases"]
+    expected = {DATA: 20, FORWARD: 40, BACKWARD: 60}
+    assert list(phases) == list(PHASES)
+    for phase, least in expected.items():
+        assert phases[phase]["ms_p10"] >= least, phase
+
+
+def test_phases_add_up_to_the_step(slept):
+    result = slept["result"]
+    parts = [part["ms_mean"] for part in result["phases"].values()]
+    assert sum(parts) == pytest.approx(result["step_ms_mean"])
+    assert sum(part["percent"] for part in result["phases"].values()) == pytest.approx(100)
+    assert result["steps"] == 4
+    assert result["samples_per_second"] == pytest.approx(8e3 / result["step_ms_mean"], rel=1e-6)
+    assert result["step_ms_mean"] * 5 < 1e3 * slept["seconds"]
+    assert len(result["ranks"]) == 1
+    assert result["ranks"][0]["peak_memory_mib"] > 50
+
+
+def test_trace_names_the_phases(slept):
+    (path,) = slept["traces"]
+    assert path.name.endswith(".pt.trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event.get("name") in PHASES and "dur" in event]
+    assert {DATA, FORWARD, BACKWARD, "optimizer"} <= {span["name"] for span in spans}
+    forward_us = [span["dur"] for span in spans if span["name"] == FORWARD]
+    assert len(forward_us) >= 5 and max(forward_us) >= 40_000
+    assert any(event.get("name", "").startswith("aten::") for event in events)
+
+
+def test_save_dir_is_left_alone(slept):
+    assert not slept["save_dir"].exists()
+
+
+def test_batch_beyond_the_data_is_told_as_what_it_is(profile_here, tmp_path):
+    """There are 40 samples."""
+    arguments = [*TINY, *SHORT, "--batch-size", "64", "--json", tmp_path / "step.json"]
+    out = profile_here("step", *arguments).out
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert (result["requested_global_batch_size"], result["global_batch_size"]) == (64, 40)
+    assert result["samples_per_step"] == 40
+    assert "\n4 steps of 40 samples: " in out
+    assert "Steps of 64 samples were asked for; the training data has 40." in out
+
+
+@pytest.mark.parametrize("start", [
+    ["profiler.py", "step", "--multi-gpu", "ddp", "--nproc", "2"],
+    [*TORCHRUN, "profiler.py", "step", "--multi-gpu", "ddp"],
+])  # fmt: skip
+@pytest.mark.slow
+def test_step_of_two_processes(start, command, tmp_path):
+    rests = ["--delay-s", "0.03", "--backward-s", "0.03"]
+    out = command(
+        *start, "--task", SLEEPY, *TINY[2:], *rests, *SHORT, "--json", tmp_path / "step.json",
+        CUDA_VISIBLE_DEVICES="",
+    ).stdout  # fmt: skip
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert (result["world_size"], result["global_batch_size"], result["steps"]) == (2, 16, 4)
+    assert out.count("DistributedDataParallel over gloo") == 1
+    assert len(result["ranks"]) == 2
+    for rank in result["ranks"]:
+        phases = rank["phases_ms_mean"]
+        assert phases[FORWARD] >= 30 and phases[BACKWARD] >= 25
+        assert phases["communication"] > 0
+        assert sum(phases.values()) == pytest.approx(rank["step_ms_mean"], rel=0.1)

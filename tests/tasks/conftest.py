@@ -1,0 +1,17 @@
+import pytest
+
+from tests.helpers.small_seqrec import SMALL, write_interactions
+
+
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory):
+    return write_interactions(tmp_path_factory.mktemp("seqrec") / "interactions.txt")
+
+
+@pytest.fixture
+def argv(data_file, cache_dir):
+    """A command line of --task seqrec: a small model on the small file, one epoch."""
+    return [
+        "--task", "seqrec", "--data-dir", str(data_file), "--k-core", "0", "--cache-dir", str(cache_dir), *SMALL,
+        "--epochs", "1", "--batch-size", "16", "--num-threads", "1",
+    ]  # fmt: skip

@@ -1,0 +1,112 @@
+"""A task of one's own may stand beside packages named like those of the trainer's workloads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, WEIGHTED
+
+FILES = {
+    "models/__init__.py": "",
+    "models/network.py": """
+from torch import nn
+
+
+class Network(nn.Linear):
+    pass
+""",
+    "data/__init__.py": "",
+    "data/points.py": """
+import numpy as np
+
+
+class Points:
+    def __init__(self, num_points):
+        self.points = np.random.default_rng(num_points).normal(size=(num_points, 2)).astype(np.float32)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitems__(self, keys):
+        points = self.points[keys.index]
+        return {"point": points, "side": (points[:, 0] > 0).astype(np.int64)}
+""",
+    "sides.py": """
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+
+from data.points import Points
+from models.network import Network
+from trainer.config import FlagGroup
+from trainer.task import Objective, Task
+
+
+@dataclass
+class NoFlags(FlagGroup):
+    "Task: sides"
+
+
+class SidesObjective(Objective):
+    def forward(self, batch, phase="train"):
+        return {"loss": F.cross_entropy(self.model(batch["point"]), batch["side"], reduction="sum")}
+
+
+class Sides(Task):
+    Config = NoFlags
+    monitor = ("val/loss", "min")
+
+    def splits(self):
+        return {"train": Points(40), "val": Points(9), "test": Points(8)}
+
+    def build_objective(self):
+        return SidesObjective(Network(2, 2))
+
+    def summarise(self, sums):
+        return {"loss": float(sums["loss"] / sums["weight"])}
+""",
+}
+
+
+@pytest.fixture
+def own_task(tmp_path) -> str:
+    """The value of `--task`."""
+    for name, text in FILES.items():
+        path = tmp_path / "own" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return f"{tmp_path / 'own' / 'sides.py'}:Sides"
+
+
+LAUNCHERS = {
+    "alone": [ROOT / "main.py"],
+    "two processes with a worker each": [
+        ROOT / "main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--num-workers", 1
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_packages_beside_a_task_go_before_those_of_the_trainer(launcher, own_task, command, tmp_path):
+    flags = ("--task", own_task, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
+    # On the path already, but behind the trainer's own folder.
+    command(*LAUNCHERS[launcher], *flags, PYTHONPATH=str(Path(own_task).parent))
+    assert "test/loss" in json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
+
+
+PARSE = """
+import sys
+
+import trainer.cli
+from trainer.commands.flags import parse
+
+assert parse(["--task", sys.argv[1]], several_devices=False)[1] == []
+print(*(name for name in sys.modules if name.partition(".")[0] in ("data", "models")))
+"""
+
+
+@pytest.mark.parametrize(("task", "expected"), [(WEIGHTED, set()), ("har", {"data", "models"})])
+def test_workloads_are_imported_when_they_are_chosen(task, expected, command):
+    imported = command("-c", PARSE, task).stdout.split()
+    assert {name.partition(".")[0] for name in imported} == expected

@@ -1,0 +1,81 @@
+"""The metrics of sequential recommendation against the protocol, one user at a time."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.interactions.test_sequences import slow_scaled_times
+from tests.helpers.small_seqrec import ITEMS, KINDS, NUM_ITEMS, NUM_USERS, TIMES, assembled, make_batch
+from tests.models.sequential.test_ranking import slow_metrics
+from trainer.loading.order import SampleKeys
+from trainer.loop.evaluate import evaluate
+from trainer.tasks.seqrec import CUTOFFS
+
+
+def slow_place(scores, target, rivals):
+    """The middle of the places that the target can take where its score is tied."""
+    above = sum(scores[rival] > scores[target] for rival in rivals)
+    tied = sum(scores[rival] == scores[target] for rival in rivals)
+    return above + tied / 2
+
+
+def slow_scores(run, split, mask_seen):
+    """The protocol in words, one user at a time: last item = test, the one before = validation, the rest = history.
+
+    For the test the validation item is history too. All items are ranked, or all that the user has not had, and the
+    target with its 100 candidates.
+    """
+    held_back = {"val": 2, "test": 1}[split]
+    dataset, maxlen = run.task.splits()[split], run.task.config.maxlen
+    places = {"": [], "sampled_": []}
+    for i, user in enumerate(dataset.users):
+        history, target = ITEMS[user][:-held_back], ITEMS[user][-held_back]
+        times = slow_scaled_times(TIMES[user])[:-held_back]
+        shown = torch.tensor([history[-maxlen:]]), torch.tensor([min(len(history), maxlen)])
+        with torch.no_grad():
+            scores = run.learner.objective.model(*shown, torch.tensor([times[-maxlen:]]))[0].tolist()
+        everything = set(range(1, NUM_ITEMS + 1)) - {target}
+        candidates = dataset.__getitems__(SampleKeys(np.array([i]), epoch=0))["candidates"][0].tolist()
+        places[""].append(slow_place(scores, target, everything - set(history) if mask_seen else everything))
+        places["sampled_"].append(slow_place(scores, target, candidates))
+    return {
+        f"{split}/{prefix}{kind}@{cutoff}": total / len(of_users)
+        for prefix, of_users in places.items()
+        for cutoff in CUTOFFS
+        for kind, total in zip(KINDS, slow_metrics(of_users, cutoff), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "mask_seen"),
+    [
+        ([], True),
+        (["--no-time", "--no-mhc", "--no-mask-seen", "--eval-negatives", "clean"], False),
+        (["--no-mhc", "--maxlen", "50"], True),
+    ],
+)
+def test_metrics_equal_the_protocol_user_by_user_with_any_batch(more, mask_seen, argv):
+    expected = None
+    for size in (1, 7, 512):
+        run = assembled(argv, *more, "--eval-batch-size", str(size))
+        for (
+            parameter
+        ) in run.learner.objective.parameters():  # the initial model of a small width hardly tells users apart
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
+        run.learner.objective.eval()
+        if expected is None:
+            expected = slow_scores(run, "val", mask_seen) | slow_scores(run, "test", mask_seen)
+            assert len(run.task.splits()["val"]) == sum(len(row) >= 3 for row in ITEMS) < NUM_USERS
+            assert 0 < expected["val/hr@20"] < 1 and 0 < expected["test/sampled_ndcg@10"] < 1
+        metrics = run.metrics("val", evaluate(run, "val")) | run.metrics("test", evaluate(run, "test"))
+        assert metrics.keys() == expected.keys()
+        assert metrics == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_data_has_the_cases_that_matter(argv):
+    evaluated = [row for row in ITEMS if len(row) >= 3]
+    for held_back in (1, 2):
+        assert any(row[-held_back] in row[:-held_back] for row in evaluated)  # which a mask must not remove
+    assert any(len(set(row[:-2])) > 6 for row in evaluated)  # seen, but beyond --maxlen
+    val = make_batch(assembled(argv).task, "val", range(len(evaluated)))
+    assert (val["candidates"] == val["target"].unsqueeze(1)).any()  # a tie with itself

@@ -1,0 +1,28 @@
+"""What a run imports: nothing that takes long and is of no use to it."""
+
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+
+RUN = """
+import sys
+from trainer.cli import main
+
+status = main(sys.argv[1:], several_devices=False)
+found = [name for name in ("torch._dynamo", "torch._inductor", "sympy", "models.sequential") if name in sys.modules]
+sys.exit(f"status {status}, imported: {found}" if status or found else 0)
+"""
+
+
+def test_a_run_imports_neither_a_compiler_nor_algebra(environment, tmp_path):
+    """To its end, with saves and all; each would take longer than all else between `import torch` and a step."""
+    argv = ["--epochs", "1", "--batch-size", "512", "--save-every-steps", "2", "--save-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-c", RUN, *argv]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # Resumed: moments are loaded.
+    command[command.index("1")] = "2"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Resuming after optimizer step" in done.stdout

@@ -1,0 +1,107 @@
+"""A run -> a checkpoint -> a run."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.loading.errors import BadInput
+from trainer.loading.order import Position
+from trainer.loop.progress import Best, Progress
+from trainer.loop.run import Run
+from trainer.loop.totals import share_of
+
+
+def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
+    """Copies this moment, and writes it as a checkpoint while training goes on. All processes call it.
+
+    value: the monitored metric, None where there was no validation. Raises BadInput if the checkpoint before could not
+    be written, unless for lack of room: then it says so, and tries again. What is to be on the disk now needs
+    `finish_saving`.
+    """
+    run.progress.read_clock()
+    run.parallel.sync_buffers(run.learner.objective)
+    totals = run.progress.totals.reduced(run.parallel)
+    # As after a resume, so that an unbroken run adds up in the same order.
+    run.progress.totals = share_of(totals, run.parallel)
+    run.parallel.phase.enter("saving")
+    run.parallel.on_main(lambda: _save_in_background(run, totals, value, is_best))
+
+
+def _save_in_background(run: Run, totals: Mapping[str, Tensor], value: float | None, is_best: bool) -> None:
+    run.saver.wait()
+    report_saving(run)
+    # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
+    run.log.flush()
+    run.saver.start(_state(run, totals), value, is_best)
+
+
+def report_saving(run: Run) -> None:
+    """Tells the user of a save for which there was no room."""
+    refusal = run.saver.take_refusal()
+    if refusal is not None:
+        run.log.say(refusal)
+
+
+def finish_saving(run: Run) -> None:
+    """Returns when everything saved is on the disk. All processes call it. Raises BadInput if it cannot be."""
+    run.parallel.on_main(run.saver.finish)
+
+
+def _state(run: Run, totals: Mapping[str, Tensor]) -> dict[str, Any]:
+    progress, learner = run.progress, run.learner
+    state = run.parallel.full_state(learner.objective, learner.optimizers)
+    _refuse_non_finite(run, state["model"])
+    learner.ema.put_into(state)
+    return state | {
+        "scaler": learner.precision.scaler.state_dict(),
+        "position": asdict(progress.position),
+        "step": progress.step,
+        "best": asdict(progress.best) if progress.best else None,
+        "epochs_since_best": progress.epochs_since_best,
+        "train_seconds": progress.train_seconds,
+        "totals": totals,
+        "reported": [progress.reported_loss, progress.reported_weight],
+        "skipped_steps": progress.skipped_steps,
+        **run.facts,
+    }
+
+
+def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
+    # A sum is read faster than every value is judged, and tells unless it overflows.
+    finite = [torch.isfinite(value.sum()) for value in weights.values()]
+    if finite and bool(torch.stack(finite).all()):
+        return
+    bad = [name for name, value in weights.items() if not bool(torch.isfinite(value).all())]
+    if bad:
+        position = run.progress.position
+        epoch = position.epoch if position.at_epoch_start else position.epoch + 1
+        raise BadInput(
+            f"training diverged: {', '.join(bad[:3])} not finite after optimizer step {run.progress.step} (epoch "
+            f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr {run.learning_rate.peak:g}, "
+            f"lengthen --warmup-epochs or lower --max-grad-norm {run.learner.max_grad_norm:g}"
+        )
+
+
+def restore(run: Run, state: Mapping[str, Any]) -> None:
+    """Goes back to the moment of a checkpoint. Its weights must fit: see `check_weights_fit`."""
+    learner = run.learner
+    run.parallel.load_full_state(state, learner.objective, learner.optimizers)
+    learner.ema.restore(state)
+    if "training_model" in state:
+        learner.objective.model.load_state_dict(state["training_model"])
+    if state["scaler"] and learner.precision.scaler.is_enabled():
+        learner.precision.scaler.load_state_dict(state["scaler"])
+    run.progress = Progress(
+        position=Position(**state["position"]),
+        step=state["step"],
+        best=Best(**state["best"]) if state["best"] else None,
+        epochs_since_best=state["epochs_since_best"],
+        train_seconds=state["train_seconds"],
+        totals=share_of(state["totals"], run.parallel),
+        reported_loss=state["reported"][0],
+        reported_weight=state["reported"][1],
+        skipped_steps=state.get("skipped_steps", 0),
+    )

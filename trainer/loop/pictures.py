@@ -1,0 +1,51 @@
+"""What TensorBoard shows of an evaluation besides metrics: asked of the task."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+from trainer.loading.order import SampleKeys
+from trainer.logs.pictures import encode
+from trainer.loop.precision import of_dtype
+from trainer.loop.run import Run
+from trainer.task import Picture, Sums
+
+NUM_EXAMPLES = 6
+
+
+def log_pictures(run: Run, split: str, sums: Sums) -> None:
+    """Logs what the task has to show of an evaluation that just ended. All processes call it; the main one draws."""
+    run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, split, sums)))
+
+
+def _pictures(run: Run, split: str, sums: Sums) -> dict[str, Summary.Image]:
+    pictures = {**run.task.pictures(sums), **_example_pictures(run, split)}
+    return {f"{split}/{name}": encode(picture) for name, picture in pictures.items()}
+
+
+@torch.no_grad()
+def _example_pictures(run: Run, split: str) -> Mapping[str, Picture]:
+    """Those of a few samples, spread evenly over the data set."""
+    last = len(run.task.splits()[split]) - 1
+    keys = SampleKeys(np.unique(np.linspace(0, last, NUM_EXAMPLES).astype(np.int64)), epoch=0)
+    device = run.parallel.device
+    examples = next(iter(run.loaders[split]([keys])))
+    batch = of_dtype({name: tensor.to(device) for name, tensor in examples.items()}, run.learner.precision.dtype)
+    with run.learner.ema.applied(), _training_undisturbed(run), run.learner.precision.autocast(device.type):
+        return run.task.example_pictures(run.learner.objective, batch)
+
+
+@contextmanager
+def _training_undisturbed(run: Run) -> Iterator[None]:
+    """Eval mode within it; mode and random state are what they were after it."""
+    objective, device = run.learner.objective, run.parallel.device
+    was_training = objective.training
+    objective.eval()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        objective.train(was_training)

@@ -1,0 +1,67 @@
+"""How far a run has come: all that changes while training, apart from weights and moments."""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from trainer.loading.order import Position
+from trainer.loop.totals import Totals
+
+
+@dataclass
+class Best:
+    """The best validation score so far. epoch: number of completed epochs when it was reached."""
+
+    epoch: int
+    value: float
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps of a run besides its model and optimizers.
+
+    epochs_since_best: as of the last validation; what early stopping looks at.
+    train_seconds: wall time from the first step on, evaluation and saving included, over all sessions, as of the last
+    `read_clock`.
+    totals: sums over this process's share of the current epoch.
+    reported_loss, reported_weight: what of the totals over all processes the log has reported.
+    skipped_steps: optimizer steps left out because they were not finite.
+    skipped_in_a_row: the last step skipped, and how many in a row that were.
+    """
+
+    position: Position = field(default_factory=Position)
+    step: int = 0
+    best: Best | None = None
+    epochs_since_best: int = 0
+    train_seconds: float = 0.0
+    totals: Totals = field(default_factory=Totals)
+    reported_loss: float = 0.0
+    reported_weight: float = 0.0
+    skipped_steps: int = 0
+    skipped_in_a_row: tuple[int, int] = (0, 0)
+    clock: float = field(default_factory=time.monotonic)
+
+    def start_totals(self) -> None:
+        """At the start of an epoch."""
+        self.totals = Totals()
+        self.reported_loss = self.reported_weight = 0.0
+
+    def advance(self, samples: int) -> None:
+        """After an optimizer step. samples: of the phase, consumed so far."""
+        self.position = Position(self.position.epoch, self.position.phase, samples)
+        self.step += 1
+
+    def read_clock(self) -> None:
+        """Adds the time since the last reading to `train_seconds`."""
+        now = time.monotonic()
+        self.train_seconds += now - self.clock
+        self.clock = now
+
+    def judge(self, value: float, mode: str) -> bool:
+        """Takes note of the monitored value of a validation; True if it is the best so far. mode: "max" or "min"."""
+        sign = 1 if mode == "max" else -1
+        is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best.value)
+        if is_best:
+            self.best = Best(self.position.epoch, value)
+        self.epochs_since_best = self.position.epoch - (self.best.epoch if self.best else 0)
+        return is_best

@@ -1,0 +1,106 @@
+"""What each step and each evaluation forward works on, fetched ahead and agreed on by all processes."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from trainer.loading.batches import Batch
+from trainer.loading.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loop.run import Run
+
+
+class StopRequested(Exception):
+    """One of the processes was asked to stop; all of them learn of it at the same step."""
+
+
+class WeightedBatch(NamedTuple):
+    """A batch, still in host memory, with the number of its loss terms."""
+
+    batch: Batch
+    weight: float
+
+
+class Window(NamedTuple):
+    """The micro-batches of one optimizer step on this process.
+
+    end: samples of the phase that are consumed after it. weight: loss terms of this process's part.
+    """
+
+    end: int
+    micro_batches: list[WeightedBatch]
+    weight: float
+
+
+class HasWeight(Protocol):
+    """Something to work on with a number of loss terms."""
+
+    @property
+    def weight(self) -> float: ...
+
+
+T = TypeVar("T", bound=HasWeight)
+
+
+def weighted(batch: Batch) -> WeightedBatch:
+    """The batch with the number of its loss terms."""
+    return WeightedBatch(batch, math.fsum(batch["weight"].tolist()))
+
+
+def training_windows(run: Run) -> Iterator[Window]:
+    """This process's part of each global batch that is left in the phase."""
+    position, (_, world_size) = run.progress.position, run.parallel.shard
+    micro_batch_size = run.batches.micro_batch_size
+    bounds = list(run.plan.rest_of_phase(position))
+    order = epoch_permutation(run.settings.seed, position.epoch, position.phase, run.plan.phase_sizes[position.phase])
+    batches = run.loaders["train"](
+        keys
+        for start, end in bounds
+        for keys in split_global_batch(
+            order[start:end], run.parallel.shard, micro_batch_size, position.epoch, position.phase
+        )
+    )
+    for start, end in bounds:
+        run.parallel.phase.enter("data loading")
+        started = time.perf_counter()
+        num_batches = num_micro_batches(end - start, world_size, micro_batch_size)
+        micro_batches = [weighted(next(batches)) for _ in range(num_batches)]
+        run.log.data_wait_seconds += time.perf_counter() - started
+        yield Window(end, micro_batches, sum(weight for _, weight in micro_batches))
+
+
+def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
+    """This process's batches of a data set; equally many on every process."""
+    num_samples = len(run.task.splits()[split])
+    batches = iter(run.loaders[split](evaluation_keys(num_samples, run.parallel.shard, run.eval_micro_batch_size)))
+    while True:
+        run.parallel.phase.enter("data loading of the evaluation")
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield weighted(batch)
+
+
+def agree_ahead(run: Run, work: Iterator[T]) -> Iterator[tuple[T, float]]:
+    """Adds to each piece of work its weight over all processes.
+
+    Raises StopRequested once any of them was asked to stop.
+
+    The exchange starts one piece ahead of its use, so that nobody waits for it; a request to stop is therefore
+    honoured within two of them.
+    """
+    waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
+    for piece in work:
+        pending = run.parallel.start_sum([piece.weight, bool(run.stop)])
+        if waiting is not None:
+            yield _agreed(*waiting)
+        waiting = piece, pending
+    if waiting is not None:
+        yield _agreed(*waiting)
+
+
+def _agreed(piece: T, pending: Callable[[], Sequence[float]]) -> tuple[T, float]:
+    total_weight, num_stop_requests = pending()
+    if num_stop_requests > 0:
+        raise StopRequested
+    return piece, total_weight

@@ -1,0 +1,110 @@
+"""Which devices a command line names."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from trainer.config import FlagGroup, flag
+
+
+@dataclass
+class DeviceFlags(FlagGroup):
+    """Devices"""
+
+    device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
+    num_threads: int | None = flag(
+        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", at_least=1
+    )
+
+    def problems(self) -> list[str]:
+        known = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", self.device)
+        if known is None:
+            return [f"--device {self.device}: must be auto, cpu, cuda or cuda:N"]
+        num_gpus = torch.cuda.device_count()
+        if self.device.startswith("cuda") and int(known[1] or 0) >= num_gpus:
+            return [f"--device {self.device}: {_visible_gpus(num_gpus)}; choose another or --device cpu"]
+        return []
+
+
+@dataclass
+class MultiDeviceFlags(FlagGroup):
+    """Several devices"""
+
+    multi_gpu: Literal["dp", "ddp"] | None = flag(
+        None, "dp: one process drives several GPUs (nn.DataParallel); ddp: one process per device (faster)"
+    )
+    gpu_ids: tuple[int, ...] | None = flag(
+        None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID"
+    )
+    nproc: int | None = flag(
+        None, "ddp without torchrun: start this many processes (default: one per GPU, or 1 on CPU)", at_least=1
+    )
+    backend: Literal["nccl", "gloo"] | None = flag(
+        None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
+    )
+    dist_timeout_s: float = flag(
+        600.0, "seconds after which a process that waits for another one gives up: at the start, and for what only the "
+        "main process does", above=0,
+    )  # fmt: skip
+    hang_timeout_s: float = flag(120.0, "the same within training and evaluation, once the first step is done", above=0)
+    sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
+    find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
+    local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True)
+
+    def problems(self) -> list[str]:
+        found = []
+        num_gpus = torch.cuda.device_count()
+        if self.multi_gpu is None:
+            found.append("--multi-gpu: needs a value, dp or ddp; to train on one device run main.py")
+        if self.gpu_ids is not None:
+            shown = f"--gpu-ids {','.join(map(str, self.gpu_ids))}"
+            absent = [i for i in self.gpu_ids if not 0 <= i < num_gpus]
+            if absent:
+                found.append(f"{shown}: there is no GPU {', '.join(map(str, absent))}; {_visible_gpus(num_gpus)}")
+            if len(set(self.gpu_ids)) < len(self.gpu_ids):
+                found.append(f"{shown}: names a GPU twice")
+        if self.nproc is not None and self.multi_gpu == "dp":
+            found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp; dp is a single process")
+        if self.backend == "nccl" and not num_gpus:
+            found.append("--backend nccl: needs a GPU and a CUDA build of torch; use --backend gloo")
+        if self.sync_bn and (self.multi_gpu != "ddp" or not num_gpus):
+            found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
+        return found
+
+
+def _visible_gpus(count: int) -> str:
+    return "this machine shows no GPU" if not count else f"the visible GPUs are 0 to {count - 1}"
+
+
+def pick_device(name: str) -> torch.device:
+    """`--device` -> a device with its index."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    _, _, index = name.partition(":")
+    return torch.device("cuda", int(index or 0))
+
+
+def set_num_threads(requested: int | None, local_world_size: int) -> None:
+    """CPU threads of this process.
+
+    torchrun sets OMP_NUM_THREADS=1 for processes whose user said nothing, which would leave cores idle.
+    """
+    launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
+    if requested is None and local_world_size > 1 and not user_chose:
+        requested = max(1, num_cores() // local_world_size)
+    if requested is not None:
+        torch.set_num_threads(requested)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_label(device: torch.device) -> str:
+    """A device as the user knows it."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"

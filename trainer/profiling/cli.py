@@ -1,0 +1,148 @@
+"""usage: profiler.py COMMAND [flags]
+
+Measures where time and memory of a training run go, and what this machine can do. Every command but check takes the
+flags of training (main_multi_gpu.py --help) and measures the trainer's own loop with them; none touches --save-dir.
+
+{commands}
+
+  python profiler.py COMMAND --help        its flags, and examples
+
+As a library, for any model: from profiler import PerformanceProfiler, compare_amp_performance
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from trainer.commands.build import start_parallel
+from trainer.commands.flags import Flags, parse
+from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
+from trainer.loading.errors import BadInput
+from trainer.parallel.devices import MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
+from trainer.parallel.launch import launch, num_processes
+from trainer.profiling import batch_size, check, predict, scaling, step
+from trainer.profiling.processes import FOR_SEVERAL_DEVICES, exit_status, in_use
+from trainer.profiling.report import unwritable_targets
+
+
+def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int:
+    """Runs one command line; returns the exit status.
+
+    environment: who this process is, when it was started by `launch`; otherwise read from the environment.
+
+    0: measured. 1: something failed that nobody foresaw, or `check` found something broken. 2: something in the command
+    line or the data has to be changed first.
+    """
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        summaries = {name: command.about[0].splitlines()[0] for name, command in COMMANDS.items()}
+        commands = "\n".join(f"  {name:<12} {summary}" for name, summary in summaries.items())
+        print((__doc__ or "").format(commands=commands))
+        return 0
+
+    def work() -> int:
+        if name not in COMMANDS:
+            given = f"{name}: no such command" if name else "nothing to measure"
+            raise BadInput(f"{given}; give one of {', '.join(COMMANDS)}, or --help")
+        command = COMMANDS[name]
+        return command.run(command, argv, environment)
+
+    # Processes of one launcher share a console and are wrong alike; those started by hand have a terminal each.
+    rank, _ = identified(environment, MultiDeviceFlags("ddp"))
+    return exit_status(work, reports=rank is None or rank.local_rank in (None, 0))
+
+
+def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
+    """Who this process is, if it is one of several, and what contradicts that. rank: as `main` gets it."""
+    return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
+
+
+@dataclass(frozen=True)
+class Command:
+    """What stands behind the name of the program.
+
+    run: `on_devices`, `in_worlds` or `on_this_machine`, which say what `measure` gets. tool: its own flags. text: of
+    `--help`. problems: of its flags and its command line, besides those of any command.
+    """
+
+    run: Callable[["Command", Sequence[str], RankEnvironment | None], int]
+    tool: type[FlagGroup]
+    text: str | None
+    measure: Callable[..., Any]
+    problems: Callable[[Flags, Sequence[str]], list[str]] = lambda flags, argv: []
+
+    @property
+    def about(self) -> tuple[str, str]:
+        """The description, whose first line sums it up, and the examples."""
+        description, _, examples = (self.text or "").partition("\nexamples:")
+        return description, f"examples:{examples}"
+
+
+def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
+    """measure(flags, argv, parallel) on the devices that the flags name, in one process or in several."""
+    flags, problems = parse(argv[1:], names_several_devices(argv), command.tool, command.about, command=argv[0])
+    if flags.multi is not None:
+        environment, contradictions = identified(environment, flags.multi)
+        problems += contradictions
+    refuse([*problems, *not_measured(flags), *command.problems(flags, argv[1:])])
+    if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
+        return launch(partial(main, list(argv)), num_processes(flags.multi, flags.devices.device))
+    parallel = start_parallel(flags, environment)
+    with in_use(parallel):
+        parallel.together(lambda: refuse(unwritable_targets(flags.tool, parallel.is_main)))
+        command.measure(flags, argv[1:], parallel)
+    return 0
+
+
+def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
+    """measure(flags, argv), which starts processes for each of the worlds that it compares."""
+    flags, problems = parse([*argv[1:], *FOR_SEVERAL_DEVICES], True, command.tool, command.about, command=argv[0])
+    if one_process_problems(os.environ):
+        problems.append(f"{argv[0]}: starts its processes by itself; leave the launcher out")
+    if flags.multi is not None and flags.multi.nproc is not None:
+        problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
+    problems += [*not_measured(flags), *command.problems(flags, argv[1:]), *unwritable_targets(flags.tool)]
+    refuse(problems)
+    command.measure(flags, argv[1:])
+    return 0
+
+
+def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
+    """measure(flags, environment), without a task and flags of training; it returns the exit status."""
+    (tool,), problems = parse_flags([command.tool], argv[1:], *command.about, command=argv[0])
+    environment, contradictions = identified(environment, tool.multi())
+    is_main = environment is None or environment.rank == 0
+    refuse([*problems, *contradictions, *unwritable_targets(tool, is_main)])
+    return command.measure(tool, environment)
+
+
+def names_several_devices(argv: Sequence[str]) -> bool:
+    """Whether a command line, or a launcher, is about several devices. `--help` shows their flags too."""
+    own = {flag_name(field.name) for field in fields(MultiDeviceFlags)} | {"--help"}
+    return bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
+
+
+def not_measured(flags: Flags) -> list[str]:
+    """Flags of training that ask for something else than a run from its start."""
+    given = {
+        "--eval-only": flags.checkpoint.eval_only,
+        "--resume-from": flags.checkpoint.resume_from,
+        "--predict": flags.prediction.predict,
+        flags.several.as_given: flags.several.wanted,
+    }
+    advice = "profiler.py measures a training run from its start; leave it out"
+    return [f"{name}: {advice}" for name, value in given.items() if value]
+
+
+COMMANDS = {
+    "step": Command(on_devices, step.StepFlags, step.__doc__, step.profile_step),
+    "scaling": Command(in_worlds, scaling.ScalingFlags, scaling.__doc__, scaling.profile_scaling, scaling.problems),
+    "batch-size": Command(
+        on_devices, batch_size.BatchSizeFlags, batch_size.__doc__, batch_size.profile_batch_sizes, batch_size.problems
+    ),
+    "predict": Command(in_worlds, predict.PredictFlags, predict.__doc__, predict.predict_scaling, predict.problems),
+    "check": Command(on_this_machine, check.CheckFlags, check.__doc__, check.check),
+}

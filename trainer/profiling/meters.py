@@ -1,0 +1,103 @@
+"""What time and memory of a device, and the exchange between processes, are measured with."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.parallel.base import Parallel
+
+MIB = 2**20
+LARGE_BYTES = 64 * MIB
+WARM_UP = 3
+
+
+def now(device: torch.device) -> Any:
+    """An instant: on a GPU an event in its queue of work, elsewhere seconds of the host's clock.
+
+    Taking an event waits for nothing, and the time between two is what the device needed, not when the host asked.
+    """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def ms_between(start: Any, end: Any) -> float:
+    """Milliseconds from one instant to a later one of the same device; waits until the later one has come."""
+    if isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end)
+    return 1e3 * (end - start)
+
+
+def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Median, 10th and 90th percentile of some durations, as `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
+    p10, p50, p90 = np.quantile(values_ms, [0.1, 0.5, 0.9]).tolist()
+    return {f"{name}ms_median": p50, f"{name}ms_p10": p10, f"{name}ms_p90": p90}
+
+
+class Timer:
+    """Collects durations by name: `with timer("forward"): ...`. warm_up: so many of each name do not count."""
+
+    def __init__(self, device: torch.device, warm_up: int = 0) -> None:
+        self._device = device
+        self._warm_up = warm_up
+        self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = now(self._device)
+        yield
+        self._spans[name].append((start, now(self._device)))
+
+    def milliseconds(self, name: str) -> list[float]:
+        """The durations of that name, in order. Waits for the device."""
+        return [ms_between(*span) for span in self._spans[name][self._warm_up :]]
+
+    def results(self) -> dict[str, dict[str, float]]:
+        """By name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count`."""
+        durations = {name: self.milliseconds(name) for name in self._spans}
+        return {name: {**spread("", ms), "ms_total": sum(ms), "count": len(ms)} for name, ms in durations.items()}
+
+
+def forget_peak(device: torch.device) -> None:
+    """The memory in use now becomes the peak, from which `peak_memory_mib` goes up."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """On a GPU what tensors occupied there at most; elsewhere all memory of this process, the libraries included.
+
+    NaN where the system does not say, as off Linux.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB
+    with suppress(OSError, StopIteration):
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+def small_and_large_sum_s(parallel: Parallel) -> list[float]:
+    """Median seconds of a sum over processes of 4 bytes, and of one of 64 MiB. All processes call it."""
+    found = []
+    for num_bytes, repeats in ((4, 100), (LARGE_BYTES, 5)):
+        values = torch.zeros(num_bytes // 4, device=parallel.device)
+        timer = Timer(parallel.device, WARM_UP)
+        for _ in range(WARM_UP + repeats):
+            with timer("sum"):
+                parallel.sum_in_place(values)
+        found.append(median(timer.milliseconds("sum")) / 1e3)
+    return found

@@ -1,0 +1,110 @@
+"""Where the time of the training loop goes: a clock that looks on while the loop says where it is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.loop import memory
+from trainer.loop.run import Run
+from trainer.parallel.phase import EXCHANGE
+from trainer.profiling.meters import ms_between, now
+
+DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
+COMMUNICATION, OPTIMIZER, SAVING, REST = "communication", "optimizer", "saving", "logging and the rest"
+PHASES = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, SAVING, REST)
+"""In the order in which a step goes through them."""
+
+_PHASE_OF = {
+    "data loading": DATA,
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    memory.OPTIMIZER: OPTIMIZER,
+    EXCHANGE: COMMUNICATION,
+    "waiting for rank 0": COMMUNICATION,
+    "saving": SAVING,
+}
+"""What the loop calls a phase -> what it counts as. Anything else is the rest."""
+
+
+class PhaseClock:
+    """Takes the time whenever another phase begins; what lies between two such borders belongs to the first.
+
+    spans: also name the phases in a trace of torch.profiler.
+    """
+
+    def __init__(self, run: Run, spans: bool = False) -> None:
+        self._device, self._loop = run.parallel.device, run.parallel.phase
+        self._spans = spans
+        self._span = ExitStack()
+        self._borders: list[tuple[str, int, Any]] = []
+        self.enter(REST)
+
+    def enter(self, phase: str) -> None:
+        """From now on time belongs to this one of PHASES."""
+        self._borders.append((phase, self._loop.step, now(self._device)))
+        self._span.close()
+        if self._spans:
+            self._span.enter_context(torch.profiler.record_function(phase))
+
+    def around(self, within: str, after: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function, whose time belongs to one phase; after it another one begins."""
+        self.enter(within)
+        result = function(*args, **kwargs)
+        self.enter(after)
+        return result
+
+    def stop(self) -> np.ndarray:
+        """(steps, PHASES) milliseconds since the clock was made, which add up. Waits for the device.
+
+        A step lasts until the next one begins. Its data are fetched before that, while the step before it is under way;
+        the time for which they were waited for counts as its own.
+        """
+        self.enter(REST)
+        self._span.close()
+        before = self._borders[0][1]
+        steps = np.zeros((self._loop.step - before, len(PHASES)))
+        next_to_load = iter(range(len(steps)))
+        for (phase, step, begin), (_, _, end) in pairwise(self._borders):
+            row = next(next_to_load) if phase == DATA else max(step - before - 1, 0)
+            steps[row, PHASES.index(phase)] += ms_between(begin, end)
+        return steps
+
+
+@contextmanager
+def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
+    """Puts a clock where the run's loop says where it is, and borders where the loop does not: around the copy to the
+    device, after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
+    """
+    clock = PhaseClock(run, spans)
+    enter = run.parallel.phase.enter
+
+    def entered(phase: str) -> None:
+        enter(phase)
+        clock.enter(_PHASE_OF.get(phase, REST))
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(run.parallel.phase, "enter", entered))
+        for owner, name, within, after in (
+            (run.parallel, "seed_dropout", REST, REST),
+            (run.parallel, "to_device", COPY, FORWARD),
+            (run.parallel, "start_sum", COMMUNICATION if run.parallel.shard[1] > 1 else REST, REST),
+            (run.learner.precision, "step", OPTIMIZER, REST),
+            (run.log, "step", REST, REST),
+        ):
+            stack.enter_context(replaced(owner, name, partial(clock.around, within, after, getattr(owner, name))))
+        yield clock
+
+
+@contextmanager
+def replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within it this one object has another method."""
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
