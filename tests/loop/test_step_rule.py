@@ -16,6 +16,7 @@ from trainer.loop.precision import Precision, in_precision
 from trainer.loop.totals import counted
 from trainer.loop.train import train_step
 from trainer.loop.windows import weighted
+from trainer.parallel import ddp
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
@@ -95,9 +96,11 @@ def measure(parallel, accumulation, cache_dir, make_task=make_task):
     return found
 
 
-def in_process(environment, folder, cache_dir):
-    """What each process of a world does."""
+def in_process(environment, folder, cache_dir, is_ring):
+    """What each process of a world does. is_ring: gradients go round as those of larger models do."""
     torch.set_num_threads(1)
+    if is_ring:
+        ddp.DIRECT_BYTES = 0
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     found = {accumulation: measure(parallel, accumulation, cache_dir) for accumulation in (1, 3)}
     found["sum"] = parallel.sum(torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double())
@@ -126,14 +129,15 @@ def reference_weights(cache_dir):
     return weights_after_run(build(make_task("weighted", cache_dir), SingleDevice(CPU)), 1)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=["world1", "world2", "world3", "world3-ring"])
 def world(request, tmp_path_factory, cache_dir):
-    """What every rank of a world of this size found, by accumulation."""
-    size = request.param
+    """What every rank of a world found, by accumulation."""
+    name, _, way = request.param.partition("-")
+    size = int(name.removeprefix("world"))
     if size == 1:
         return [{a: measure(SingleDevice(CPU), a, cache_dir) for a in (1, 3)}]
-    folder = tmp_path_factory.mktemp(f"world{size}")
-    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir)
+    folder = tmp_path_factory.mktemp(request.param)
+    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, is_ring=way == "ring")
     assert launch(process, size) == 0
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 

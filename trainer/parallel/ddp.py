@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,9 @@ from trainer.parallel.phase import EXCHANGE
 T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
+
+DIRECT_BYTES = 3 * 2**18
+"""So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
 
 
 class Distributed(Parallel):
@@ -110,12 +114,24 @@ class Distributed(Parallel):
         )
         # Buffers are agreed before evaluating and saving. The option of this name became another one after torch 2.8.
         wrapped.broadcast_buffers = False
+        num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
+        if self.device.type == "cpu" and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES:
+            wrapped.register_comm_hook(None, self._average_directly)
         # One backward that changes nothing: DistributedDataParallel regroups its buckets after the first one, which
         # changes the order of summation; the first step of a resumed run would differ from the same step unbroken.
         with kept_buffers(wrapped):
             (wrapped(self.to_device(example), phase)["loss"] * 0).backward()
         wrapped.zero_grad(set_to_none=True)
         return wrapped
+
+    def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
+        gradients = bucket.buffer()
+        limit_s = self._flags.hang_timeout_s if self._is_prompt else self._flags.dist_timeout_s
+        sum_directly(gradients, self.shard, timedelta(seconds=limit_s))
+        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+        averaged.set_result(gradients.div_(self.shard[1]))
+        return averaged
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
         return net.module  # type: ignore[return-value]
@@ -197,6 +213,22 @@ class Distributed(Parallel):
         closing.join(CLOSE_WITHIN_S)
         if closing.is_alive():
             exit_at_once(status)
+
+
+def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> None:
+    """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
+
+    So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
+    thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
+    """
+    rank, world_size = shard
+    others = [other for other in range(world_size) if other != rank]
+    found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
+    sent = [dist.isend(values, other) for other in others]
+    received = [dist.irecv(found[other], other) for other in others]
+    for work in (*sent, *received):
+        work.wait(timeout)  # type: ignore[union-attr]
+    values.copy_(reduce(torch.add, found))
 
 
 def available_backends() -> list[str]:
