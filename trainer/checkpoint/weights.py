@@ -51,6 +51,12 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
     raise BadInput(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
 
 
+def load_weights(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
+    """Gives a model the weights of a checkpoint. Raises BadInput when they are of another one."""
+    check_weights_fit(model, state, source, hint)
+    model.load_state_dict(state["model"])
+
+
 def check_weights_fit(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
     """Raises BadInput when a checkpoint's weights are of another model.
 

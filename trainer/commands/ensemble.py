@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.weights import check_weights_fit, load_best_weights
+from trainer.checkpoint.weights import load_best_weights, load_weights
 from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.loop.ema import ExponentialMovingAverage
@@ -51,6 +51,5 @@ def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
     """On the CPU, since there may be many."""
     state = load_best_weights(directory, print)
     objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
-    check_weights_fit(objective.model, state, str(directory), "give the flags that it was trained with")
-    objective.model.load_state_dict(state["model"])
+    load_weights(objective.model, state, str(directory), "give the flags that it was trained with")
     return objective

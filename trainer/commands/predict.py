@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.weights import TrainedRun, check_weights_fit, find_weights
+from trainer.checkpoint.weights import TrainedRun, find_weights, load_weights
 from trainer.commands.flags import Flags, PredictFlags, RunFlags
 from trainer.config import FlagGroup, flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
@@ -110,8 +110,7 @@ def predict(
         if len(dataset) == 0:
             raise BadInput(f"--predict {files.predict}: holds nothing to label")
         objective = task.build_objective().to(parallel.device, precision.dtype)
-        check_weights_fit(objective.model, run.state, "the checkpoint", "the task's code has changed since")
-        objective.model.load_state_dict(run.state["model"])
+        load_weights(objective.model, run.state, "the checkpoint", "the task's code has changed since")
         table = label_samples(task, objective, dataset, parallel, precision, batch_size)
         # A bar and a table on one terminal would overwrite each other.
         silent = not sys.stderr.isatty() or (files.output is None and sys.stdout.isatty())
