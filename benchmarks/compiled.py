@@ -51,7 +51,7 @@ class Steps:
         started = time.perf_counter()
         for window in islice(self.windows, NUM_WINDOWS):
             train_step(
-                replace(self.run.learner, net=net), self.run.parallel, self.phase, window.micro_batches,
+                replace(self.run.learner, nets={self.phase: net}), self.run.parallel, self.phase, window.micro_batches,
                 total_weight=window.weight, dropout_key=(0, 0, 0, 0),
             )  # fmt: skip
         return time.perf_counter() - started

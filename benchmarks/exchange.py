@@ -65,9 +65,12 @@ def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedB
     """The trainer's step, with the exchange of the next window's weight that its loop makes."""
     precision = Precision("off", torch.float32, CPU)
     objective = task.build_objective()
-    net = parallel.wrap(in_precision(objective, precision), next(batches).batch, "train")
-    ema = ExponentialMovingAverage(objective.model, decay=0)
-    learner = Learner(objective, net, precision, {"train": optimized(objective)[0]}, 1.0, ema)
+    net = in_precision(objective, precision)
+    learner = Learner(objective, net, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
+    optimizer, params = optimized(objective)
+    learner.set_trained({"train": params})
+    learner.nets["train"] = parallel.wrap(net, next(batches).batch, "train")
+    learner.optimizers["train"] = [optimizer]
     window = [next(batches)]
     pending = parallel.start_sum([window[0].weight, 0.0])
 

@@ -1,7 +1,7 @@
 """The contract that a workload fulfils. The loop knows nothing else about it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from trainer.loading.order import SampleKeys
 
 Sums = dict[str, Tensor]
 ParamGroup = dict[str, Any]
+ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,15 @@ class Task(ABC):
     monitor: ClassVar[tuple[str, Literal["max", "min"]]]
     """The validation metric that defines "best", for example ("val/accuracy", "max")."""
     phases: ClassVar[tuple[str, ...]] = ("train",)
-    """Parts of an epoch, run one after the other, each with an optimizer of its own."""
+    """Parts of training, each with data, a loss, parameters and optimizers of its own.
+
+    They come one after another within an epoch, unless `turns` says otherwise.
+    """
+    turns: ClassVar[tuple[int, ...]] = ()
+    """Optimizer steps of each phase until the next one has its turn, for example (1, 1); empty: whole phases in turn.
+
+    The first phase's data make the epoch; the others go through theirs again and again, with epochs of their own.
+    """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of the trainer's own flags that suit this task better, by field name: {"lr": 3e-4, "epochs": 60}.
 
@@ -154,8 +163,18 @@ class Task(ABC):
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Turns reduced sums (float64, CPU) into metrics. The trainer adds "weight", the number of loss terms.
 
-        Gets the statistics of eval mode, and those of train mode too.
+        Gets the statistics of eval mode, and those of train mode too unless `summarise_training` does.
         """
+
+    def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
+        """The same of a phase's sums in train mode.
+
+        By default `summarise` does it where there is one phase; of several, the means of all that are single numbers.
+        """
+        if len(self.phases) == 1:
+            return self.summarise(sums)
+        means = {name: value / sums["weight"] for name, value in sums.items() if name != "weight"}
+        return {name: float(mean) for name, mean in means.items() if mean.numel() == 1}
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """What results.json holds of the test scores besides metrics, for example a confusion matrix; plain values."""
@@ -207,9 +226,29 @@ class Task(ABC):
         """
         return None
 
+    def training_data(self, phase: str) -> KeyedDataset:
+        """What a phase trains on; by default the data set "train"."""
+        return self.splits()["train"]
+
     def num_samples(self, phase: str) -> int:
         """Samples in one epoch of the phase."""
-        return len(self.splits()["train"])
+        return len(self.training_data(phase))
+
+    def batch_size(self, phase: str, batch_size: int) -> int:
+        """Samples of the phase per device per forward. batch_size: that of the command line, taken by default.
+
+        Accumulation and devices multiply it alike in all phases; a phase that takes twice `--batch-size` also takes
+        twice `--global-batch-size`. So the factor of `--scale-lr` is one for all.
+        """
+        return batch_size
+
+    def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
+        """The samples of each optimizer step of an epoch, a function of nothing but these and `seed`: int64 arrays.
+
+        epoch: of the phase's own data, from 0. The batches may differ in size, but every epoch has `num_samples`
+        samples in all. None, as by default: a permutation of all samples in batches of global_batch_size.
+        """
+        return None
 
     def largest_samples(self, phase: str, count: int) -> np.ndarray:
         """The samples of the phase that together make the largest batch of at most `count`: (count,) int64.
@@ -242,8 +281,13 @@ class Task(ABC):
         vectors = [p for p in trained if p.dim() < 2]
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
-    def on_epoch_start(self, objective: Objective, epoch: int) -> None:
-        """Called on the raw objective before each epoch; not called again when a run resumes in mid-epoch."""
+    def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
+        """Computes before an epoch what the model keeps in persistent buffers.
+
+        Called on the raw objective on its device, without gradients, in the run's precision; on every process, where it
+        must give the same. Not called again when a run resumes in mid-epoch. progress: `progress(items, "what")` goes
+        through the items with a bar on the console.
+        """
 
 
 def check_batch(batch: Batch) -> None:

@@ -34,13 +34,11 @@ def position_off_by_one() -> None:
         position = run.progress.position
         run.progress.position = Position(position.epoch, position.phase, position.samples + 1)
 
-    _after(trainer.commands.resume, "restore", shift)
+    _after(trainer.commands.resume, "restore_progress", shift)
 
 
 def moments_not_restored() -> None:
-    Parallel.load_full_state = lambda self, state, objective, optimizers: objective.model.load_state_dict(  # type: ignore
-        state["model"]
-    )
+    Parallel.load_moments = lambda self, state, optimizers: None  # type: ignore[method-assign]
 
 
 def average_not_restored() -> None:
@@ -48,7 +46,10 @@ def average_not_restored() -> None:
 
 
 def sums_not_restored() -> None:
-    _after(trainer.commands.resume, "restore", lambda run, state: run.progress.start_totals())
+    def forget(run: Run, state: Any) -> None:
+        run.progress.start_epoch(run.progress.position.epoch, run.task.phases)
+
+    _after(trainer.commands.resume, "restore_progress", forget)
 
 
 def metrics_not_cut_back() -> None:

@@ -45,7 +45,7 @@ class TightObjective(WeightedObjective):
         self.num_forwards = 0
 
     def forward(self, batch, phase="train"):
-        self.num_forwards += self.training
+        self.num_forwards += self.training and bool(batch["weight"].any())
         limit = self.config.fit if self.training else self.config.fit_eval
         enough = self.training and self.num_forwards <= self.config.roomy_forwards
         short = self.is_tight and len(batch["weight"]) > limit and not enough

@@ -209,23 +209,23 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
     state = torch.get_rng_state()
     rehearse(run)
-    assert (run.batches.batch_size, run.batches.grad_accum_steps, run.batches.global_batch_size) == (3, 4, 12)
+    (batches,) = run.batches
+    assert (batches.batch_size, batches.grad_accum_steps, batches.global_batch_size) == (3, 4, 12)
     assert run.memory_limit.batch_size == 3
     assert_same_bits(before, run.learner.objective.state_dict())
     assert all(p.grad is None for p in run.learner.objective.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(optimizer.state for optimizer in run.learner.optimizers.values())
+    assert not any(optimizer.state for optimizer in run.learner.optimizers["train"])
 
 
 def rehearse_in_process(environment, folder):
     torch.set_num_threads(1)
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
-    run.learner.net = parallel.wrap(run.learner.net, a_batch(run, 0), "train")
     rehearse(run)
-    run.learner.net(a_batch(run, environment.rank))["loss"].backward()
+    run.learner.nets["train"](a_batch(run, environment.rank))["loss"].backward()
     gradient = torch.cat([p.grad.flatten() for p in run.learner.objective.parameters()])
-    torch.save({"batch_size": run.batches.batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")
+    torch.save({"batch_size": run.batches[0].batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")
     parallel.close()
     return 0
 

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from models.sequential import ranking
 from tests.conftest import WEIGHTED
-from trainer.commands.build import assemble_run
+from trainer.commands.build import assemble_run, prepare_training
 from trainer.commands.flags import parse
 from trainer.logs.run_log import SilentLog
 from trainer.loop import totals
 from trainer.loop.run import Run
-from trainer.loop.train import train_phase
+from trainer.loop.train import train_epoch
 from trainer.parallel.base import SingleDevice
 
 NUM_STEPS = 12
@@ -87,7 +87,9 @@ def run_of(argv: list[str], parallel: SingleDevice, cache_dir) -> Run:
     )
     assert not problems
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
-    return assemble_run(flags, task, parallel)
+    run = assemble_run(flags, task, parallel)
+    prepare_training(run, flags)
+    return run
 
 
 class EndsAfter(SilentLog):
@@ -112,10 +114,8 @@ class EndsAfter(SilentLog):
 
 def train_steps(run: Run, log: EndsAfter) -> None:
     run.log = log
-    run.progress.start_totals()
-    run.learner.net.train()
     with pytest.raises(EndsAfter.Reached):
-        train_phase(run)
+        train_epoch(run)
 
 
 @pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
@@ -133,9 +133,8 @@ def test_a_fetched_loss_is_noticed(numberless, cache_dir, monkeypatch):
     run = run_of(["--task", WEIGHTED], numberless, cache_dir)
     monkeypatch.setattr(run.step_results, "add", lambda record: record.result.sums["loss"].item())
     run.log = EndsAfter(NUM_STEPS)
-    run.progress.start_totals()
     with pytest.raises(RuntimeError, match="item"):
-        train_phase(run)
+        train_epoch(run)
 
 
 def test_a_waiting_copy_is_noticed():

@@ -17,6 +17,7 @@ from trainer.cli import main
 from trainer.loading.order import Position, epoch_permutation
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.plan import PlannedStep
 from trainer.loop.precision import SCALE_FLOOR, Precision
 from trainer.loop.step_results import GROUP_SIZE, StepRecord, StepResult, StepResults
 from trainer.loop.totals import Totals
@@ -271,7 +272,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         weights[1].grad[0] = value
-        return precision.step(optimizer, weights, max_grad_norm)
+        return precision.step([optimizer], weights, max_grad_norm)
 
     def everything():
         return [v.clone() for w in weights for v in (w.detach(), *optimizer.state[w].values())]
@@ -309,7 +310,7 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     for _ in range(20):
         precision.backward(weight.sum() * 2, 1.0)
         weight.grad.fill_(math.inf)
-        outcome = precision.step(optimizer, [weight], 1.0)
+        outcome = precision.step([optimizer], [weight], 1.0)
         assert not outcome.grad_norm.isfinite()
         assert not outcome.applied
         alarms.append(bool(outcome.alarm))
@@ -319,7 +320,7 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     assert scales == [max(65536 / 2 ** (i + 1), SCALE_FLOOR) for i in range(20)]
     assert torch.equal(weight, torch.ones(2))
     precision.backward(weight.sum() * 2, 1.0)
-    precision.step(optimizer, [weight], 1.0)
+    precision.step([optimizer], [weight], 1.0)
     assert not torch.equal(weight, torch.ones(2))
 
 
@@ -375,7 +376,8 @@ def test_running_statistics_are_undone():
 
 def record(step, alarm):
     zero, applied = torch.tensor(0.0), torch.tensor(not alarm)
-    return StepRecord(step, Position(), 0, StepResult({"loss": zero}, zero, applied, ~applied))
+    planned = PlannedStep(0, 0, 0, 1, Position(), 0.0)
+    return StepRecord(step, planned, StepResult({"loss": zero}, zero, applied, ~applied))
 
 
 def test_every_alarm_is_returned_once_and_in_order():
@@ -384,8 +386,8 @@ def test_every_alarm_is_returned_once_and_in_order():
         for step in range(100):
             results.add(record(step, step in bad))
             for alarming in results.take_alarms(wait=step == 99):
-                found.append(alarming.step)
-                when[alarming.step] = step
+                found.append(alarming.number)
+                when[alarming.number] = step
         assert found == sorted(bad)
         assert results.take_alarms(wait=True) == []
         if at_once:

@@ -1,14 +1,23 @@
+import numpy as np
 import pytest
 
+from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
+from trainer.loop.orders import ShuffledOrder, TaskOrder
 from trainer.loop.plan import Plan, split_batch
 
+POSITIONS = (Position(), Position(1, 0, 8), Position(1, 0, 10))
 
-def test_global_batches_cover_the_rest_of_a_phase():
-    plan = Plan(epochs=3, phase_sizes=(10,), global_batch_size=4)
-    assert list(plan.rest_of_phase(Position())) == [(0, 4), (4, 8), (8, 10)]
-    assert list(plan.rest_of_phase(Position(1, 0, 8))) == [(8, 10)]
-    assert list(plan.rest_of_phase(Position(1, 0, 10))) == []
+
+def plan_of(epochs, *sizes, global_batch_size=4, **more):
+    orders = [ShuffledOrder(0, phase, size, global_batch_size, size) for phase, size in enumerate(sizes)]
+    return Plan(epochs, tuple(orders), **more)
+
+
+def test_global_batches_cover_the_rest_of_an_epoch():
+    plan = plan_of(3, 10)
+    bounds = [[(step.start, step.end) for step in plan.rest_of_epoch(position)] for position in POSITIONS]
+    assert bounds == [[(0, 4), (4, 8), (8, 10)], [(8, 10)], []]
     assert plan.steps_per_epoch == 3
 
 
@@ -16,12 +25,12 @@ def test_global_batches_cover_the_rest_of_a_phase():
     ("eval_every", "validated"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7])]
 )
 def test_validation_after_every_so_many_epochs_and_the_last(eval_every, validated):
-    plan = Plan(epochs=7, phase_sizes=(10,), global_batch_size=4, eval_every=eval_every)
+    plan = plan_of(7, 10, eval_every=eval_every)
     assert [epoch for epoch in range(1, 8) if plan.validates_after(epoch)] == validated
 
 
 def test_progress_counts_samples_over_phases():
-    plan = Plan(epochs=2, phase_sizes=(30, 10), global_batch_size=8)
+    plan = plan_of(2, 30, 10, global_batch_size=8)
     assert plan.epochs_done(Position()) == 0
     assert plan.epochs_done(Position(0, 0, 20)) == 0.5
     assert plan.epochs_done(Position(1, 1, 10)) == 2
@@ -47,3 +56,46 @@ def test_product_and_its_statement_are_the_same_split():
 
 def test_one_process_feeds_all_replicas():
     assert split_batch(8, 2, None, num_devices=4, world_size=1).micro_batch_size == 32
+
+
+def test_steps_know_where_they_lead():
+    """One phase after another and in turns: from any position on, the steps are those of the whole epoch."""
+    batches = [np.arange(3), np.arange(3, 5), np.arange(5, 9)]
+    orders = (
+        ShuffledOrder(0, 0, 10, 4, 10),
+        ShuffledOrder(0, 1, 3, 2, 3),
+        TaskOrder("order", lambda epoch: batches, 3, 9),
+    )
+    for turns in ((), (1, 1, 1), (2, 1, 3)):
+        plan = Plan(2, orders, turns)
+        position, seen = Position(), []
+        while position.epoch < 2:
+            steps = list(plan.rest_of_epoch(position))
+            assert len(steps) == plan.steps_per_epoch
+            for i, step in enumerate(steps):
+                assert list(plan.rest_of_epoch(step.after)) == steps[i + 1 :]
+                assert plan.steps_done(step.after) == position.epoch * plan.steps_per_epoch + i + 1
+                assert plan.epochs_done(position) < step.progress < position.epoch + 1
+            seen += [(step.phase, step.epoch, step.start, step.end) for step in steps]
+            assert steps[-1].after.epoch == position.epoch
+            position = Position(position.epoch + 1, others=steps[-1].after.others)
+        assert len(set(seen)) == len(seen)
+        if turns == (2, 1, 3):
+            assert [phase for phase, *_ in seen[:12]] == [0, 0, 1, 2, 2, 2, 0, 1, 2, 2, 2, 0]
+            assert [step[1:] for step in seen if step[0] == 1] == [(0, 0, 2), (0, 2, 3), (1, 0, 2), (1, 2, 3)]
+
+
+def test_a_changed_batch_size_goes_on_where_the_old_one_stopped():
+    plan = plan_of(1, 10, 5, global_batch_size=3, turns=(1, 1))
+    steps = list(plan.rest_of_epoch(Position(0, 1, 4, 0, ((2, 1),))))
+    assert [(step.phase, step.epoch, step.start, step.end) for step in steps] == [
+        (1, 2, 1, 4), (0, 0, 4, 7), (1, 2, 4, 5), (0, 0, 7, 10), (1, 3, 0, 3)
+    ]  # fmt: skip
+
+
+def test_a_task_order_that_changes_its_size_is_refused():
+    order = TaskOrder("Mine.order('train')", lambda epoch: [np.arange(4 - epoch)], 4, 4)
+    assert list(order.bounds(0, 0)) == [(0, 4)]
+    assert list(order.bounds(0, 1)) == [(1, 4)] and order.samples(0, 1, 4).tolist() == [1, 2, 3]
+    with pytest.raises(BadInput, match="gives 3 samples in epoch 2"):
+        list(order.bounds(1, 0))

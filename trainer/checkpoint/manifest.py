@@ -42,10 +42,9 @@ class Entry:
         cls, state: Mapping[str, Any], file: str, value: float | None, best: bool, size_and_checksum: Mapping[str, Any]
     ) -> "Entry":
         """The entry of a checkpoint with this state."""
+        position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         source = state["config"].get("--resume-from")
-        return cls(
-            file, **state["position"], step=state["step"], value=value, best=best, **size_and_checksum, source=source
-        )
+        return cls(file, **position, step=state["step"], value=value, best=best, **size_and_checksum, source=source)
 
 
 class DamagedManifest(Exception):

@@ -117,5 +117,5 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
 def _entry(state: dict[str, Any], path: Path) -> Entry:
     """What the manifest says of a checkpoint, from nothing but its content."""
     best = state["best"]
-    is_best = best is not None and Position(best["epoch"]) == Position(**state["position"])
+    is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
     return Entry.of(state, path.name, best["value"] if is_best else None, is_best, size_and_sum(path))

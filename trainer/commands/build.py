@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,18 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.flags import Flags
-from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over
-from trainer.loading.batches import BatchLoader
+from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over, take_weights
+from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog
+from trainer.loop.contract import check_forward, check_phases
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers
+from trainer.loop.orders import SampleOrder, ShuffledOrder, TaskOrder
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.precision import choose_precision, in_precision
 from trainer.loop.run import LoopSettings, Run
@@ -32,7 +35,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
-from trainer.task import Task, check_batch
+from trainer.task import Objective, ParamGroup, Task, check_batch
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -65,8 +68,10 @@ def build_task(flags: Flags) -> Task:
     """The task with its data loaded. Raises BadInput."""
     assert flags.task_type is not None
     task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
+    check_phases(task)
     splits = task.splits()
-    for name, dataset in splits.items():
+    own = {f"training_data({phase!r})": task.training_data(phase) for phase in task.phases}
+    for name, dataset in {**splits, **own}.items():
         if len(dataset) == 0:
             raise BadInput(f"--task {flags.run.task}: its data set {name!r} is empty")
     patience = flags.learning.early_stopping_patience
@@ -85,12 +90,17 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, parallel, directory, before, limit)
-    notes = resume(run, state) if state is not None else initialise(run, flags)
+    notes = initialise(run, flags) if state is None else []
+    if state is not None:
+        take_weights(run, state)
+    prepare_training(run, flags)
+    if state is not None:
+        notes = resume(run, state)
     return run, [*notes, *limit.note()]
 
 
 def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], agents: Sequence[str] = ()) -> None:
-    """Makes the directory this run's, opens its log, and wraps its model: everything that is left before training.
+    """Makes the directory this run's and opens its log: everything that is left before training.
 
     agents: the torchrun agents of this job.
     """
@@ -98,7 +108,6 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
     run.parallel.on_main(lambda: _claim_directory(run, flags, facts))
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    wrap_model(run)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         rehearse(run)
     step = run.progress.step
@@ -106,9 +115,28 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
         take_over(run, flags)
 
 
-def wrap_model(run: Run) -> None:
-    """Spreads the model over the run's devices."""
-    run.learner.net = run.parallel.wrap(run.learner.net, example_batch(run.task), run.task.phases[0])
+def prepare_training(run: Run, flags: Flags) -> None:
+    """Spreads the model over the run's devices, for each phase by what it trains, and makes the optimizers.
+
+    All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
+    """
+    task, learner = run.task, run.learner
+    groups = {phase: trained_groups(task, learner.objective, phase) for phase in task.phases}
+    learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
+    for index, phase in enumerate(task.phases):
+        net, example = learner.enter(phase), example_batch(task, index)
+        check_forward(run, phase, example)
+        learner.nets[phase] = run.parallel.wrap(net, example, phase)
+    learner.optimizers = build_optimizers(flags.learning, groups)
+
+
+def trained_groups(task: Task, objective: Objective, phase: str) -> list[ParamGroup]:
+    """The parameter groups of a phase, without empty ones."""
+    groups = [{**group, "params": list(group["params"])} for group in task.param_groups(objective, phase)]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise BadInput(f"{type(task).__name__}.param_groups: names no parameter for the phase {phase!r}")
+    return groups
 
 
 def assemble_run(
@@ -126,11 +154,10 @@ def assemble_run(
     directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     values = flags.values()
     limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
-    batches, lr_factor = arrange_batches(flags, values, parallel, before)
+    sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
+    batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
     batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
-    phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
-    eval_every = flags.run.eval_every if "val" in task.splits() else None
-    plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
+    plan = build_plan(flags, task, batches)
     learning_rate = build_learning_rate(flags, plan, lr_factor)
     return Run(
         task=task,
@@ -154,9 +181,10 @@ def assemble_run(
         facts={
             "task": flags.run.task,
             "config": values,
-            "global_batch_size": batches.global_batch_size,
+            "batch_sizes": sizes,
+            "global_batch_sizes": [split.global_batch_size for split in batches],
             "lr_factor": lr_factor,
-            "phase_sizes": list(plan.phase_sizes),
+            "phase_sizes": plan.phase_sizes,
             "environment": describe_environment(parallel),
         },
     )
@@ -181,20 +209,49 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
 
 
 def arrange_batches(
-    flags: Flags, values: Mapping[str, Any], parallel: Parallel, before: Mapping[str, Any] | None
-) -> tuple[BatchSplit, float]:
-    """How batches are cut, and the factor of `--scale-lr`.
+    flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], parallel: Parallel, before: Mapping[str, Any] | None
+) -> tuple[tuple[BatchSplit, ...], float]:
+    """How the batches of each phase are cut, and the factor of `--scale-lr`.
 
-    A resumed run whose batch flags are unchanged keeps its global batch and factor, whatever the devices are now.
+    sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
+    its global batches and factor, whatever the devices are now.
     """
-    batch = flags.batch
-    num_devices, world_size = parallel.num_devices, parallel.shard[1]
+    batch, devices = flags.batch, (parallel.num_devices, parallel.shard[1])
     if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
-        split = split_batch(batch.batch_size, 1, before["global_batch_size"], num_devices, world_size)
-        return split, before["lr_factor"]
-    split = split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, world_size)
-    one_device = batch.batch_size * batch.grad_accum_steps
-    return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
+        kept = before.get("global_batch_sizes") or [before["global_batch_size"]]
+        if before.get("batch_sizes", sizes) == sizes:
+            pairs = zip(sizes, kept, strict=True)
+            return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
+    asked = batch.global_batch_size
+    wholes = [asked and max(1, round(asked * size / batch.batch_size)) for size in sizes]
+    splits = tuple(
+        split_batch(size, batch.grad_accum_steps, whole, *devices) for size, whole in zip(sizes, wholes, strict=True)
+    )
+    one_device = sizes[0] * batch.grad_accum_steps
+    return splits, device_scaling_factor(flags.learning.scale_lr, splits[0].global_batch_size, one_device)
+
+
+def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
+    """Epochs, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
+    eval_every = flags.run.eval_every if "val" in task.splits() else None
+    orders = tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches))
+    return Plan(flags.run.epochs, orders, task.turns, eval_every)
+
+
+def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
+    """The samples of a phase in global batches. Raises BadInput."""
+    name = task.phases[phase]
+    num_samples = task.num_samples(name)
+    if task.order(name, 0, global_batch_size) is not None:
+        batches = partial(task.order, name, global_batch_size=global_batch_size)
+        return TaskOrder(f"{type(task).__name__}.order({name!r})", batches, global_batch_size, num_samples)
+    rest = num_samples % global_batch_size if flags.batch.drop_last else 0
+    if rest == num_samples:
+        raise BadInput(
+            f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
+            "--batch-size or leave it out"
+        )
+    return ShuffledOrder(flags.run.seed, phase, num_samples, global_batch_size, num_samples - rest)
 
 
 def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
@@ -202,7 +259,11 @@ def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate
     learning, total = flags.learning, float(plan.epochs)
     warmup = learning.warmup_epochs
     if learning.warmup_steps is not None:
-        warmup = learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch
+        # Of a single phase a short last step counts as a part of one.
+        per_epoch = float(plan.steps_per_epoch)
+        if len(plan.orders) == 1:
+            per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
+        warmup = learning.warmup_steps / per_epoch
         num_steps = plan.epochs * plan.steps_per_epoch
         if learning.warmup_steps > num_steps:
             raise BadInput(
@@ -218,7 +279,7 @@ def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
-    """The model with its loss on this process's device, initialised alike on every process, and its optimizers."""
+    """The model with its loss on this process's device, initialised alike on every process."""
     precision = choose_precision(flags.precision, parallel.device)
     torch.manual_seed(flags.run.seed)
     objective = task.build_objective()
@@ -230,7 +291,6 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
         objective,
         in_precision(objective, precision),
         precision,
-        build_optimizers(flags.learning, task, objective),
         flags.learning.max_grad_norm,
         ExponentialMovingAverage(objective.model, flags.learning.ema_decay),
     )
@@ -239,16 +299,17 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
 def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str, BatchLoader]:
     """Training loads in workers, if any; evaluation is short and loads in this process."""
     pin_memory = parallel.device.type == "cuda"
+    datasets = {**task.splits(), "train": PhaseDatasets([task.training_data(phase) for phase in task.phases])}
     return {
         name: BatchLoader(dataset, task.collate, num_workers if name == "train" else 0, pin_memory)
-        for name, dataset in task.splits().items()
+        for name, dataset in datasets.items()
     }
 
 
-def example_batch(task: Task) -> dict[str, torch.Tensor]:
-    """A small checked batch that does not count."""
-    dataset = task.splits()["train"]
-    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
+def example_batch(task: Task, phase: int) -> Batch:
+    """A small checked batch of a phase that does not count."""
+    dataset = task.training_data(task.phases[phase])
+    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, phase=phase, placeholder=True)
     batch = next(BatchLoader(dataset, task.collate)([keys]))
     check_batch(batch)
     return batch
@@ -273,15 +334,12 @@ def describe_environment(parallel: Parallel) -> dict[str, Any]:
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
-    parallel, batches = run.parallel, run.batches
+    parallel, batches = run.parallel, run.batches[0]
     world_size, num_devices = parallel.shard[1], parallel.num_devices
-    exact = batches.batch_size * num_devices * batches.grad_accum_steps == batches.global_batch_size
     scaled = run.learning_rate.peak
     lines = [
         f"Devices: {parallel.describe()}",
-        f"Batch: {batches.global_batch_size} samples per optimizer step, from {batches.batch_size} per device per "
-        f"forward (--batch-size is per device) x {num_devices} device(s) x {batches.grad_accum_steps} accumulation "
-        "step(s)" + ("" if exact else ", the last ones smaller"),
+        *describe_batches(run),
         f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
@@ -293,4 +351,18 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         if batches.global_batch_size != one_device * num_devices:
             why = f"a global batch of {batches.global_batch_size} samples instead of {one_device}"
         lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {scaled:g} for {why}")
+    return lines
+
+
+def describe_batches(run: Run) -> list[str]:
+    """A line for each phase about how its batches are cut."""
+    lines, num_devices = [], run.parallel.num_devices
+    for phase, split in zip(run.task.phases, run.batches, strict=True):
+        exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
+        lines.append(
+            f"Batch{f' of phase {phase}' if len(run.batches) > 1 else ''}: {split.global_batch_size} samples per "
+            f"optimizer step, from {split.batch_size} per device per forward (--batch-size is per device) x "
+            f"{num_devices} device(s) x {split.grad_accum_steps} accumulation step(s)"
+            + ("" if exact else ", the last ones smaller")
+        )
     return lines

@@ -41,7 +41,6 @@ def ensemble_metrics(
         run.learner,
         objective=ensemble,
         net=in_precision(ensemble, run.learner.precision),
-        optimizers={},
         ema=ExponentialMovingAverage(ensemble.model, decay=0),
     )
     return run.metrics("test", evaluate(run, "test"))

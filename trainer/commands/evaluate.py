@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.checkpoint.records import RESULTS, read_json, write_json
 from trainer.checkpoint.weights import check_weights_fit, find_weights
-from trainer.commands.build import assemble_run, describe_run, wrap_model
+from trainer.commands.build import assemble_run, describe_run
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
 from trainer.logs.run_log import scores_text
@@ -72,7 +72,7 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
             "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),
             "world_size": run.parallel.shard[1],
             "num_devices": run.parallel.num_devices,
-            "global_batch_size": run.batches.global_batch_size,
+            "global_batch_size": run.batches[0].global_batch_size,
             "seed": run.settings.seed,
             "epochs": progress.position.epoch,
             "step": progress.step,
@@ -90,7 +90,6 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     run = assemble_run(flags, task, parallel)
     check_weights_fit(run.learner.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
     run.learner.load_weights(state["model"])
-    wrap_model(run)
     lines = [*describe_run(run, flags), f"Evaluating {label}."]
     for split in [name for name in ("val", "test") if name in run.loaders and (name != "test" or flags.run.test)]:
         lines.append(scores_text(run.metrics(split, evaluate(run, split))))

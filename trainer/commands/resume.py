@@ -11,8 +11,8 @@ from trainer.checkpoint.weights import check_weights_fit
 from trainer.commands.flags import Flags
 from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
-from trainer.loop.checkpointing import finish_saving, restore, save
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
+from trainer.loop.checkpointing import finish_saving, restore_progress, restore_weights, save
 from trainer.loop.run import Run
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
@@ -22,7 +22,7 @@ def take_over(run: Run, flags: Flags) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
     source, progress = flags.checkpoint.resume_from, run.progress
     best = progress.best
-    is_best = best is not None and progress.position == Position(best.epoch)
+    is_best = best is not None and progress.position.is_end_of(best.epoch)
     if best is not None and not is_best:
         taken = run.parallel.on_main(lambda: _copy_best(source, best.epoch, best.value, run.directory))
         if not taken:
@@ -39,7 +39,7 @@ def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDire
     if beside is None or not beside.is_file():
         return False
     state = read_checkpoint(beside, str(beside))
-    if Position(**state["position"]) != Position(epoch):
+    if not Position(**state["position"]).is_end_of(epoch):
         return False
     directory.save(state, value, is_best=True)
     return True
@@ -68,14 +68,19 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
     return state
 
 
-def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """Restores a checkpoint; returns what the user should know. Raises BadInput when it does not fit."""
-    changed = changed_flags(state["config"], run.facts["config"])
+def take_weights(run: Run, state: Mapping[str, Any]) -> None:
+    """Those of a checkpoint to go on from. Raises BadInput when it does not fit."""
     if state["task"] != run.facts["task"]:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     advice = "choose another --save-dir, or start over with --fresh"
     check_weights_fit(run.learner.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
-    restore(run, state)
+    restore_weights(run, state)
+
+
+def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
+    """Goes on from a checkpoint whose weights are taken; returns what the user should know. Raises BadInput."""
+    changed = changed_flags(state["config"], run.facts["config"])
+    restore_progress(run, state)
     position, sizes = run.progress.position, run.facts["phase_sizes"]
     notes = []
     if not run.is_complete:
@@ -92,9 +97,10 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
         f"Changed since the checkpoint: {name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()
     ]
     then, now = state["environment"], run.facts["environment"]
-    if then["num_devices"] != now["num_devices"] and run.batches.global_batch_size == state["global_batch_size"]:
+    wholes, kept = run.facts["global_batch_sizes"], state.get("global_batch_sizes") or [state["global_batch_size"]]
+    if then["num_devices"] != now["num_devices"] and wholes == kept:
         notes.append(
-            f"The global batch stays at {run.batches.global_batch_size} samples on {now['num_devices']} device(s) "
+            f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
             f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
         )
     different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]

@@ -4,7 +4,7 @@ import ctypes
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,19 @@ class KeyedDataset(Protocol):
 
 
 Collate = Callable[[Any, SampleKeys], Batch]
+
+
+class PhaseDatasets:
+    """The data set of each phase as one, so that one set of workers loads all of them."""
+
+    def __init__(self, datasets: Sequence[KeyedDataset]) -> None:
+        self._datasets = datasets
+
+    def __len__(self) -> int:
+        return len(self._datasets[0])
+
+    def __getitems__(self, keys: SampleKeys) -> Any:
+        return self._datasets[keys.phase].__getitems__(keys)
 
 
 class _Batches(Dataset[Batch]):

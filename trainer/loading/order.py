@@ -15,15 +15,25 @@ class Position:
     """How far a run has come, in units that survive a change of batch size or of device count.
 
     epoch: number of completed epochs. phase: index of the current phase. samples: consumed in this phase.
+
+    Of phases in turns, phase is the one whose turn it is, and samples are those of the first one, whose data make the
+    epoch. turn: steps done in this turn. others: (epochs, samples of the current one) of each other phase in its own
+    data, since the start of training; empty before any.
     """
 
     epoch: int = 0
     phase: int = 0
     samples: int = 0
+    turn: int = 0
+    others: tuple[tuple[int, int], ...] = ()
 
     @property
     def at_epoch_start(self) -> bool:
-        return self.phase == 0 and self.samples == 0
+        return self.phase == self.samples == self.turn == 0
+
+    def is_end_of(self, epoch: int) -> bool:
+        """Whether exactly so many epochs are done."""
+        return self.epoch == epoch and self.at_epoch_start
 
 
 @dataclass(frozen=True, slots=True)

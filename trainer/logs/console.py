@@ -4,12 +4,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from tqdm import tqdm
 
 # tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there.
 tqdm.set_lock(threading.RLock())
+
+T = TypeVar("T")
 
 PLAIN_LINE_INTERVAL_S = 10.0
 NUMBER_WIDTH = len("-1.2345e-05")
@@ -22,6 +25,11 @@ def say(line: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
+
+
+def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
+    """The items, with a bar on a terminal once going through them has taken two seconds."""
+    return tqdm(items, description, delay=2, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
 
 class ProgressBar:
@@ -78,4 +86,4 @@ class Table:
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
     """Of metrics by name, such as "val/loss", those of the headline, which leaves out the split; empty takes all."""
-    return {name: value for name, value in metrics.items() if not headline or name.partition("/")[2] in headline}
+    return {name: value for name, value in metrics.items() if not headline or name.rpartition("/")[2] in headline}

@@ -3,10 +3,10 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import FileWriter, SummaryWriter
@@ -15,7 +15,9 @@ from torch.utils.tensorboard.summary import hparams
 from trainer.config import shown
 from trainer.loading.files import replace_text
 from trainer.loading.order import Position
-from trainer.logs.console import ProgressBar, Table, of_headline, say
+from trainer.logs.console import ProgressBar, Table, of_headline, progress_bar, say
+
+T = TypeVar("T")
 
 HYPERPARAMETERS_SUFFIX = ".hparams"
 
@@ -24,6 +26,9 @@ class SilentLog:
     """The log of every process but the main one: does nothing where a `RunLog` does something."""
 
     data_wait_seconds = 0.0
+
+    def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
+        return items
 
     def _ignore(self, *arguments: object) -> None:
         pass
@@ -60,6 +65,10 @@ class RunLog:
         say(text)
         self._train_log.write(text + "\n")
 
+    def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
+        """The items, with a bar on the console if going through them takes seconds."""
+        return progress_bar(items, description)
+
     def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
         """Opens the epoch's progress bar. consumed: samples of this epoch trained on before a resume."""
         self._epoch_started = time.monotonic()
@@ -74,14 +83,15 @@ class RunLog:
         self._bar.bar.update(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        """Every `--log-interval` steps."""
+        """Every `--log-interval` steps. metrics: the loss first, then the learning rate."""
         assert self._bar is not None
         self._record("step", metrics, step, epoch=position.epoch, samples=position.samples)
         rate = self._epoch_samples / max(time.monotonic() - self._epoch_started, 1e-9)
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
         self._train_log.write(line + "\n")
-        self._bar.report(f"loss={metrics['train/loss']:.4f}, lr={metrics['learning_rate']:.2e}", line)
+        loss, learning_rate, *_ = metrics.values()
+        self._bar.report(f"loss={loss:.4f}, lr={learning_rate:.2e}", line)
 
     def end_training(self) -> None:
         """The epoch's training is over; its evaluation may follow."""

@@ -11,7 +11,7 @@ from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
-from trainer.loop.totals import share_of
+from trainer.loop.totals import Totals, share_of
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
@@ -23,19 +23,24 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """
     run.progress.read_clock()
     run.parallel.sync_buffers(run.learner.objective)
-    totals = run.progress.totals.reduced(run.parallel)
+    totals = {phase: own.reduced(run.parallel) for phase, own in run.progress.totals.items()}
     # As after a resume, so that an unbroken run adds up in the same order.
-    run.progress.totals = share_of(totals, run.parallel)
+    run.progress.totals = _shares(run, totals)
     run.parallel.phase.enter("saving")
-    run.parallel.on_main(lambda: _save_in_background(run, totals, value, is_best))
+    state = run.parallel.full_state(run.learner.objective, run.learner.optimizers)
+    run.parallel.on_main(lambda: _save_in_background(run, _state(run, state, totals), value, is_best))
 
 
-def _save_in_background(run: Run, totals: Mapping[str, Tensor], value: float | None, is_best: bool) -> None:
+def _shares(run: Run, totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Totals]:
+    return {phase: share_of(own, run.parallel) for phase, own in totals.items()}
+
+
+def _save_in_background(run: Run, state: dict[str, Any], value: float | None, is_best: bool) -> None:
     run.saver.wait()
     report_saving(run)
     # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
     run.log.flush()
-    run.saver.start(_state(run, totals), value, is_best)
+    run.saver.start(state, value, is_best)
 
 
 def report_saving(run: Run) -> None:
@@ -50,9 +55,9 @@ def finish_saving(run: Run) -> None:
     run.parallel.on_main(run.saver.finish)
 
 
-def _state(run: Run, totals: Mapping[str, Tensor]) -> dict[str, Any]:
+def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """All that a checkpoint holds. state: weights and moments."""
     progress, learner = run.progress, run.learner
-    state = run.parallel.full_state(learner.objective, learner.optimizers)
     _refuse_non_finite(run, state["model"])
     learner.ema.put_into(state)
     return state | {
@@ -63,7 +68,7 @@ def _state(run: Run, totals: Mapping[str, Tensor]) -> dict[str, Any]:
         "epochs_since_best": progress.epochs_since_best,
         "train_seconds": progress.train_seconds,
         "totals": totals,
-        "reported": [progress.reported_loss, progress.reported_weight],
+        "reported": progress.reported,
         "skipped_steps": progress.skipped_steps,
         **run.facts,
     }
@@ -85,13 +90,19 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
         )
 
 
-def restore(run: Run, state: Mapping[str, Any]) -> None:
-    """Goes back to the moment of a checkpoint. Its weights must fit: see `check_weights_fit`."""
+def restore_weights(run: Run, state: Mapping[str, Any]) -> None:
+    """Weights and buffers of a checkpoint; they must fit: see `check_weights_fit`."""
     learner = run.learner
-    run.parallel.load_full_state(state, learner.objective, learner.optimizers)
+    run.parallel.load_weights(state["model"], learner.objective)
     learner.ema.restore(state)
     if "training_model" in state:
-        learner.objective.model.load_state_dict(state["training_model"])
+        run.parallel.load_weights(state["training_model"], learner.objective)
+
+
+def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
+    """Goes back to the moment of a checkpoint whose weights are restored."""
+    learner, first = run.learner, run.task.phases[0]
+    run.parallel.load_moments(state["optimizers"], learner.optimizers)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(
@@ -100,8 +111,13 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
         best=Best(**state["best"]) if state["best"] else None,
         epochs_since_best=state["epochs_since_best"],
         train_seconds=state["train_seconds"],
-        totals=share_of(state["totals"], run.parallel),
-        reported_loss=state["reported"][0],
-        reported_weight=state["reported"][1],
+        totals=_shares(run, _by_phase(state["totals"], first)),
+        reported=_by_phase(state["reported"], first),
         skipped_steps=state.get("skipped_steps", 0),
     )
+
+
+def _by_phase(value: Any, first: str) -> dict[str, Any]:
+    """The same of a checkpoint that was made when only the first phase was told apart."""
+    is_by_phase = isinstance(value, dict) and not any(isinstance(item, Tensor) for item in value.values())
+    return value if is_by_phase else {first: value}

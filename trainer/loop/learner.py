@@ -1,11 +1,11 @@
 """The model with its loss, and everything that an optimizer step reads or changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.ema import ExponentialMovingAverage
@@ -17,35 +17,62 @@ from trainer.task import Objective
 class Learner:
     """What learns.
 
-    objective: as the task built it. net: the same in the run's precision, wrapped for its devices; what training calls.
-    optimizers: of each phase. max_grad_norm: 0 does not clip. params: what each phase trains.
+    objective: as the task built it. net: the same in the run's precision. max_grad_norm: 0 does not clip.
+
+    By phase, once the run is to train: nets, the net wrapped for the run's devices, which is what training calls;
+    params, what the phase trains; optimizers.
     """
 
     objective: Objective
     net: nn.Module
     precision: Precision
-    optimizers: dict[str, torch.optim.Optimizer]
     max_grad_norm: float
     ema: ExponentialMovingAverage
-    params: dict[str, list[Tensor]] = field(init=False)
+    nets: dict[str, nn.Module] = field(default_factory=dict)
+    params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
+    optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
     batch_norm: RunningStatistics = field(init=False)
+    _phase: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.batch_norm = RunningStatistics(self.objective)
-        self.params = {
-            phase: [p for group in optimizer.param_groups for p in group["params"]]
-            for phase, optimizer in self.optimizers.items()
-        }
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the model."""
         return sum(p.numel() for p in self.objective.parameters())
 
+    def set_trained(self, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        """params: what each phase trains. Whatever none of them trains gets no gradients."""
+        self.params = {phase: list(own) for phase, own in params.items()}
+        self._phase = None
+        for parameter in self.objective.parameters():
+            parameter.requires_grad_(False)
+        self.enter(next(iter(params)))
+
+    def enter(self, phase: str) -> nn.Module:
+        """The net of a phase; from now on the parameters of this phase alone get gradients.
+
+        Those that a backward of one phase leaves on the parameters of another would enter the other's next step.
+        """
+        if phase != self._phase:
+            for parameter in self.params.get(self._phase, ()) if self._phase else ():
+                parameter.requires_grad_(False)
+            for parameter in self.params[phase]:
+                parameter.requires_grad_(True)
+            self._phase = phase
+        return self.nets.get(phase, self.net)
+
+    def train(self) -> None:
+        """Train mode."""
+        for net in self.nets.values():
+            net.train()
+
     def set_learning_rate(self, phase: str, learning_rate: float) -> None:
         """That of the phase's next step."""
-        for group in self.optimizers[phase].param_groups:
-            group["lr"] = learning_rate
+        for optimizer in self.optimizers[phase]:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Weights to begin with; those of a checkpoint that is only used are averaged already, if at all."""

@@ -16,9 +16,9 @@ from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
-from trainer.loop.plan import BatchSplit, split_batch
+from trainer.loop.plan import BatchSplit
 from trainer.loop.run import Run
-from trainer.loop.windows import WeightedBatch, weighted
+from trainer.loop.windows import WeightedBatch, Window, weighted
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.errors import RestartNeeded
 from trainer.task import Sums
@@ -32,8 +32,8 @@ OPTIMIZER = "the optimizer"
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def train_within_memory(run: Run, window: Sequence[WeightedBatch], step: Callable[[Sequence[WeightedBatch]], T]) -> T:
-    """step(window), with the window cut into as many micro-batches as it takes.
+def train_within_memory(run: Run, window: Window, step: Callable[[Sequence[WeightedBatch]], T]) -> T:
+    """step(micro-batches of the window), cut into as many as it takes.
 
     A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot be:
     RestartNeeded is raised. Raises BadInput when not even one sample fits.
@@ -42,18 +42,19 @@ def train_within_memory(run: Run, window: Sequence[WeightedBatch], step: Callabl
         try:
             # Batches loaded before memory got short are too large.
             is_short = run.memory_limit.batch_size is not None
-            return step(recut(window, run.batches.micro_batch_size) if is_short else window)
+            size = run.batches[window.step.phase].micro_batch_size
+            return step(recut(window.micro_batches, size) if is_short else window.micro_batches)
         except torch.OutOfMemoryError:
             if run.parallel.phase.name == OPTIMIZER:
                 raise _hopeless(run, "for the moments of the optimizer") from None
         # Outside of the handler, because the frames of the exception hold what is to be freed.
         _forget_attempt(run)
-        _halve(run)
+        _halve(run, window.step.phase)
 
 
-def recut(window: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
-    """The window with at most so many samples in a micro-batch."""
-    return [part for batch in window for part in _parts(batch, size)]
+def recut(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
+    """The same micro-batches with at most so many samples in one."""
+    return [part for batch in batches for part in _parts(batch, size)]
 
 
 def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
@@ -76,27 +77,28 @@ def _free() -> None:
     torch.cuda.empty_cache()  # nothing where no GPU is in use
 
 
-def _halve(run: Run) -> None:
-    """Goes on with half the samples per forward, and says so."""
-    before, (after, limit) = run.batches, _with_half(run)
+def _halve(run: Run, phase: int) -> None:
+    """Goes on with half the samples per forward of all phases, since one has no room, and says so."""
+    before, (batches, limit) = run.batches[phase], _with_half(run, phase)
+    after = batches[phase]
     account = f"out of memory in {run.parallel.phase} with {before.batch_size} samples per forward"
     change = _change(before, after)
     if run.parallel.is_launched:
         raise RestartNeeded(
             f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit)
         )
-    run.batches = after
+    run.batches = batches
     _remember(run, limit)
     advice = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"
     run.log.say(f"{account[0].upper()}{account[1:]}: going on with {change}; {advice}.")
 
 
-def _with_half(run: Run) -> tuple[BatchSplit, MemoryLimit]:
-    """The same global batch with half the samples per forward. Raises BadInput when a single one did not fit."""
-    before, world_size = run.batches, run.parallel.shard[1]
-    size = _half(run, before.batch_size)
-    after = split_batch(size, 1, before.global_batch_size, run.parallel.num_devices, world_size)
-    return after, replace(run.memory_limit, batch_size=after.batch_size)
+def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:
+    """The same global batches with half the samples per forward. Raises BadInput when a single one did not fit."""
+    _half(run, run.batches[phase].batch_size)
+    limit = replace(run.memory_limit, batch_size=-(-run.batches[0].batch_size // 2))
+    batches = limit.applied(run.batches, run.parallel.num_devices, run.parallel.shard[1])
+    return batches, replace(limit, batch_size=batches[0].batch_size)
 
 
 def _half(run: Run, size: int) -> int:
@@ -160,42 +162,44 @@ def rehearse(run: Run) -> None:
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in run.learner.net.modules()):
         return
-    while not _fits_everywhere(run):
-        before = run.batches
-        run.batches, run.memory_limit = _with_half(run)
+    while (phase := _first_too_large(run)) is not None:
+        before = run.batches[phase]
+        run.batches, run.memory_limit = _with_half(run, phase)
         run.parallel.on_main(lambda: _remember(run, run.memory_limit))
-        change = _change(before, run.batches)
+        change = _change(before, run.batches[phase])
         run.log.say(f"{before.batch_size} samples per forward do not fit into memory: training with {change}.")
 
 
-def _fits_everywhere(run: Run) -> bool:
-    num_failures = run.parallel.sum(torch.tensor([not _fits(run)], dtype=torch.float64))
-    return num_failures.item() == 0
-
-
-def _fits(run: Run) -> bool:
+def _first_too_large(run: Run) -> int | None:
+    """The first phase whose largest micro-batch finds no room on some process."""
     run.parallel.phase.enter("the rehearsal of the largest batch")
     gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
-    fits = True
     with kept_buffers(run.learner.objective), torch.random.fork_rng(gpus):
-        for phase in range(len(run.task.phases)):
-            try:
-                _forward_and_backward(run, phase)
-            except torch.OutOfMemoryError:
-                fits = False
-            run.learner.objective.zero_grad(set_to_none=True)
-            _free()
+        failures = [not _fits(run, phase) for phase in range(len(run.task.phases))]
+    found = run.parallel.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
+    return found[0] if found else None
+
+
+def _fits(run: Run, phase: int) -> bool:
+    fits = True
+    try:
+        _forward_and_backward(run, phase)
+    except torch.OutOfMemoryError:
+        fits = False
+    run.learner.objective.zero_grad(set_to_none=True)
+    _free()
     return fits
 
 
 def _forward_and_backward(run: Run, phase: int) -> None:
     """With the gradients of an earlier micro-batch and the moments in memory."""
     name = run.task.phases[phase]
-    held = [torch.empty_like(p) for p in _without_moments(run.learner.optimizers[name]) for _ in range(2)]
-    index = run.task.largest_samples(name, run.batches.micro_batch_size)
-    loader = BatchLoader(run.task.splits()["train"], run.task.collate)
+    optimizers = run.learner.optimizers[name]
+    held = [torch.empty_like(p) for opt in optimizers for p in _without_moments(opt) for _ in range(2)]
+    index = run.task.largest_samples(name, run.batches[phase].micro_batch_size)
+    loader = BatchLoader(run.task.training_data(name), run.task.collate)
     (batch,) = loader([SampleKeys(index, epoch=0, phase=phase)])
-    net = run.learner.net
+    net = run.learner.enter(name)
     net.train()
     for _ in range(2):
         with run.parallel.gradient_sync(net, enabled=False):

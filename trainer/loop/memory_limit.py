@@ -45,11 +45,16 @@ class MemoryLimit:
         """Of one device."""
         return self.eval_batch_size or self.asked_eval_batch_size or self.asked_batch_size
 
-    def applied(self, batches: BatchSplit, num_devices: int, world_size: int) -> BatchSplit:
-        """The split, with no more samples per forward than fit."""
-        if self.batch_size is None or self.batch_size >= batches.batch_size:
+    def applied(self, batches: tuple[BatchSplit, ...], num_devices: int, world_size: int) -> tuple[BatchSplit, ...]:
+        """The splits of all phases: no more samples per forward of the first one than fit, of others in proportion."""
+        asked = batches[0].batch_size
+        if self.batch_size is None or self.batch_size >= asked:
             return batches
-        return split_batch(self.batch_size, 1, batches.global_batch_size, num_devices, world_size)
+        sizes = [-(-split.batch_size * self.batch_size // asked) for split in batches]
+        return tuple(
+            split_batch(size, 1, split.global_batch_size, num_devices, world_size)
+            for size, split in zip(sizes, batches, strict=True)
+        )
 
     def note(self) -> list[str]:
         """What the user is told at a start that an earlier one has taught something."""

@@ -7,7 +7,6 @@ same step, with the same records.
 import torch
 
 from trainer.loading.errors import BadInput
-from trainer.loading.order import epoch_permutation
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord
 
@@ -29,7 +28,7 @@ def check_steps(run: Run, wait: bool) -> None:
 
 def describe(run: Run, record: StepRecord) -> str:
     """Which step, whose loss, and which samples. All processes call it."""
-    epoch, phase, start = record.start.epoch, record.start.phase, record.start.samples
+    step = record.planned
     rank, world_size = run.parallel.shard
     own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
     own_loss_is_bad[rank] = not bool(torch.isfinite(record.result.sums["loss"]).all())
@@ -38,12 +37,12 @@ def describe(run: Run, record: StepRecord) -> str:
         cause = "the loss" + (f" of rank {', '.join(map(str, ranks))}" if world_size > 1 else "")
     else:
         cause = "the gradient, rank unknown: every rank's loss was finite" if world_size > 1 else "the gradient"
-    order = epoch_permutation(run.settings.seed, epoch, phase, run.plan.phase_sizes[phase])
-    samples = order[start : record.end].tolist()
+    samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end).tolist()
     shown = ", ".join(map(str, samples[:NUM_SAMPLES_SHOWN]))
     more = f" and {len(samples) - NUM_SAMPLES_SHOWN} more" if len(samples) > NUM_SAMPLES_SHOWN else ""
+    phase = f", phase {run.task.phases[step.phase]}" if len(run.task.phases) > 1 else ""
     return (
-        f"optimizer step {record.step} (epoch {epoch + 1}) is not finite ({cause}); "
+        f"optimizer step {record.number} (epoch {step.after.epoch + 1}{phase}) is not finite ({cause}); "
         f"its global batch of {len(samples)} samples: {shown}{more}"
     )
 
@@ -62,7 +61,7 @@ def _count_skipped(run: Run, record: StepRecord, account: str) -> None:
     progress = run.progress
     progress.skipped_steps += 1
     last, in_a_row = progress.skipped_in_a_row
-    progress.skipped_in_a_row = (record.step, in_a_row + 1 if record.step == last + 1 else 1)
+    progress.skipped_in_a_row = (record.number, in_a_row + 1 if record.number == last + 1 else 1)
     if progress.skipped_in_a_row[1] > MOST_SKIPPED_IN_A_ROW:
         raise divergence(run, account, f"so were the {MOST_SKIPPED_IN_A_ROW} before it; ")
     run.log.say(f"Skipped: {account}. Steps skipped so far: {progress.skipped_steps}.")

@@ -1,26 +1,25 @@
 """The optimizers of a run."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from trainer.loop.schedule import LearningFlags
-from trainer.task import Objective, Task
+from trainer.task import ParamGroup
 
 
-def build_optimizers(learning: LearningFlags, task: Task, objective: Objective) -> dict[str, torch.optim.Optimizer]:
-    """One AdamW for each phase."""
+def build_optimizers(
+    learning: LearningFlags, groups: Mapping[str, list[ParamGroup]]
+) -> dict[str, list[torch.optim.Optimizer]]:
+    """One AdamW for each phase. groups: what each phase trains."""
     return {
-        phase: without_wrappers(torch.optim.AdamW)(
-            [group for group in task.param_groups(objective, phase) if group["params"]],
-            lr=learning.lr,
-            weight_decay=learning.weight_decay,
-            fused=True,
-        )
-        for phase in task.phases
+        phase: [
+            without_wrappers(torch.optim.AdamW)(own, lr=learning.lr, weight_decay=learning.weight_decay, fused=True)
+        ]
+        for phase, own in groups.items()
     }
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.config import FlagGroup, flag
 from trainer.loading.order import Position
+from trainer.loop.orders import SampleOrder
 
 
 @dataclass
@@ -16,6 +18,7 @@ class BatchFlags(FlagGroup):
     global_batch_size: int | None = flag(
         None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it", at_least=1
     )
+    drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
     eval_batch_size: int | None = flag(
         None, "samples per device per forward in evaluation (default: --batch-size)", at_least=1
     )
@@ -29,25 +32,51 @@ class BatchFlags(FlagGroup):
         return []
 
 
+class PlannedStep(NamedTuple):
+    """One optimizer step before it is done.
+
+    phase: its index. epoch: of the phase's own data, from 0. start, end: where its global batch lies in that epoch.
+    after: the run's position when it is done. progress: epochs of the run, where the learning rate is asked for; at
+    the middle of the global batch it is the schedule's mean over the step, up to curvature.
+    """
+
+    phase: int
+    epoch: int
+    start: int
+    end: int
+    after: Position
+    progress: float
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run: `epochs` passes over phases of `phase_sizes` samples, in global batches.
+    """The arithmetic of a run: so many epochs of phases, each in its own global batches.
 
-    eval_every: epochs from one validation to the next; None where there is no validation set.
+    orders: of each phase. turns: optimizer steps of each phase until the next one has its turn; empty where they come
+    one after another. eval_every: epochs from one validation to the next; None where there is no validation set.
     """
 
     epochs: int
-    phase_sizes: tuple[int, ...]
-    global_batch_size: int
+    orders: tuple[SampleOrder, ...]
+    turns: tuple[int, ...] = ()
     eval_every: int | None = 1
 
     @property
+    def phase_sizes(self) -> list[int]:
+        """Samples in an epoch of each phase."""
+        return [order.size for order in self.orders]
+
+    @property
     def samples_per_epoch(self) -> int:
-        return sum(self.phase_sizes)
+        """Of phases in turns those of the first one, which make the epoch."""
+        return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @property
     def steps_per_epoch(self) -> int:
-        return sum(-(-size // self.global_batch_size) for size in self.phase_sizes)
+        steps = [order.num_steps for order in self.orders]
+        if not self.turns:
+            return sum(steps)
+        return steps[0] + -(-steps[0] // self.turns[0]) * sum(self.turns[1:])
 
     def validates_after(self, num_epochs: int) -> bool:
         """Whether the validation set is scored after so many epochs: every `eval_every`, and after the last."""
@@ -55,19 +84,60 @@ class Plan:
             return False
         return num_epochs % self.eval_every == 0 or num_epochs == self.epochs
 
-    def rest_of_phase(self, position: Position) -> Iterator[tuple[int, int]]:
-        """(start, stop) of each global batch that is left in the phase; the last one may be short."""
-        size = self.phase_sizes[position.phase]
-        for start in range(position.samples, size, self.global_batch_size):
-            yield start, min(start + self.global_batch_size, size)
-
     def consumed(self, position: Position) -> int:
-        """Samples of the current epoch, over all its phases."""
-        return sum(self.phase_sizes[: position.phase]) + position.samples
+        """Samples of the current epoch, out of `samples_per_epoch`."""
+        before = [] if self.turns else self.phase_sizes[: position.phase]
+        return sum(before) + position.samples
 
     def epochs_done(self, position: Position) -> float:
         """Training progress in epochs, in [0, epochs]."""
         return position.epoch + self.consumed(position) / self.samples_per_epoch
+
+    def steps_done(self, position: Position) -> int:
+        """Optimizer steps that lead there from the start of the run, with the global batches of today."""
+        order = self.orders[0 if self.turns else position.phase]
+        steps = position.epoch * self.steps_per_epoch + order.steps_before(position.epoch, position.samples)
+        if not self.turns:
+            return steps + sum(order.num_steps for order in self.orders[: position.phase])
+        is_between_rounds = position.phase == position.turn == 0
+        num_rounds = -(-order.steps_before(position.epoch, position.samples) // self.turns[0]) - (not is_between_rounds)
+        in_this_round = sum(self.turns[1 : position.phase]) + (position.turn if position.phase > 0 else 0)
+        return steps + num_rounds * sum(self.turns[1:]) + in_this_round
+
+    def rest_of_epoch(self, position: Position) -> Iterator[PlannedStep]:
+        """The steps that are left of the current epoch."""
+        return self._in_turns(position) if self.turns else self._one_after_another(position)
+
+    def _one_after_another(self, position: Position) -> Iterator[PlannedStep]:
+        epoch, consumed = position.epoch, position.samples
+        for phase in range(position.phase, len(self.orders)):
+            for start, end in self.orders[phase].bounds(epoch, consumed):
+                progress = self.epochs_done(Position(epoch, phase, (start + end) // 2))
+                yield PlannedStep(phase, epoch, start, end, Position(epoch, phase, end), progress)
+            consumed = 0
+
+    def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
+        """Round after round until the data of the first phase are used up; the others then still have their turns.
+
+        They wrap around their own data, and use the learning rate of the step of the first phase before them.
+        """
+        first, phase, turn = self.orders[0], position.phase, position.turn
+        others = position.others or ((0, 0),) * (len(self.orders) - 1)
+        consumed = [(position.epoch, position.samples), *others]
+        while phase > 0 or consumed[0][1] < first.size:
+            order, (epoch, samples) = self.orders[phase], consumed[phase]
+            if samples >= order.size:
+                epoch, samples = epoch + 1, 0
+            start, end = next(order.bounds(epoch, samples))
+            consumed[phase] = epoch, end
+            turn += 1
+            is_over = turn == self.turns[phase] or (phase == 0 and end == first.size)
+            following, turn = ((phase + 1) % len(self.orders), 0) if is_over else (phase, turn)
+            after = Position(position.epoch, following, consumed[0][1], turn, tuple(consumed[1:]))
+            middle = (start + end) // 2 if phase == 0 else after.samples - (first.global_batch_size + 1) // 2
+            progress = self.epochs_done(Position(position.epoch, samples=max(middle, 0)))
+            yield PlannedStep(phase, epoch, start, end, after, progress)
+            phase = following
 
 
 @dataclass(frozen=True)

@@ -91,13 +91,16 @@ class Precision:
             coefficient = loss.detach() * 0 + factor  # without waiting for the loss
         (self.scaler.scale(loss) * coefficient).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], max_grad_norm: float) -> StepOutcome:
+    def step(
+        self, optimizers: Sequence[torch.optim.Optimizer], params: Sequence[Tensor], max_grad_norm: float
+    ) -> StepOutcome:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
         optimizer: with fused kernels, at least on a GPU. max_grad_norm: 0 does not clip.
 
         A step that was not applied raises the alarm, unless a lower scale of the gradients may help.
         """
+        (optimizer,) = optimizers
         self.scaler.unscale_(optimizer)
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         # The norm is that of the whole, exchanged gradient, so every process decides alike.

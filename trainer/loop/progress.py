@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.loading.order import Position
@@ -23,8 +24,8 @@ class Progress:
     epochs_since_best: as of the last validation; what early stopping looks at.
     train_seconds: wall time from the first step on, evaluation and saving included, over all sessions, as of the last
     `read_clock`.
-    totals: sums over this process's share of the current epoch.
-    reported_loss, reported_weight: what of the totals over all processes the log has reported.
+    totals: of each phase, sums over this process's share of the current epoch.
+    reported: of each phase, the loss and the weight of its totals over all processes that the log has reported.
     skipped_steps: optimizer steps left out because they were not finite.
     skipped_in_a_row: the last step skipped, and how many in a row that were.
     """
@@ -34,21 +35,21 @@ class Progress:
     best: Best | None = None
     epochs_since_best: int = 0
     train_seconds: float = 0.0
-    totals: Totals = field(default_factory=Totals)
-    reported_loss: float = 0.0
-    reported_weight: float = 0.0
+    totals: dict[str, Totals] = field(default_factory=dict)
+    reported: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_in_a_row: tuple[int, int] = (0, 0)
     clock: float = field(default_factory=time.monotonic)
 
-    def start_totals(self) -> None:
-        """At the start of an epoch."""
-        self.totals = Totals()
-        self.reported_loss = self.reported_weight = 0.0
+    def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
+        """epoch: number of completed ones."""
+        self.position = Position(epoch, others=self.position.others)
+        self.totals = {phase: Totals() for phase in phases}
+        self.reported = dict.fromkeys(phases, (0.0, 0.0))
 
-    def advance(self, samples: int) -> None:
-        """After an optimizer step. samples: of the phase, consumed so far."""
-        self.position = Position(self.position.epoch, self.position.phase, samples)
+    def advance(self, position: Position) -> None:
+        """After an optimizer step."""
+        self.position = position
         self.step += 1
 
     def read_clock(self) -> None:

@@ -33,15 +33,15 @@ class LoopSettings:
 class Run:
     """One process's view of a training run.
 
-    directory, saver: used on the main process alone. facts: what a checkpoint records for the next start: flags,
-    versions, batch arithmetic.
+    batches: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
+    a checkpoint records for the next start: flags, versions, batch arithmetic.
     """
 
     task: Task
     parallel: Parallel
     learner: Learner
     plan: Plan
-    batches: BatchSplit
+    batches: tuple[BatchSplit, ...]
     memory_limit: MemoryLimit
     learning_rate: LearningRate
     loaders: dict[str, BatchLoader]
@@ -70,6 +70,21 @@ class Run:
         if not sums:
             return {}
         return {f"{split}/{name}": value for name, value in self.task.summarise(sums).items()}
+
+    def training_metrics(self) -> dict[str, float]:
+        """Those of the current epoch so far, by name, such as "train/loss". All processes call it."""
+        totals = {phase: self.progress.totals[phase].reduced(self.parallel) for phase in self.task.phases}
+        return {
+            self.of_phase(f"train/{name}", phase): value
+            for phase, sums in totals.items()
+            if sums
+            for name, value in self.task.summarise_training(sums, phase).items()
+        }
+
+    def of_phase(self, metric: str, phase: str) -> str:
+        """The name of a metric of training: "train/loss", or "train/generator/loss" where there are several phases."""
+        folder, _, name = metric.rpartition("/")
+        return "/".join(filter(None, [folder, phase, name])) if len(self.task.phases) > 1 else metric
 
     def close(self) -> None:
         """Ends workers, a write under way, and the log."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.loading.order import Position
+from trainer.loop.plan import PlannedStep
 from trainer.task import Sums
 
 GROUP_SIZE = 32
@@ -27,11 +27,10 @@ class StepResult(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """A step with its place: its number, from 1; where its global batch begins, and where it ends in the phase."""
+    """A step with its place. number: of the run, from 1."""
 
-    step: int
-    start: Position
-    end: int
+    number: int
+    planned: PlannedStep
     result: StepResult
 
 

@@ -9,8 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from trainer.loading.order import Position
 from trainer.loop.checkpointing import finish_saving, report_saving, save
+from trainer.loop.epoch_start import start_epoch
 from trainer.loop.evaluate import evaluate
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OPTIMIZER, train_within_memory
@@ -19,7 +19,7 @@ from trainer.loop.pictures import log_pictures
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord, StepResult
 from trainer.loop.totals import counted
-from trainer.loop.windows import StopRequested, WeightedBatch, agree_ahead, training_windows
+from trainer.loop.windows import StopRequested, WeightedBatch, Window, agree_ahead, training_windows
 from trainer.parallel.base import Parallel
 from trainer.task import Sums
 
@@ -42,52 +42,44 @@ def train(run: Run) -> None:
 
 
 def train_epoch(run: Run) -> None:
-    """Trains what is left of the current epoch, phase by phase."""
-    progress = run.progress
-    if progress.position.at_epoch_start:
-        progress.start_totals()
-        run.task.on_epoch_start(run.learner.objective, progress.position.epoch)
-    run.log.start_epoch(
-        progress.position, run.plan.epochs, run.plan.samples_per_epoch, run.plan.consumed(progress.position)
-    )
-    run.learner.net.train()
-    for phase in range(progress.position.phase, len(run.task.phases)):
-        if phase > progress.position.phase:
-            progress.position = Position(progress.position.epoch, phase, 0)
-        train_phase(run)
+    """Trains what is left of the current epoch: one optimizer step for each global batch."""
+    position, plan = run.progress.position, run.plan
+    if position.at_epoch_start:
+        run.progress.start_epoch(position.epoch, run.task.phases)
+        start_epoch(run)
+    run.log.start_epoch(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
+    run.learner.train()
+    for window, total_weight in agree_ahead(run, training_windows(run)):
+        train_window(run, window, total_weight)
+    check_steps(run, wait=True)
     run.log.end_training()
 
 
-def train_phase(run: Run) -> None:
-    """Trains what is left of the current phase of the current epoch: one optimizer step for each global batch."""
-    progress, learner = run.progress, run.learner
-    epoch, phase = progress.position.epoch, progress.position.phase
-    phase_name = run.task.phases[phase]
-    for window, total_weight in agree_ahead(run, training_windows(run)):
-        start = progress.position
-        run.parallel.phase.step = progress.step + 1
-        # The rate is that of the middle of the global batch: the schedule's mean over it, up to curvature.
-        middle = Position(epoch, phase, (start.samples + window.end) // 2)
-        learning_rate = run.learning_rate.at(run.plan.epochs_done(middle))
-        if total_weight > 0:
-            learner.set_learning_rate(phase_name, learning_rate)
-            step = partial(
-                train_step, learner, run.parallel, phase_name, total_weight=total_weight,
-                dropout_key=(run.settings.seed, epoch, phase, start.samples),
-            )  # fmt: skip
-            result = train_within_memory(run, window.micro_batches, step)
-            progress.totals.add(result.sums, window.weight, result.applied)
-            run.step_results.add(StepRecord(progress.step + 1, start, window.end, result))
-        progress.advance(window.end)
-        run.log.advance(window.end - start.samples)
-        logs = total_weight > 0 and progress.step % run.settings.log_interval == 0
-        saves = run.settings.save_every_steps > 0 and progress.step % run.settings.save_every_steps == 0
-        check_steps(run, wait=logs or saves)
-        if logs:
-            log_step(run, learning_rate, result.grad_norm)
-        if saves:
-            save(run)
-    check_steps(run, wait=True)
+def train_window(run: Run, window: Window, total_weight: float) -> None:
+    """Trains on one global batch, and logs and saves what is due. total_weight: its loss terms over all processes."""
+    progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
+    start = progress.position
+    run.parallel.phase.step = progress.step + 1
+    learning_rate = run.learning_rate.at(step.progress)
+    if total_weight > 0:
+        run.learner.set_learning_rate(phase, learning_rate)
+        result = train_within_memory(
+            run, window, partial(
+                train_step, run.learner, run.parallel, phase, total_weight=total_weight,
+                dropout_key=(run.settings.seed, step.epoch, step.phase, step.start),
+            ),
+        )  # fmt: skip
+        progress.totals[phase].add(result.sums, window.weight, result.applied)
+        run.step_results.add(StepRecord(progress.step + 1, step, result))
+    progress.advance(step.after)
+    run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
+    logs = total_weight > 0 and progress.step % run.settings.log_interval == 0
+    saves = run.settings.save_every_steps > 0 and progress.step % run.settings.save_every_steps == 0
+    check_steps(run, wait=logs or saves)
+    if logs:
+        log_step(run, phase, learning_rate, result.grad_norm)
+    if saves:
+        save(run)
 
 
 def train_step(
@@ -105,13 +97,14 @@ def train_step(
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
     """
     sums: Sums = {}
+    net = learner.enter(phase)
     learner.batch_norm.keep()
     for i, (batch, weight) in enumerate(window):
         parallel.seed_dropout(*dropout_key, i)
         # Gradients travel to the other processes in the last backward of the window only.
-        with parallel.gradient_sync(learner.net, enabled=i == len(window) - 1):
+        with parallel.gradient_sync(net, enabled=i == len(window) - 1):
             parallel.phase.enter("forward")
-            part = counted(learner.net(parallel.to_device(batch), phase), weight)
+            part = counted(net(parallel.to_device(batch), phase), weight)
             parallel.phase.enter("backward")
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         for name, value in part.items():
@@ -124,17 +117,17 @@ def train_step(
     return StepResult(sums, *outcome)
 
 
-def log_step(run: Run, learning_rate: float, grad_norm: Tensor) -> None:
+def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> None:
     """Logs the mean loss since the last report; the one place in the step that waits for the device."""
     report_saving(run)
     progress = run.progress
-    totals = progress.totals.reduced(run.parallel)
+    totals = progress.totals[phase].reduced(run.parallel)
     loss, weight = float(totals["loss"]), float(totals["weight"])
-    new_weight = weight - progress.reported_weight
-    mean_loss = (loss - progress.reported_loss) / new_weight if new_weight else math.nan  # all steps were skipped
-    progress.reported_loss, progress.reported_weight = loss, weight
-    metrics = {"train/loss": mean_loss, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
-    run.log.step(progress.step, progress.position, metrics)
+    old_loss, old_weight = progress.reported[phase]
+    mean_loss = (loss - old_loss) / (weight - old_weight) if weight > old_weight else math.nan  # all steps were skipped
+    progress.reported[phase] = loss, weight
+    values = {"train/loss": mean_loss, "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
+    run.log.step(progress.step, progress.position, {run.of_phase(name, phase): value for name, value in values.items()})
 
 
 def finish_epoch(run: Run) -> None:
@@ -142,15 +135,14 @@ def finish_epoch(run: Run) -> None:
     progress = run.progress
     num_epochs = progress.position.epoch + 1
     validation = evaluate(run, "val") if run.plan.validates_after(num_epochs) else {}
-    metrics = run.metrics("train", progress.totals.reduced(run.parallel)) | run.metrics("val", validation)
+    metrics = run.training_metrics() | run.metrics("val", validation)
     if progress.skipped_steps:
         metrics["train/skipped_steps"] = progress.skipped_steps
-    progress.position = Position(num_epochs)
+    progress.start_epoch(num_epochs, run.task.phases)
     name, mode = run.task.monitor
     value = metrics[name] if validation else None
     is_best = value is not None and progress.judge(value, mode)
     run.log.epoch(progress.step, progress.position, metrics)
     if validation:
         log_pictures(run, "val", validation)
-    progress.start_totals()
     save(run, value, is_best)

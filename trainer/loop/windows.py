@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from trainer.loading.batches import Batch
-from trainer.loading.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loop.plan import PlannedStep
 from trainer.loop.run import Run
 
 
@@ -22,12 +23,9 @@ class WeightedBatch(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The micro-batches of one optimizer step on this process.
+    """The micro-batches of one optimizer step on this process. weight: loss terms of this process's part."""
 
-    end: samples of the phase that are consumed after it. weight: loss terms of this process's part.
-    """
-
-    end: int
+    step: PlannedStep
     micro_batches: list[WeightedBatch]
     weight: float
 
@@ -48,25 +46,24 @@ def weighted(batch: Batch) -> WeightedBatch:
 
 
 def training_windows(run: Run) -> Iterator[Window]:
-    """This process's part of each global batch that is left in the phase."""
+    """This process's part of each global batch that is left in the epoch."""
     position, (_, world_size) = run.progress.position, run.parallel.shard
-    micro_batch_size = run.batches.micro_batch_size
-    bounds = list(run.plan.rest_of_phase(position))
-    order = epoch_permutation(run.settings.seed, position.epoch, position.phase, run.plan.phase_sizes[position.phase])
+    sizes = [split.micro_batch_size for split in run.batches]
     batches = run.loaders["train"](
-        keys
-        for start, end in bounds
-        for keys in split_global_batch(
-            order[start:end], run.parallel.shard, micro_batch_size, position.epoch, position.phase
-        )
+        keys for step in run.plan.rest_of_epoch(position) for keys in _own_keys(run, step, sizes[step.phase])
     )
-    for start, end in bounds:
+    for step in run.plan.rest_of_epoch(position):
         run.parallel.phase.enter("data loading")
         started = time.perf_counter()
-        num_batches = num_micro_batches(end - start, world_size, micro_batch_size)
+        num_batches = num_micro_batches(step.end - step.start, world_size, sizes[step.phase])
         micro_batches = [weighted(next(batches)) for _ in range(num_batches)]
         run.log.data_wait_seconds += time.perf_counter() - started
-        yield Window(end, micro_batches, sum(weight for _, weight in micro_batches))
+        yield Window(step, micro_batches, sum(weight for _, weight in micro_batches))
+
+
+def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
+    samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end)
+    return split_global_batch(samples, run.parallel.shard, micro_batch_size, step.epoch, step.phase)
 
 
 def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:

@@ -61,7 +61,10 @@ class Parallel:
         return ", ".join(map(device_label, self.devices))
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
-        """The module that training calls. `example` is a batch whose samples do not count."""
+        """The module that training calls in a phase, whose parameters alone require gradients now.
+
+        example: a batch whose samples do not count.
+        """
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
@@ -119,23 +122,25 @@ class Parallel:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica)
 
-    def full_state(self, objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
-        """Weights and moments, whole and without any wrapper's prefix."""
+    def full_state(
+        self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
+    ) -> dict[str, Any]:
+        """Weights and moments, whole and without any wrapper's prefix. All processes call it."""
         return {
             "model": objective.model.state_dict(),
-            "optimizers": {phase: optimizer.state_dict() for phase, optimizer in optimizers.items()},
+            "optimizers": {phase: [one.state_dict() for one in own] for phase, own in optimizers.items()},
         }
 
-    def load_full_state(
-        self, state: Mapping[str, Any], objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]
-    ) -> None:
-        objective.model.load_state_dict(state["model"])
-        for phase, optimizer in optimizers.items():
-            # Moments come from the checkpoint, but weight decay and the like from this command line.
-            saved, own = state["optimizers"][phase], optimizer.state_dict()["param_groups"]
-            kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
-            groups = [options | its for options, its in zip(own, kept, strict=True)]
-            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    def load_weights(self, weights: Mapping[str, Any], objective: Objective) -> None:
+        """Those of a `full_state`."""
+        objective.model.load_state_dict(weights)
+
+    def load_moments(self, state: Mapping[str, Any], optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]) -> None:
+        """Those of a `full_state`, or of an older one, which has a single optimizer for a phase and no list of them."""
+        for phase, own in optimizers.items():
+            states = state[phase] if isinstance(state[phase], list) else [state[phase]]
+            for optimizer, saved in zip(own, states, strict=True):
+                _load_moments(saved, optimizer)
 
     def close(self) -> None:
         """Leaves the group of processes."""
@@ -154,3 +159,11 @@ def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
         return function(), None
     except BadInput as error:
         return None, str(error)
+
+
+def _load_moments(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Moments come from the checkpoint, but weight decay and the like from this command line."""
+    saved, own = state["param_groups"], optimizer.state_dict()["param_groups"]
+    kept = ({name: group[name] for name in ("params", "lr")} for group in saved)
+    groups = [options | its for options, its in zip(own, kept, strict=True)]
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})

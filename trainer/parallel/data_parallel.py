@@ -25,6 +25,9 @@ class DataParallel(Parallel):
         return f"DataParallel on {super().describe()}"
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+        return self.evaluation_module(net)
+
+    def evaluation_module(self, net: nn.Module) -> nn.Module:
         return SummedReplicas(net, device_ids=[device.index for device in self.devices])
 
     def to_device(self, batch: Batch) -> Batch:

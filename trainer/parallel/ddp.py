@@ -133,9 +133,6 @@ class Distributed(Parallel):
         averaged.set_result(gradients.div_(self.shard[1]))
         return averaged
 
-    def evaluation_module(self, net: nn.Module) -> nn.Module:
-        return net.module  # type: ignore[return-value]
-
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
 

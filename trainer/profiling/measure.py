@@ -16,7 +16,8 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.config import FlagGroup, flag
-from trainer.loop.plan import Position
+from trainer.loading.order import Position
+from trainer.loop.orders import SampleOrder
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 from trainer.parallel.base import Parallel
@@ -71,14 +72,19 @@ def train_steps(run: Run, num_steps: int) -> int:
     whole = run.plan
     num_samples = num_done = 0
     while num_done < num_steps:
-        most = (num_steps - num_done) * whole.global_batch_size
-        run.plan = replace(whole, phase_sizes=tuple(min(size, most) for size in whole.phase_sizes))
+        most = [(num_steps - num_done) * order.global_batch_size for order in whole.orders]
+        run.plan = replace(whole, orders=tuple(map(shortened, whole.orders, most)))
         run.progress.position = Position()
         train_epoch(run)
         num_samples += run.plan.samples_per_epoch
         num_done += run.plan.steps_per_epoch
     run.plan = whole
     return num_samples
+
+
+def shortened(order: SampleOrder, most: int) -> SampleOrder:
+    """The order with at most so many samples in an epoch."""
+    return replace(order, size=min(order.size, most))
 
 
 def ran_out_of_memory(run: Run) -> bool:
@@ -121,8 +127,8 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
         },
         "world_size": run.parallel.shard[1],
         "num_devices": run.parallel.num_devices,
-        "global_batch_size": min(run.batches.global_batch_size, max(run.plan.phase_sizes)),
-        "requested_global_batch_size": run.batches.global_batch_size,
+        "global_batch_size": min(run.batches[0].global_batch_size, run.plan.phase_sizes[0]),
+        "requested_global_batch_size": run.batches[0].global_batch_size,
         "samples_per_step": num_samples / len(ms),
         "gradient_bytes": [p.nbytes for p in run.learner.objective.parameters() if p.requires_grad],
         "ranks": of_every_rank(run.parallel, step_ms, means),
