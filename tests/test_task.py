@@ -179,7 +179,7 @@ def test_settings_of_a_parameter_group_reach_the_optimizer_and_survive_a_resume(
     train(tmp_path, "--epochs", "1")
     train(tmp_path, "--epochs", "2")
     for name in ("checkpoint_1.pth", "checkpoint_2.pth"):
-        groups = load(tmp_path / name)["optimizers"]["train"]["param_groups"]
+        groups = load(tmp_path / name)["optimizers"]["train"][0]["param_groups"]
         assert [tuple(group["betas"]) for group in groups] == [BETAS] * 2
         assert all(group["lr"] < 0.02 for group in groups)  # the schedule's, whatever the group says
 

@@ -187,10 +187,10 @@ class PrecisionForward(nn.Module):
         self.dtype = precision.dtype
         self.autocast_dtype = precision.autocast_dtype
 
-    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+    def forward(self, batch: Batch, *phase: str) -> Sums:
         if self.dtype != torch.float32:
             batch = of_dtype(batch, self.dtype)
         if self.autocast_dtype is None:
-            return self.objective(batch, phase)
+            return self.objective(batch, *phase)
         with torch.autocast(batch["weight"].device.type, dtype=self.autocast_dtype):
-            return self.objective(batch, phase)
+            return self.objective(batch, *phase)

@@ -1,0 +1,155 @@
+"""Phases against a bare hand-written loop: one after another and in turns, at any world size, resumed anywhere."""
+
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.phased_task import Gan, PhasedFlags, Shared
+from trainer.loading.order import SampleKeys, epoch_permutation
+from trainer.loop.schedule import lr_factor
+
+FILE = "tests/helpers/phased_task.py"
+EPOCHS, LR, WHOLE = 3, 0.02, 6
+RUN = ["--dtype", "float64", "--epochs", EPOCHS, "--lr", LR, "--global-batch-size", WHOLE, "--num-threads", 1]
+CASES = {
+    "gan": (Gan, PhasedFlags()),
+    "gan, two steps of one": (Gan, PhasedFlags(gen_steps=2)),
+    "one after another": (Shared, PhasedFlags()),
+    "a frozen layer": (Shared, PhasedFlags(frozen=True)),
+}
+
+
+def argv_of(case):
+    task, config = CASES[case]
+    more = ["--frozen"] * config.frozen + ["--gen-steps", config.gen_steps]
+    return ["--task", f"{FILE}:{task.__name__}", *more, *RUN]
+
+
+class BareLoop:
+    """One process, no accumulation, plain torch: gradients of the phase's own parameters alone."""
+
+    def __init__(self, case):
+        task_type, config = CASES[case]
+        self.task = task_type(config, seed=0, cache_dir=None)
+        torch.manual_seed(0)
+        self.objective = self.task.build_objective().double()
+        self.params, self.optimizers = {}, {}
+        for phase in self.task.phases:
+            (group,) = self.task.param_groups(self.objective, phase)
+            self.params[phase] = list(group["params"])
+            matrices = {"params": self.params[phase], "weight_decay": group.get("weight_decay", 0.01)}
+            self.optimizers[phase] = torch.optim.AdamW([matrices], lr=LR)
+
+    def batches(self, phase, epoch):
+        """(samples, start, end) of each global batch."""
+        size = self.task.num_samples(phase)
+        whole = self.task.batch_size(phase, WHOLE)
+        order = epoch_permutation(0, epoch, self.task.phases.index(phase), size)
+        for start in range(0, size, whole):
+            yield order[start : start + whole], start, min(start + whole, size)
+
+    def step(self, phase, epoch, samples, progress):
+        keys = SampleKeys(np.asarray(samples), epoch)
+        data = self.task.training_data(phase).__getitems__(keys)
+        batch = {name: torch.from_numpy(array) for name, array in data.items()}
+        loss = self.objective(batch, phase)["loss"] / len(samples)
+        grads = torch.autograd.grad(loss, self.params[phase])
+        for parameter, grad in zip(self.params[phase], grads, strict=True):
+            parameter.grad = grad
+        torch.nn.utils.clip_grad_norm_(self.params[phase], 1.0)
+        for group in self.optimizers[phase].param_groups:
+            group["lr"] = LR * lr_factor(progress, EPOCHS / 10, EPOCHS, 0.0)
+        self.optimizers[phase].step()
+        for parameter in self.params[phase]:
+            parameter.grad = None
+
+    def one_after_another(self):
+        sizes = [self.task.num_samples(phase) for phase in self.task.phases]
+        for epoch in range(EPOCHS):
+            for i, phase in enumerate(self.task.phases):
+                for samples, start, end in self.batches(phase, epoch):
+                    self.step(phase, epoch, samples, epoch + (sum(sizes[:i]) + (start + end) // 2) / sum(sizes))
+
+    def in_turns(self):
+        def endless():
+            epoch = 0
+            while True:
+                yield from ((epoch, samples) for samples, _, _ in self.batches("gen", epoch))
+                epoch += 1
+
+        generator, size = endless(), self.task.num_samples("disc")
+        for epoch in range(EPOCHS):
+            for samples, start, end in self.batches("disc", epoch):
+                self.step("disc", epoch, samples, epoch + (start + end) // 2 / size)
+                for _ in range(self.task.config.gen_steps):
+                    own_epoch, own = next(generator)
+                    self.step("gen", own_epoch, own, epoch + max(0, end - (WHOLE + 1) // 2) / size)
+
+    def weights(self):
+        self.in_turns() if self.task.turns else self.one_after_another()
+        return self.objective.model.state_dict()
+
+
+def difference(directory, weights):
+    model = torch.load(directory / "final.pth", weights_only=True)["model"]
+    assert model.keys() == weights.keys()
+    return max(float((model[name] - weights[name]).abs().max() / weights[name].abs().max()) for name in weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch_size", [6, 2])
+def test_one_device_learns_what_a_bare_loop_does(case, batch_size, run_here, tmp_path):
+    run_here(*argv_of(case), "--batch-size", batch_size, "--save-dir", tmp_path)
+    assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("case", "world", "batch_size"),
+    [
+        pytest.param(
+            case,
+            world,
+            size,
+            marks=[] if (case, world, size) in (("gan", 3, 2), ("one after another", 2, 1)) else pytest.mark.slow,
+        )
+        for case, world, size in product(CASES, (2, 3), (6, 1, 2))
+    ],
+)
+def test_several_processes_learn_what_a_bare_loop_does(case, world, batch_size, command, tmp_path):
+    several = ["--multi-gpu", "ddp", "--nproc", world, "--device", "cpu", "--batch-size", batch_size]
+    command("main_multi_gpu.py", *argv_of(case), *several, "--save-dir", tmp_path)
+    assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
+
+
+@pytest.mark.parametrize("case", ["gan, two steps of one", "one after another"])
+def test_resumes_in_the_middle_of_every_phase_to_the_bit(case, run_here, tmp_path):
+    whole = tmp_path / "whole"
+    run_here(*argv_of(case), "--batch-size", 2, "--save-every-steps", 1, "--keep-checkpoints", 0, "--save-dir", whole)
+    expected = torch.load(whole / "final.pth", weights_only=True)
+    entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
+    assert {entry["phase"] for entry in entries} == {0, 1}
+    for entry in entries[:14]:
+        directory = tmp_path / f"from-{entry['step']}"
+        run_here(
+            *argv_of(case), "--batch-size", 2, "--save-every-steps", 1, "--resume-from", whole / entry["file"],
+            "--save-dir", directory,
+        )  # fmt: skip
+        found = torch.load(directory / "final.pth", weights_only=True)
+        assert found["step"] == expected["step"] and found["position"] == expected["position"]
+        for name, value in expected["model"].items():
+            assert torch.equal(found["model"][name], value), (entry, name)
+
+
+def test_metrics_are_named_by_phase(run_here, tmp_path):
+    run_here(*argv_of("gan"), "--batch-size", 6, "--log-interval", 1, "--save-dir", tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "step"]
+    assert {"train/disc/loss", "disc/learning_rate", "disc/grad_norm"} <= steps[0].keys()
+    assert {"train/gen/loss", "gen/learning_rate", "gen/grad_norm"} <= steps[1].keys()
+    epochs = [record for record in records if record["event"] == "epoch"]
+    assert {"train/disc/loss", "train/disc/right", "train/gen/loss", "train/gen/fooled", "val/score"} <= epochs[
+        0
+    ].keys()
