@@ -112,6 +112,8 @@ class PredictFlags(FlagGroup):
             return [f"{given}: is not a file; name one, or leave it out to print the table"]
         if not target.parent.is_dir():
             return [f"{given}: there is no folder {target.parent}; create it first"]
+        if not os.access(target.parent, os.W_OK):
+            return [f"{given}: cannot be written: no permission to write into {target.parent}; name another file"]
         if target == self.predict.resolve():
             return [f"{given}: would overwrite what is to be labelled; name another file"]
         return []
