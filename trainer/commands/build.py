@@ -107,8 +107,12 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
 
 
 def wrap_model(run: Run) -> None:
-    """Spreads the model over the run's devices."""
-    run.learner.net = run.parallel.wrap(run.learner.net, example_batch(run.task), run.task.phases[0])
+    """Spreads the model over the run's devices, which may try it on a small batch that does not count."""
+    task, dataset = run.task, run.task.splits()["train"]
+    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
+    example = next(BatchLoader(dataset, task.collate)([keys]))
+    check_batch(example)
+    run.learner.net = run.parallel.wrap(run.learner.net, example, task.phases[0])
 
 
 def assemble_run(
@@ -188,33 +192,30 @@ def arrange_batches(
     A resumed run whose batch flags are unchanged keeps its global batch and factor, whatever the devices are now.
     """
     batch = flags.batch
+    unchanged = before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
+    kept = before if unchanged else None
+    size = kept["global_batch_size"] if kept else batch.global_batch_size
     num_devices, world_size = parallel.num_devices, parallel.shard[1]
-    if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
-        split = split_batch(batch.batch_size, 1, before["global_batch_size"], num_devices, world_size)
-        return split, before["lr_factor"]
-    split = split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, world_size)
+    split = split_batch(batch.batch_size, batch.grad_accum_steps, size, num_devices, world_size)
     one_device = batch.batch_size * batch.grad_accum_steps
-    return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
+    factor = device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
+    return split, kept["lr_factor"] if kept else factor
 
 
 def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
     learning, total = flags.learning, float(plan.epochs)
-    warmup = learning.warmup_epochs
+    warmup = total / 10 if learning.warmup_epochs is None else learning.warmup_epochs
     if learning.warmup_steps is not None:
-        warmup = learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch
         num_steps = plan.epochs * plan.steps_per_epoch
         if learning.warmup_steps > num_steps:
             raise BadInput(
                 f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
                 "raise --epochs"
             )
-    return LearningRate(
-        peak=learning.lr * factor,
-        floor=learning.min_lr,
-        warmup=total / 10 if warmup is None else min(warmup, total),
-        total=total,
-    )
+        # A short last batch counts as a step too.
+        warmup = min(learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch, total)
+    return LearningRate(peak=learning.lr * factor, floor=learning.min_lr, warmup=warmup, total=total)
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
@@ -245,15 +246,6 @@ def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str,
     }
 
 
-def example_batch(task: Task) -> dict[str, torch.Tensor]:
-    """A small checked batch that does not count."""
-    dataset = task.splits()["train"]
-    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
-    batch = next(BatchLoader(dataset, task.collate)([keys]))
-    check_batch(batch)
-    return batch
-
-
 # --- what the user is told ---------------------------------------------------------------------------------------
 
 
@@ -276,7 +268,6 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     parallel, batches = run.parallel, run.batches
     world_size, num_devices = parallel.shard[1], parallel.num_devices
     exact = batches.batch_size * num_devices * batches.grad_accum_steps == batches.global_batch_size
-    scaled = run.learning_rate.peak
     lines = [
         f"Devices: {parallel.describe()}",
         f"Batch: {batches.global_batch_size} samples per optimizer step, from {batches.batch_size} per device per "
@@ -287,10 +278,11 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
     ]
-    if scaled != flags.learning.lr:
+    lr, scaled = flags.learning.lr, run.learning_rate.peak
+    if scaled != lr:
         one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"
         if batches.global_batch_size != one_device * num_devices:
             why = f"a global batch of {batches.global_batch_size} samples instead of {one_device}"
-        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {scaled:g} for {why}")
+        lines.append(f"Scaling learning rate from {lr:g} to {scaled:g} for {why}")
     return lines

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.records import RESULTS, read_json, write_json
+from trainer.checkpoint.records import RESULTS, write_json
 from trainer.checkpoint.weights import check_weights_fit, find_weights, load_best_weights, load_weights
 from trainer.commands.build import assemble_run, describe_run, set_up_torch, wrap_model
 from trainer.commands.flags import Flags
@@ -41,12 +41,6 @@ def score(run: Run, on_test: bool) -> None:
     run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
     # Last, since it says that nothing is left to do.
     run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
-
-
-def has_results(folder: Path, step: int, of_test: bool) -> bool:
-    """Whether results.json is of the run after that many steps, with test scores if these are wanted."""
-    results = read_json(folder / RESULTS)
-    return results.get("step") == step and (results.get("scored") == "test" or not of_test)
 
 
 def _take_best_weights(run: Run) -> bool:

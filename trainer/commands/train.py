@@ -5,8 +5,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory, refusing_disk_errors
+from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
-from trainer.commands.evaluate import has_results, score
+from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
 from trainer.commands.state import RunState, recorded
 from trainer.loading.files import DISK_FULL
@@ -35,7 +36,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
         parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
         with recorded(directory, parallel) as state, refusing_full_disk():
             run, notes = build_run(flags, task, parallel, directory)
-            if _is_finished(run, flags):
+            if _is_finished(run, flags.run.test):
                 state.enter("finished", run)
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
@@ -44,12 +45,13 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             return _train(run, flags, state, agents)
 
 
-def _is_finished(run: Run, flags: Flags) -> bool:
-    """Whether nothing is left to do; says so."""
+def _is_finished(run: Run, of_test: bool) -> bool:
+    """Whether nothing is left to do, with test scores if these are wanted; says so."""
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
-    is_finished = run.parallel.on_main(lambda: has_results(path, progress.step, flags.run.test))
+    results = run.parallel.on_main(lambda: read_json(path / RESULTS))
+    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not of_test)
     if is_finished and run.parallel.is_main:
         print(
             f"This run is finished: {path} holds its results after {progress.position.epoch} epochs. "
