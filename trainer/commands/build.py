@@ -81,10 +81,11 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     All processes call it; a BadInput is raised on all of them.
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
-    unknown = MemoryLimit.unknown(flags.batch, parallel.device)
-    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, parallel, directory, before, limit)
+    run = assemble_run(flags, task, parallel, directory, before)
+    unknown = run.memory_limit
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
+    run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
     notes = resume(run, state) if state is not None else initialise(run, flags)
     return run, [*notes, *limit.note()]
 
@@ -121,7 +122,6 @@ def assemble_run(
     parallel: Parallel,
     directory: RunDirectory | None = None,
     before: Mapping[str, Any] | None = None,
-    limit: MemoryLimit | None = None,
 ) -> Run:
     """The parts, with fresh weights and a silent log; nothing is read or written.
 
@@ -129,9 +129,7 @@ def assemble_run(
     """
     directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     values = flags.values()
-    limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
     batches, lr_factor = arrange_batches(flags, values, parallel, before)
-    batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
     eval_every = flags.run.eval_every if "val" in task.splits() else None
     plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
@@ -142,7 +140,7 @@ def assemble_run(
         learner=build_learner(flags, task, parallel),
         plan=plan,
         batches=batches,
-        memory_limit=limit,
+        memory_limit=MemoryLimit.unknown(flags.batch, parallel.device),
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
@@ -192,14 +190,13 @@ def arrange_batches(
     A resumed run whose batch flags are unchanged keeps its global batch and factor, whatever the devices are now.
     """
     batch = flags.batch
-    unchanged = before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
-    kept = before if unchanged else None
-    size = kept["global_batch_size"] if kept else batch.global_batch_size
     num_devices, world_size = parallel.num_devices, parallel.shard[1]
-    split = split_batch(batch.batch_size, batch.grad_accum_steps, size, num_devices, world_size)
+    if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
+        split = split_batch(batch.batch_size, 1, before["global_batch_size"], num_devices, world_size)
+        return split, before["lr_factor"]
+    split = split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, world_size)
     one_device = batch.batch_size * batch.grad_accum_steps
-    factor = device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
-    return split, kept["lr_factor"] if kept else factor
+    return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
 
 
 def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
@@ -278,11 +275,11 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
     ]
-    lr, scaled = flags.learning.lr, run.learning_rate.peak
-    if scaled != lr:
+    scaled = run.learning_rate.peak
+    if scaled != flags.learning.lr:
         one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"
         if batches.global_batch_size != one_device * num_devices:
             why = f"a global batch of {batches.global_batch_size} samples instead of {one_device}"
-        lines.append(f"Scaling learning rate from {lr:g} to {scaled:g} for {why}")
+        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {scaled:g} for {why}")
     return lines

@@ -35,7 +35,7 @@ class RunState:
     def enter(self, state: State, run: Run) -> None:
         """All processes call it. A file that says "finished" already stays. Raises BadInput when the disk refuses."""
         self._run = run
-        self._parallel.on_main(lambda: None if state == self._read() == "finished" else self._write(state))
+        self._parallel.on_main(lambda: self._write(state))
 
     def end_badly(self, error: BaseException) -> None:
         """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""
@@ -57,13 +57,12 @@ class RunState:
             self._run.saver.end()  # what is being saved is to be complete
         self.end_badly(failure)
 
-    def _read(self) -> str | None:
-        return read_json(self._directory.path / STATE).get("state")
-
     def _write(self, state: State, message: str | None = None) -> None:
-        run = self._run
+        run, path = self._run, self._directory.path / STATE
+        if state == "finished" == read_json(path).get("state"):
+            return
         write_json(
-            self._directory.path / STATE,
+            path,
             {
                 "state": state,
                 "epoch": run.progress.position.epoch if run is not None else None,
