@@ -189,9 +189,7 @@ def parse_flags(
                 except ValueError as error:
                     problems.append(str(error))
         groups.append(group_type(**values))
-    for group in groups:
-        problems += group.problems()
-    return groups, problems
+    return groups, problems + [problem for group in groups for problem in group.problems()]
 
 
 def build_parser(
@@ -252,11 +250,10 @@ def names_given(argv: Sequence[str]) -> set[str]:
 
 
 def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    known = [option for action in parser._actions for option in action.option_strings]
     found = []
     for previous, token in zip(["", *tokens], tokens, strict=False):
         if token.startswith("-"):
-            close = difflib.get_close_matches(token.partition("=")[0], known, n=1)
+            close = difflib.get_close_matches(token.partition("=")[0], parser._option_string_actions, n=1)
             found.append(f"{token}: no such flag; " + (f"did you mean {close[0]}?" if close else "see --help"))
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")

@@ -82,7 +82,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
-    label, state = trained.label, {"config": {}} | trained.state
+    label, state = trained.label, trained.state
     run = assemble_run(flags, task, parallel)
     check_weights_fit(run.learner.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
     run.learner.load_weights(state["model"])
