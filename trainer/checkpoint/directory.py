@@ -8,7 +8,7 @@ old state or the new one.
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ENOSPC
 from pathlib import Path
@@ -222,11 +222,13 @@ class RunDirectory:
 
 
 @contextmanager
-def refusing_disk_errors(folder: Path, advice: str) -> Iterator[None]:
-    """Makes a BadInput of what the file system says."""
+def refusing_disk_errors(folder: Path, advice: str, numbers: Container[int] | None = None) -> Iterator[None]:
+    """Makes a BadInput of what the file system says. numbers: of the errors that are meant; None means all."""
     try:
         yield
     except OSError as error:
+        if numbers is not None and error.errno not in numbers:
+            raise
         raise BadInput(f"--save-dir {folder}: {error.strerror or error}; {advice}") from None
 
 

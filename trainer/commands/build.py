@@ -86,10 +86,11 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     All processes call it; a BadInput is raised on all of them.
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
-    unknown = MemoryLimit.unknown(flags.batch, parallel.device)
-    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, parallel, directory, before, limit)
+    run = assemble_run(flags, task, parallel, directory, before)
+    unknown = run.memory_limit
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
+    run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
     notes = initialise(run, flags) if state is None else []
     if state is not None:
         take_weights(run, state)
@@ -145,7 +146,6 @@ def assemble_run(
     parallel: Parallel,
     directory: RunDirectory | None = None,
     before: Mapping[str, Any] | None = None,
-    limit: MemoryLimit | None = None,
 ) -> Run:
     """The parts, with fresh weights and a silent log; nothing is read or written.
 
@@ -153,10 +153,8 @@ def assemble_run(
     """
     directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     values = flags.values()
-    limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
-    batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
     plan = build_plan(flags, task, batches)
     learning_rate = build_learning_rate(flags, plan, lr_factor)
     return Run(
@@ -165,7 +163,7 @@ def assemble_run(
         learner=build_learner(flags, task, parallel),
         plan=plan,
         batches=batches,
-        memory_limit=limit,
+        memory_limit=MemoryLimit.unknown(flags.batch, parallel.device),
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
@@ -257,25 +255,19 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
     learning, total = flags.learning, float(plan.epochs)
-    warmup = learning.warmup_epochs
+    warmup = total / 10 if learning.warmup_epochs is None else learning.warmup_epochs
     if learning.warmup_steps is not None:
-        # Of a single phase a short last step counts as a part of one.
-        per_epoch = float(plan.steps_per_epoch)
-        if len(plan.orders) == 1:
-            per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
-        warmup = learning.warmup_steps / per_epoch
         num_steps = plan.epochs * plan.steps_per_epoch
         if learning.warmup_steps > num_steps:
             raise BadInput(
                 f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
                 "raise --epochs"
             )
-    return LearningRate(
-        peak=learning.lr * factor,
-        floor=learning.min_lr,
-        warmup=total / 10 if warmup is None else min(warmup, total),
-        total=total,
-    )
+        # A short last batch of a single phase counts as a step too.
+        steps = plan.steps_per_epoch
+        per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size if len(plan.orders) == 1 else steps
+        warmup = min(learning.warmup_steps / per_epoch, total)
+    return LearningRate(peak=learning.lr * factor, floor=learning.min_lr, warmup=warmup, total=total)
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
@@ -336,7 +328,6 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
     parallel, batches = run.parallel, run.batches[0]
     world_size, num_devices = parallel.shard[1], parallel.num_devices
-    scaled = run.learning_rate.peak
     lines = [
         f"Devices: {parallel.describe()}",
         *describe_batches(run),
@@ -345,6 +336,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
     ]
+    scaled = run.learning_rate.peak
     if scaled != flags.learning.lr:
         one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"
