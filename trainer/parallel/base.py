@@ -57,7 +57,7 @@ class Parallel:
         return self.shard[0] == 0
 
     def describe(self) -> str:
-        """The devices, in a few words."""
+        """The devices, in a few words. All processes call it."""
         return ", ".join(map(device_label, self.devices))
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:

@@ -18,6 +18,7 @@ from trainer.commands.flags import Flags, parse
 from trainer.config import FlagGroup
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
+from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, print_refusal
 from trainer.parallel.launch import launch
@@ -136,9 +137,7 @@ def placed(flags: Flags, world: World) -> Flags:
 def chosen_gpus(flags: Flags) -> tuple[int, ...]:
     """The GPUs that runs of these flags, which are of several devices, may use; none where they train on the CPU."""
     assert flags.multi is not None
-    if flags.devices.device == "cpu" or not torch.cuda.is_available():
-        return ()
-    return flags.multi.gpu_ids or tuple(range(torch.cuda.device_count()))
+    return tuple(usable_gpus(flags.devices.device, flags.multi.gpu_ids))
 
 
 def warn_of_threads(flags: Flags) -> None:
