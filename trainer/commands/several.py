@@ -3,12 +3,10 @@
 Each is an ordinary run in a folder of its own, so that it goes on where it was, and can be repeated by hand.
 """
 
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,7 @@ from trainer.checkpoint.records import delete, read_json, write_json
 from trainer.commands.build import build_task
 from trainer.commands.ensemble import ensemble_metrics
 from trainer.commands.flags import Flags
-from trainer.commands.jobs import Job, plan_jobs
-from trainer.commands.scheduler import Slots, choose_slots, failure_message, run_jobs
+from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.loading.errors import BadInput
 from trainer.logs.console import say
 from trainer.logs.summary_table import Progress, SummaryTable
@@ -29,9 +26,6 @@ from trainer.parallel.signals import StopRequest
 from trainer.task import Task
 
 SUMMARY = "summary.json"
-
-RunAlone = Callable[[Sequence[str]], int]
-"""Runs one command line and returns its exit status; picklable."""
 
 
 def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int:
@@ -68,7 +62,7 @@ class SeveralRuns:
     def train(self) -> int:
         """Trains those that are not finished, and sums all up; returns the exit status."""
         finished = [job for job in self.jobs if job.is_finished and not self.flags.checkpoint.fresh]
-        unfinished = {job.directory: job for job in self.jobs if job not in finished}
+        unfinished = [job for job in self.jobs if job not in finished]
         already = f"; finished already: {len(finished)}" if finished else ""
         what = f"{self.flags.several.as_given}: {len(self.jobs)} runs in {self.directory.path}"
         say(f"{what}, {self.slots.description}{already}")
@@ -76,11 +70,11 @@ class SeveralRuns:
         for job in finished:
             table.run(job.entry())
         with Launcher() as launcher:
-            failures = self._train(unfinished, launcher, table) if unfinished else {}
-            for directory, status in failures.items():
-                print(failure_message(directory, status), file=sys.stderr)
+            failures = self._train(unfinished, launcher, table) if unfinished else []
+            for job, status in failures:
+                print(job.failure_message(status), file=sys.stderr)
             if failures:
-                return next(iter(failures.values()))
+                return failures[0][1]
             summary: dict[str, Any] = {}
             if not launcher.stop:
                 with suppress(StopRequested):
@@ -92,27 +86,26 @@ class SeveralRuns:
         table.conclusion(summary)
         return 0
 
-    def _train(self, unfinished: dict[Path, Job], launcher: Launcher, table: SummaryTable) -> dict[Path, int]:
-        """Takes those that end well out of `unfinished`, by directory; returns the exit statuses of those that fail."""
+    def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
+        """Takes those that end well out of `unfinished`; returns those that fail, with their exit statuses."""
         delete(self.directory.path / SUMMARY)
-        failures = {}
+        failures = []
 
         def num_epochs_done() -> int:
             # Early stopping may have left a run fewer epochs; all of them count as done when it ends.
             num_ended = len(self.jobs) - len(unfinished)
-            return num_ended * self.flags.run.epochs + sum(job.epochs_done for job in unfinished.values())
+            return num_ended * self.flags.run.epochs + sum(job.epochs_done for job in unfinished)
 
-        runs = {directory: functools.partial(self.run_alone, job.argv) for directory, job in unfinished.items()}
         with closing(Progress(len(self.jobs) * self.flags.run.epochs, num_epochs_done())) as progress:
-            for running, ended in run_jobs(launcher, runs, self.slots.variables):
-                for directory, status in ended.items():
+            for running, ended in run_jobs(launcher, unfinished, self.slots.variables, self.run_alone):
+                for job, status in ended:
                     if status == 0:
-                        job = unfinished.pop(directory)
+                        unfinished.remove(job)
                         table.run(job.entry())
                         job.tell_changes()
                     elif status != launcher.stop.exit_status:
-                        failures[directory] = status
-                progress.show(num_epochs_done(), [unfinished[directory].name for directory in running])
+                        failures.append((job, status))
+                progress.show(num_epochs_done(), [job.name for job in running])
         return failures
 
     def _summary(self, stop: StopRequest) -> dict[str, Any]:
