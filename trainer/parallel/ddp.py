@@ -195,6 +195,9 @@ class Distributed(Parallel):
                 # The store may be this process's: it stays until nobody uses it any more.
                 dist.barrier(group=self._host_group)
             dist.destroy_process_group()
+            # Only without a reference do the groups end their threads. One that lets go of a tensor asks for the
+            # interpreter, and aborts the process when that is being finalised.
+            del self._host_group, self._step_group
             return
         # With exchanges on a GPU that never end, neither this nor the end of the interpreter need come back.
         closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
