@@ -225,8 +225,7 @@ def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> 
 
 def available_backends() -> list[str]:
     """Of "gloo" and "nccl", those that this build of torch has."""
-    found = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    return [name for name, is_available in found.items() if is_available()] if dist.is_available() else []
+    return [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
 
 
 def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
