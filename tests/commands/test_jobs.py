@@ -1,5 +1,6 @@
 """Runs in processes of their own: one at a time in each slot, and none more after a failure."""
 
+import functools
 import itertools
 import json
 import os
@@ -13,9 +14,8 @@ from trainer.commands.jobs import Job, run_jobs
 from trainer.parallel.launch import Launcher
 
 
-def note_slot(argv):
+def note_slot(path, status):
     """What a job does here instead of a run."""
-    path, status = argv
     started = time.time()
     time.sleep(0.5)
     path.write_text(json.dumps([os.environ["SLOT"], started, time.time()]))
@@ -28,7 +28,7 @@ def note_slot(argv):
 
 def job(folder, number, status):
     path = folder / str(number)
-    return Job(path.name, path, number, None, (), (path.with_suffix(".json"), status), {})
+    return Job(path.name, path, number, None, (), {}, functools.partial(note_slot, path.with_suffix(".json"), status))
 
 
 def run_all(folder, slots, statuses):
@@ -36,7 +36,7 @@ def run_all(folder, slots, statuses):
     jobs = [job(folder, i, status) for i, status in statuses]
     found = {}
     with Launcher() as launcher:
-        for _, ended in run_jobs(launcher, jobs, [{"SLOT": slot} for slot in slots], note_slot):
+        for _, ended in run_jobs(launcher, jobs, [{"SLOT": slot} for slot in slots]):
             found |= {job.name: status for job, status in ended}
     failures = {name: status for name, status in found.items() if status != 0}
     return sorted(found.keys() - failures.keys()), failures

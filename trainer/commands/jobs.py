@@ -36,7 +36,8 @@ class Job:
     """One of several runs, and what its folder tells about it without starting it.
 
     name: its folder below that of all runs, for example "fold-1/seed-0". fold: from 1 on; None without folds.
-    hold_out: those of its flags that say what is held out. config: every flag of `argv`, as config.json holds them.
+    hold_out: those of its flags that say what is held out. config: all of its flags, as config.json holds them. run:
+    trains it and returns the exit status; picklable.
     """
 
     name: str
@@ -44,8 +45,8 @@ class Job:
     seed: int
     fold: int | None
     hold_out: Sequence[str]
-    argv: Sequence[str]
     config: Mapping[str, Any]
+    run: Callable[[], int]
 
     @property
     def stderr(self) -> Path:
@@ -109,7 +110,7 @@ class Job:
         return "\n".join([f"error: {self.directory}: {how}", *said])
 
 
-def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]]) -> list[Job]:
+def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]], run_alone: RunAlone) -> list[Job]:
     """Every run that is asked for, fold by fold. Raises BadInput for a command line that a run would refuse.
 
     argv: the whole command line; what differs is appended, since of a flag given twice the last one counts. folds: the
@@ -128,7 +129,8 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]])
             refuse(problems)
             # By way of JSON, which has no tuples.
             config = json.loads(json.dumps(own_flags.values()))
-            jobs.append(Job(name, directory, seed, fold, hold_out, own_argv, config))
+            run = functools.partial(run_alone, own_argv)
+            jobs.append(Job(name, directory, seed, fold, hold_out, config, run))
     return jobs
 
 
@@ -164,7 +166,7 @@ def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
 
 
 def run_jobs(
-    launcher: Launcher, jobs: Sequence[Job], slots: Sequence[Mapping[str, str]], run_alone: RunAlone
+    launcher: Launcher, jobs: Sequence[Job], slots: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[list[Job], list[tuple[Job, int]]]]:
     """Runs all of them; after a failure or a request to stop none is started.
 
@@ -176,7 +178,7 @@ def run_jobs(
     while waiting or running:
         while waiting and free:
             job, slot = waiting.popleft(), free.pop(0)
-            running[launcher.start(functools.partial(run_alone, job.argv), slot, job.stderr)] = job, slot
+            running[launcher.start(job.run, slot, job.stderr)] = job, slot
         ended = []
         for process, exit_code in launcher.wait(POLL_INTERVAL_S).items():
             job, slot = running.pop(process)

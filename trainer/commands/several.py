@@ -35,7 +35,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     several, save_dir = flags.several, flags.checkpoint.save_dir
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
-    jobs = plan_jobs(flags, [*argv, *slots.flags], folds)
+    jobs = plan_jobs(flags, [*argv, *slots.flags], folds, run_alone)
     directory = RunDirectory(save_dir, flags.checkpoint.keep_checkpoints, say)
     try:
         directory.acquire(flags.checkpoint.take_over_lock)
@@ -43,28 +43,26 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
             raise BadInput(f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs")
         for job in jobs if not flags.checkpoint.fresh else []:
             job.refuse_another_run()
-        return SeveralRuns(flags, task, directory, jobs, slots, run_alone).train()
+        return SeveralRuns(flags, task, jobs, slots).train()
     finally:
         directory.release()
 
 
 @dataclass
 class SeveralRuns:
-    """The runs of one command, in a directory that is held."""
+    """The runs of one command, in `--save-dir`, which is held."""
 
     flags: Flags
     task: Task
-    directory: RunDirectory
     jobs: Sequence[Job]
     slots: Slots
-    run_alone: RunAlone
 
     def train(self) -> int:
         """Trains those that are not finished, and sums all up; returns the exit status."""
         finished = [job for job in self.jobs if job.is_finished and not self.flags.checkpoint.fresh]
         unfinished = [job for job in self.jobs if job not in finished]
         already = f"; finished already: {len(finished)}" if finished else ""
-        what = f"{self.flags.several.as_given}: {len(self.jobs)} runs in {self.directory.path}"
+        what = f"{self.flags.several.as_given}: {len(self.jobs)} runs in {self.flags.checkpoint.save_dir}"
         say(f"{what}, {self.slots.description}{already}")
         table = SummaryTable(self.task.headline, [job.name for job in self.jobs])
         for job in finished:
@@ -82,13 +80,13 @@ class SeveralRuns:
             if launcher.stop:
                 say("Stopped as asked; everything is saved. The same command goes on from here.")
                 return launcher.stop.exit_status
-        write_json(self.directory.path / SUMMARY, summary)
+        write_json(self.flags.checkpoint.save_dir / SUMMARY, summary)
         table.conclusion(summary)
         return 0
 
     def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
         """Takes those that end well out of `unfinished`; returns those that fail, with their exit statuses."""
-        delete(self.directory.path / SUMMARY)
+        delete(self.flags.checkpoint.save_dir / SUMMARY)
         failures = []
 
         def num_epochs_done() -> int:
@@ -97,7 +95,7 @@ class SeveralRuns:
             return num_ended * self.flags.run.epochs + sum(job.epochs_done for job in unfinished)
 
         with closing(Progress(len(self.jobs) * self.flags.run.epochs, num_epochs_done())) as progress:
-            for running, ended in run_jobs(launcher, unfinished, self.slots.variables, self.run_alone):
+            for running, ended in run_jobs(launcher, unfinished, self.slots.variables):
                 for job, status in ended:
                     if status == 0:
                         unfinished.remove(job)
@@ -114,7 +112,7 @@ class SeveralRuns:
         The ensemble is one of runs that differ in their seed alone, and is scored where they are: on the test set.
         """
         summary = summarise_runs([job.entry() for job in self.jobs])
-        before = read_json(self.directory.path / SUMMARY)
+        before = read_json(self.flags.checkpoint.save_dir / SUMMARY)
         if before.get("runs") == summary["runs"]:
             return before
         ensemble = None
