@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,21 +15,8 @@ from trainer.loading.order import SampleKeys
 
 Sums = dict[str, Tensor]
 ParamGroup = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ConfusionMatrix:
-    """A picture of how often which class was taken for which.
-
-    counts: (C, C), rows are the true classes, columns the predicted ones. classes: their C names.
-    """
-
-    counts: Tensor
-    classes: Sequence[str]
-
-
-Picture = ConfusionMatrix | np.ndarray
-"""What TensorBoard can show. An array is a picture as it is: (height, width, 3) uint8, red, green, blue."""
+Picture = np.ndarray
+"""What TensorBoard can show: (height, width, 3) uint8, red, green, blue."""
 
 
 class Objective(nn.Module):
