@@ -8,8 +8,8 @@ old state or the new one.
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainer.checkpoint.recovery import find_checkpoints, put_in_place, set_asid
 from trainer.checkpoint.retention import evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
 from trainer.loading.errors import BadInput
-from trainer.loading.files import DISK_FULL, flush_path
+from trainer.loading.files import DISK_FULL, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
 METRICS = "metrics.jsonl"
@@ -63,7 +63,7 @@ class RunDirectory:
         take_over_lock: also when a job on another host left its lock. agents: the torchrun agents of this job. If one
         of them started the attempt before too, the job goes on without the node that left its lock.
         """
-        with refusing_disk_errors(self.path, "choose a folder that can be written to"):
+        with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             self.path.mkdir(parents=True, exist_ok=True)
             config = read_json(self.path / CONFIG)
             agents_before = config.get("torchrun_agents")
@@ -96,7 +96,7 @@ class RunDirectory:
 
     def start_over(self) -> None:
         """Moves everything of the previous run to a folder `previous-N`. Raises BadInput when it cannot."""
-        with refusing_disk_errors(self.path, "choose another folder"):
+        with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             old = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("previous-")]
             if old:
                 folders = (self.path / f"previous-{number}" for number in itertools.count(1))
@@ -177,7 +177,7 @@ class RunDirectory:
 
         Its metrics are on the disk then, since nobody will write them again.
         """
-        with refusing_disk_errors(self.path, "see to the file system and run the same command again"):
+        with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system and run the same command again"):
             update_links(self.path, self.entries, is_finished=True)
             self._flush_metrics()
 
@@ -219,15 +219,6 @@ class RunDirectory:
             # Without room for a copy the links stay as they are until the next save or start.
             if error.errno not in DISK_FULL:
                 raise BadInput(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
-
-
-@contextmanager
-def refusing_disk_errors(folder: Path, advice: str) -> Iterator[None]:
-    """Makes a BadInput of what the file system says."""
-    try:
-        yield
-    except OSError as error:
-        raise BadInput(f"--save-dir {folder}: {error.strerror or error}; {advice}") from None
 
 
 def _size(num_bytes: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors
 
 RESUMABLE = ("optimizers", "position", "step", "best", "totals", "config", "environment")
 """Entries without which a run cannot go on."""
@@ -26,10 +27,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     right, so that the checksums inside it need no look. Raises BadInput when it is damaged, holds anything else, or
     lacks what is needed.
     """
-    try:
+    with refusing_disk_errors(label):
         path.open("rb").close()
-    except OSError as error:
-        raise BadInput(f"{label}: {error.strerror}") from None
     try:
         if not verified:
             _refuse_changed_bits(path)

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint.directory import refusing_disk_errors
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import refuse_altered
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
 
     Takes no lock and changes nothing. say: gets a line for whatever is damaged. Raises BadInput.
     """
-    with refusing_disk_errors(folder, "choose the folder of a run"):
+    with refusing_disk_errors(f"--save-dir {folder}", "choose the folder of a run"):
         entries, _ = find_checkpoints(folder, say)
     reader = CheckpointReader(folder, say)
     for entry in sorted(reversed(entries), key=lambda entry: not entry.best):

@@ -15,6 +15,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog
 from trainer.loop.ema import ExponentialMovingAverage
@@ -171,10 +172,8 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
         directory.start_over()
     delete(directory.path / RESULTS)
     write_json(directory.path / CONFIG, facts)
-    try:
+    with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
         run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
-    except OSError as error:
-        raise BadInput(f"--save-dir {directory.path}: cannot write its logs: {error.strerror}") from None
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------

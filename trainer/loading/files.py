@@ -9,11 +9,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from trainer.loading.errors import BadInput
+
 ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
+
+
+@contextmanager
+def refusing_disk_errors(what: str, advice: str = "") -> Iterator[None]:
+    """Makes a BadInput of what the file system says. what: the flag with its value, and what fails."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{what}: {error.strerror or error}" + (f"; {advice}" if advice else "")) from None
 
 
 def flush_path(path: Path) -> None:
