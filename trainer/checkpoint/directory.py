@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.checkpoint.file import write_checkpoint
-from trainer.checkpoint.lock import LOCK, DirectoryLock
+from trainer.checkpoint.lock import LOCK, release_lock, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
@@ -50,7 +50,7 @@ class RunDirectory:
         self.earlier_attempt: dict[str, Any] | None = None
         self._keep = keep
         self._say = say
-        self._lock = DirectoryLock(path)
+        self._lock: IO[str] | None = None
         self._reader = CheckpointReader(path, say)
         self._lost: list[str] = []
         """Without any usable checkpoint: what shows that there was one."""
@@ -69,7 +69,7 @@ class RunDirectory:
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
-            self._lock.take(take_over_lock or self.earlier_attempt is not None)
+            self._lock = take_lock(self.path, take_over_lock or self.earlier_attempt is not None)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
             put_in_place(self.path, self.entries, self._say)
             for leftover in self.path.glob("*.tmp"):
@@ -79,11 +79,13 @@ class RunDirectory:
     @property
     def is_held(self) -> bool:
         """Whether this process has the lock."""
-        return self._lock.is_held
+        return self._lock is not None
 
     def release(self) -> None:
         """Lets go of the lock."""
-        self._lock.release()
+        if self._lock is not None:
+            release_lock(self._lock)
+            self._lock = None
 
     def require_space(self, num_bytes: int) -> None:
         """Raises BadInput when the file system has no room for one checkpoint."""
