@@ -14,10 +14,9 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.checkpoint.file import write_checkpoint
+from trainer.checkpoint.file import CheckpointReader, write_checkpoint
 from trainer.checkpoint.lock import LOCK, release_lock, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
-from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
 from trainer.checkpoint.recovery import find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import evict, update_links

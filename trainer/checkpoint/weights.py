@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.manifest import refuse_altered
-from trainer.checkpoint.reader import CheckpointReader
+from trainer.checkpoint.file import CheckpointReader, read_checkpoint
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
@@ -30,7 +28,6 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
     """
     for name, path in files.items():
         if path is not None:
-            refuse_altered(path, f"{name} {path}")
             return TrainedRun(f"the weights in {path}", read_checkpoint(path, f"{name} {path}", only_weights=True))
     state = load_best_weights(folder, say)
     return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {folder}", state)
