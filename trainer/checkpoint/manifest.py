@@ -85,15 +85,16 @@ def unused_path(folder: Path, position: Position) -> Path:
 
 
 def _is_plausible(entry: Entry) -> bool:
-    """Whether every value is what `write_manifest` would write; a file must be one of the directory itself."""
+    """Whether every value is what `write_manifest` would write; a file must be one of the directory itself.
+
+    Raises TypeError where a text is something else.
+    """
     counts: list[Any] = [entry.epoch, entry.phase, entry.samples, entry.step, entry.bytes]
     return (
-        isinstance(entry.file, str)
-        and CHECKPOINT_NAME.fullmatch(entry.file) is not None
+        CHECKPOINT_NAME.fullmatch(entry.file) is not None
         and all(type(count) is int and count >= 0 for count in counts)
         and (entry.value is None or type(entry.value) in (int, float))
         and isinstance(entry.best, bool)
-        and isinstance(entry.sha256, str)
         and re.fullmatch("[0-9a-f]{64}", entry.sha256) is not None
         and (entry.source is None or isinstance(entry.source, str))
     )
