@@ -28,16 +28,16 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     Raises BadInput when the folder cannot be written to, is full, or holds a damaged entry.
     """
     entry = cache_dir / key
-    refused = f"--cache-dir {cache_dir}", "choose a folder that can be written to and has room"
+    flag, advice = f"--cache-dir {cache_dir}", "choose a folder that can be written to and has room"
     if not entry.is_dir():
-        with refusing_disk_errors(*refused):
+        with refusing_disk_errors(flag, advice):
             cache_dir.mkdir(parents=True, exist_ok=True)
             lock = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
             fcntl.flock(lock, fcntl.LOCK_EX)
         with lock:
             if not entry.is_dir():
                 arrays = build()
-                with refusing_disk_errors(*refused):
+                with refusing_disk_errors(flag, advice):
                     _store(arrays, entry)
     try:
         # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
