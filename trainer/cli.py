@@ -15,7 +15,7 @@ from trainer.commands.train import EXIT_FINISHED, train_in_directory
 from trainer.config import refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
-from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
+from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.launch import launch, num_processes
 
@@ -30,15 +30,12 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
     signal n with everything saved; a process that somebody else launched then returns 0, because launchers take
     anything else for a failure.
     """
-    parallel: Parallel | None = None
     reports = True  # whether this process, and not another one, tells the user of a mistake
     try:
         flags, problems = parse(argv, several_devices)
-        if flags.multi is not None and environment is None:
+        if environment is None:
             environment, contradictions = read_rank_environment(os.environ, flags.multi)
             problems += contradictions
-        elif flags.multi is None:
-            problems += one_process_problems(os.environ)
         # Ranks of one launcher share a console and are wrong alike; those started by hand have a terminal each.
         reports = environment is None or environment.local_rank in (None, 0)
         if flags.several.wanted and environment is not None:
@@ -56,8 +53,7 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             return launch(start, world_size, start_again)
         reports = True
         parallel = start_parallel(flags, environment)
-        reports = parallel.is_main
-        with parallel.diagnosis.explaining():
+        with parallel.in_use():
             return run_command(flags, argv, parallel)
     except Failure as failure:
         return failure.status
@@ -68,9 +64,6 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was changed", file=sys.stderr)
         return 128 + signal.SIGINT
-    finally:
-        if parallel is not None:
-            parallel.close()
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:

@@ -25,6 +25,9 @@ from tests.helpers.processes import (
     session_members,
 )
 from trainer.parallel import launch as launching
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN
 
 # Three steps of 10, 10 and 4 samples.
@@ -179,6 +182,22 @@ def test_a_compiled_task_learns_the_same_and_goes_on_in_two_processes(tmp_path, 
     args[-1] = tmp_path / "Compiled"
     out = command(*launcher(2), "--task", compiled, "--epochs", 3, *args, PYTHONPATH=str(ROOT), **NO_GPU).stdout
     assert "Resuming after" in out
+
+
+def num_gloo_threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no names here")
+def test_threads_of_the_groups_end_before_the_interpreter(tmp_path):
+    before = num_gloo_threads()
+    alone = RankEnvironment(0, 1, init_method=f"file://{tmp_path}/rendezvous")
+    parallel = Distributed(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
+    parallel.gather(parallel.start_sum([1.0])())
+    assert num_gloo_threads() > before
+    parallel.close()
+    assert num_gloo_threads() == before
 
 
 # --- a self-launched group, looked at while it runs --------------------------------------------------------------

@@ -3,12 +3,10 @@
 Each is an ordinary run in a folder of its own, so that it goes on where it was, and can be repeated by hand.
 """
 
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,7 @@ from trainer.checkpoint.records import delete, read_json, write_json
 from trainer.commands.build import build_task
 from trainer.commands.ensemble import ensemble_metrics
 from trainer.commands.flags import Flags
-from trainer.commands.jobs import Job, plan_jobs
-from trainer.commands.scheduler import Slots, choose_slots, failure_message, run_jobs
+from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.loading.errors import BadInput
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
@@ -29,9 +26,6 @@ from trainer.task import Task
 
 SUMMARY = "summary.json"
 
-RunAlone = Callable[[Sequence[str]], int]
-"""Runs one command line and returns its exit status; picklable."""
-
 
 def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int:
     """Trains what is not finished; returns the exit status. Raises BadInput."""
@@ -40,7 +34,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     several, save_dir = flags.several, flags.checkpoint.save_dir
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
-    jobs = plan_jobs(flags, [*argv, *slots.flags], folds)
+    jobs = plan_jobs(flags, [*argv, *slots.flags], folds, run_alone)
     directory = RunDirectory(save_dir, flags.checkpoint.keep_checkpoints, say)
     try:
         directory.acquire(flags.checkpoint.take_over_lock)
@@ -48,38 +42,36 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
             raise BadInput(f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs")
         for job in jobs if not flags.checkpoint.fresh else []:
             job.refuse_another_run()
-        return SeveralRuns(flags, task, directory, jobs, slots, run_alone).train()
+        return SeveralRuns(flags, task, jobs, slots).train()
     finally:
         directory.release()
 
 
 @dataclass
 class SeveralRuns:
-    """The runs of one command, in a directory that is held."""
+    """The runs of one command, in `--save-dir`, which is held."""
 
     flags: Flags
     task: Task
-    directory: RunDirectory
     jobs: Sequence[Job]
     slots: Slots
-    run_alone: RunAlone
 
     def train(self) -> int:
         """Trains those that are not finished, and sums all up; returns the exit status."""
         finished = [job for job in self.jobs if job.is_finished and not self.flags.checkpoint.fresh]
-        unfinished = {job.directory: job for job in self.jobs if job not in finished}
+        unfinished = [job for job in self.jobs if job not in finished]
         already = f"; finished already: {len(finished)}" if finished else ""
-        what = f"{self.flags.several.as_given}: {len(self.jobs)} runs in {self.directory.path}"
+        what = f"{self.flags.several.as_given}: {len(self.jobs)} runs in {self.flags.checkpoint.save_dir}"
         say(f"{what}, {self.slots.description}{already}")
         table = SummaryTable(self.task.headline, [job.name for job in self.jobs])
         for job in finished:
             table.run(job.entry())
         with Launcher() as launcher:
-            failures = self._train(unfinished, launcher, table) if unfinished else {}
-            for directory, status in failures.items():
-                print(failure_message(directory, status), file=sys.stderr)
+            failures = self._train(unfinished, launcher, table) if unfinished else []
+            for job, status in failures:
+                print(job.failure_message(status), file=sys.stderr)
             if failures:
-                return next(iter(failures.values()))
+                return failures[0][1]
             summary: dict[str, Any] = {}
             if not launcher.stop:
                 with suppress(StopRequested):
@@ -87,31 +79,30 @@ class SeveralRuns:
             if launcher.stop:
                 say("Stopped as asked; everything is saved. The same command goes on from here.")
                 return launcher.stop.exit_status
-        write_json(self.directory.path / SUMMARY, summary)
+        write_json(self.flags.checkpoint.save_dir / SUMMARY, summary)
         table.conclusion(summary)
         return 0
 
-    def _train(self, unfinished: dict[Path, Job], launcher: Launcher, table: SummaryTable) -> dict[Path, int]:
-        """Takes those that end well out of `unfinished`, by directory; returns the exit statuses of those that fail."""
-        delete(self.directory.path / SUMMARY)
-        failures = {}
+    def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
+        """Takes those that end well out of `unfinished`; returns those that fail, with their exit statuses."""
+        delete(self.flags.checkpoint.save_dir / SUMMARY)
+        failures = []
 
         def num_epochs_done() -> int:
             # Early stopping may have left a run fewer epochs; all of them count as done when it ends.
             num_ended = len(self.jobs) - len(unfinished)
-            return num_ended * self.flags.run.epochs + sum(job.epochs_done for job in unfinished.values())
+            return num_ended * self.flags.run.epochs + sum(job.epochs_done for job in unfinished)
 
-        runs = {directory: functools.partial(self.run_alone, job.argv) for directory, job in unfinished.items()}
         with closing(Progress(len(self.jobs) * self.flags.run.epochs, num_epochs_done())) as progress:
-            for running, ended in run_jobs(launcher, runs, self.slots.variables):
-                for directory, status in ended.items():
+            for running, ended in run_jobs(launcher, unfinished, self.slots.variables):
+                for job, status in ended:
                     if status == 0:
-                        job = unfinished.pop(directory)
+                        unfinished.remove(job)
                         table.run(job.entry())
                         job.tell_changes()
                     elif status != launcher.stop.exit_status:
-                        failures[directory] = status
-                progress.show(num_epochs_done(), [unfinished[directory].name for directory in running])
+                        failures.append((job, status))
+                progress.show(num_epochs_done(), [job.name for job in running])
         return failures
 
     def _summary(self, stop: StopRequest) -> dict[str, Any]:
@@ -120,7 +111,7 @@ class SeveralRuns:
         The ensemble is one of runs that differ in their seed alone, and is scored where they are: on the test set.
         """
         summary = summarise_runs([job.entry() for job in self.jobs])
-        before = read_json(self.directory.path / SUMMARY)
+        before = read_json(self.flags.checkpoint.save_dir / SUMMARY)
         if before.get("runs") == summary["runs"]:
             return before
         ensemble = None

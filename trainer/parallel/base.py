@@ -1,8 +1,8 @@
 """How a run is spread over devices: the interface that everything outside sees, and its form for one device."""
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import device_label
 from trainer.parallel.diagnosis import Diagnosis
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.phase import CurrentPhase
 from trainer.task import Objective
 
@@ -57,7 +58,7 @@ class Parallel:
         return self.shard[0] == 0
 
     def describe(self) -> str:
-        """The devices, in a few words."""
+        """The devices, in a few words. All processes call it."""
         return ", ".join(map(device_label, self.devices))
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
@@ -136,6 +137,22 @@ class Parallel:
             kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
             groups = [options | its for options, its in zip(own, kept, strict=True)]
             optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around what is done with the devices. What goes wrong is told by one process, and ends all by Failure.
+
+        The user is told before this process takes the time to close, for the others wait until then.
+        """
+        try:
+            with self.diagnosis.explaining():
+                yield
+        except BadInput as error:
+            if self.is_main:
+                print_refusal(error)
+            raise Failure(str(error), EXIT_BAD_INPUT) from None
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Leaves the group of processes."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer.loading.batches import Batch
 from trainer.parallel.base import Parallel, SingleDevice
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
 from trainer.task import Sums
 
 
@@ -33,10 +33,10 @@ class DataParallel(Parallel):
 
 def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Parallel:
     """`--multi-gpu dp` on whatever there is."""
-    if devices.device == "cpu" or not torch.cuda.is_available():
+    ids = usable_gpus(devices.device, flags.gpu_ids)
+    if not ids:
         print("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
         return SingleDevice(torch.device("cpu"))
-    ids = list(flags.gpu_ids or range(torch.cuda.device_count()))
     if len(ids) < 2:
         print(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
         return SingleDevice(torch.device("cuda", ids[0]))

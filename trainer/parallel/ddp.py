@@ -3,8 +3,8 @@
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.buffers import kept_buffers
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
@@ -44,42 +44,31 @@ class Distributed(Parallel):
         self.gradient_divisor = environment.world_size
         self._flags = flags
         self._is_prompt = False
-        on_gpu = torch.cuda.is_available() and devices.device != "cpu"
-        self.backend = flags.backend or ("nccl" if on_gpu else "gloo")
-        with self._meeting(environment):
-            store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if on_gpu else "gloo")
-            self._hosts = self.gather(socket.gethostname())
-            same_host = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[environment.rank]]
-            self.local_world_size = environment.local_world_size or len(same_host)
-            local_rank = environment.local_rank
-            if local_rank is None:
-                local_rank = same_host.index(environment.rank)
-            try:
-                self.devices = [self.together(lambda: _rank_device(local_rank, on_gpu, flags.gpu_ids))]
-            except BadInput as error:
-                raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        label = device_label(self.device)
-        with self._meeting(environment):
-            self._labels = self.gather(label)
-            members = self.gather(f"process {os.getpid()} on {socket.gethostname()}")
-        monitor = HeartbeatMonitor(store, self.shard, self.phase)
-        limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
-        reports_lost_store = local_rank == 0 or environment.rank == 1
-        self.diagnosis = GroupDiagnosis(self.phase, monitor, environment.rank, members, limits_s, reports_lost_store)
-
-    @contextmanager
-    def _meeting(self, environment: RankEnvironment) -> Iterator[None]:
-        """Makes a BadInput of what the libraries raise when the others do not come, or leave before all are there."""
+        gpus = usable_gpus(devices.device, flags.gpu_ids)
+        self.backend = flags.backend or ("nccl" if gpus else "gloo")
+        rank, world_size = self.shard
         try:
-            yield
+            store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
+            members = self.gather((socket.gethostname(), os.getpid()))
+            self._hosts = [host for host, _ in members]
+            same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+            self.local_world_size = environment.local_world_size or len(same_host)
+            local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
+            self.devices = [self.together(lambda: _rank_device(local_rank, gpus))]
         except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
-            rank, world_size = self.shard
             raise BadInput(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
-                f"--dist-timeout-s {self._flags.dist_timeout_s:g}: {str(error).splitlines()[0]}"
+                f"--dist-timeout-s {flags.dist_timeout_s:g}: {str(error).splitlines()[0]}"
             ) from None
+        except BadInput as error:
+            raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+        if gpus:
+            torch.cuda.set_device(self.device)
+        names = [f"process {process} on {host}" for host, process in members]
+        monitor = HeartbeatMonitor(store, self.shard, self.phase)
+        limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
+        reports_lost_store = local_rank == 0 or rank == 1
+        self.diagnosis = GroupDiagnosis(self.phase, monitor, rank, names, limits_s, reports_lost_store)
 
     def _meet(self, environment: RankEnvironment, backend: str) -> dist.Store:
         """Joins the others; returns the store at which they met."""
@@ -99,8 +88,8 @@ class Distributed(Parallel):
     def describe(self) -> str:
         num_hosts = len(set(self._hosts))
         places = f" on {num_hosts} hosts" if num_hosts > 1 else ""
-        is_uniform = len(set(self._labels)) == 1
-        kinds = f"{len(self._labels)} x {self._labels[0]}" if is_uniform else ", ".join(self._labels)
+        labels = self.gather(device_label(self.device))
+        kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
         return f"DistributedDataParallel over {self.backend}{places}: {kinds}"
 
     def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
@@ -206,6 +195,9 @@ class Distributed(Parallel):
                 # The store may be this process's: it stays until nobody uses it any more.
                 dist.barrier(group=self._host_group)
             dist.destroy_process_group()
+            # Only without a reference do the groups end their threads. One that lets go of a tensor asks for the
+            # interpreter, and aborts the process when that is being finalised.
+            del self._host_group, self._step_group
             return
         # With exchanges on a GPU that never end, neither this nor the end of the interpreter need come back.
         closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
@@ -233,19 +225,17 @@ def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> 
 
 def available_backends() -> list[str]:
     """Of "gloo" and "nccl", those that this build of torch has."""
-    found = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    return [name for name, is_available in found.items() if is_available()] if dist.is_available() else []
+    return [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
 
 
-def _rank_device(local_rank: int, on_gpu: bool, gpu_ids: Sequence[int] | None) -> torch.device:
+def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
     """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
-    if not on_gpu:
+    if not gpus:
         return torch.device("cpu")
-    usable = list(gpu_ids or range(torch.cuda.device_count()))
-    index = local_rank if len(usable) > 1 else 0
-    if index >= len(usable):
+    index = local_rank if len(gpus) > 1 else 0
+    if index >= len(gpus):
         raise BadInput(
-            f"local rank {local_rank} has no GPU: this machine offers {len(usable)} ({usable}); start fewer "
+            f"local rank {local_rank} has no GPU: this machine offers {len(gpus)} ({gpus}); start fewer "
             "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
-    return torch.device("cuda", usable[index])
+    return torch.device("cuda", gpus[index])

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +78,13 @@ class MultiDeviceFlags(FlagGroup):
 
 def _visible_gpus(count: int) -> str:
     return "this machine shows no GPU" if not count else f"the visible GPUs are 0 to {count - 1}"
+
+
+def usable_gpus(device: str, gpu_ids: Sequence[int] | None) -> list[int]:
+    """The GPUs that runs on several devices may use; none where they train on the CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return []
+    return list(gpu_ids or range(torch.cuda.device_count()))
 
 
 def pick_device(name: str) -> torch.device:

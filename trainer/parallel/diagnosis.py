@@ -39,10 +39,7 @@ class Diagnosis:
         except Failure:
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            explained = self.explain(error)
-            if explained is error:
-                raise
-            raise explained from None
+            raise self.explain(error) from None
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise instead of an exception, once the user knows of it; see `explaining`."""

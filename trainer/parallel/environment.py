@@ -36,13 +36,13 @@ class RankEnvironment:
 
 
 def read_rank_environment(
-    environ: Mapping[str, str], flags: MultiDeviceFlags
+    environ: Mapping[str, str], flags: MultiDeviceFlags | None
 ) -> tuple[RankEnvironment | None, list[str]]:
     """The rank variables that torchrun, torch.distributed.launch or a hand-written script sets.
 
-    Returns None if there are none, and one sentence for each contradiction.
+    flags: None for a run of one process. Returns None if there are none, and one sentence for each contradiction.
     """
-    if flags.multi_gpu == "dp":
+    if flags is None or flags.multi_gpu == "dp":
         return None, one_process_problems(environ)
     present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
     if not present:
@@ -65,9 +65,8 @@ def read_rank_environment(
         for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE"))
         if small in numbers and large in numbers and numbers[small] >= numbers[large]
     ]
-    world_size, local_world_size = numbers.get("WORLD_SIZE", math.inf), numbers.get("LOCAL_WORLD_SIZE", 0)
-    if local_world_size > world_size:
-        problems.append(f"LOCAL_WORLD_SIZE={local_world_size} must not exceed WORLD_SIZE={world_size}")
+    if numbers.get("LOCAL_WORLD_SIZE", 0) > numbers.get("WORLD_SIZE", math.inf):
+        problems.append("LOCAL_WORLD_SIZE={LOCAL_WORLD_SIZE} must not exceed WORLD_SIZE={WORLD_SIZE}".format(**numbers))
     if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
     if problems:

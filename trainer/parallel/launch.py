@@ -19,9 +19,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-import torch
-
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.parallel.devices import MultiDeviceFlags, usable_gpus
 from trainer.parallel.diagnosis import GOES_ON
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN
@@ -150,11 +148,7 @@ def _stop_with_parent() -> None:
 
 def num_processes(flags: MultiDeviceFlags, device: str) -> int:
     """One per chosen GPU, or `--nproc`; on the CPU 1 unless told."""
-    if flags.nproc is not None:
-        return flags.nproc
-    if device == "cpu" or not torch.cuda.is_available():
-        return 1
-    return len(flags.gpu_ids) if flags.gpu_ids is not None else torch.cuda.device_count()
+    return flags.nproc or len(usable_gpus(device, flags.gpu_ids)) or 1
 
 
 def launch(

@@ -24,7 +24,7 @@ import torch
 from trainer.config import FlagGroup, flag
 from trainer.parallel.base import Parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import num_processes
 from trainer.parallel.signals import STOP_SIGNALS
@@ -62,13 +62,13 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
 
     environment: who this process is among those that torchrun started; None starts them here.
     """
-    on_gpus = tool.device != "cpu" and torch.cuda.is_available()
+    gpus = usable_gpus(tool.device, tool.gpu_ids)
     speaks_for_host = environment is None or environment.local_rank in (0, None)
     if speaks_for_host:
         print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}", flush=True)
     # First, while all processes are at the same place: how long a machine's own tests take is not the network's fault.
     job = partial(_exchange, tool.multi(), DeviceFlags(tool.device))
-    num_wanted = num_processes(tool.multi(), tool.device) if tool.nproc or on_gpus else PROCESSES_ON_CPU
+    num_wanted = num_processes(tool.multi(), tool.device) if tool.nproc or gpus else PROCESSES_ON_CPU
     status, found = run_job(job, num_wanted, environment)
     if status - 128 in STOP_SIGNALS:
         return status
@@ -80,7 +80,6 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
         advice = "see the message above; NCCL_DEBUG=INFO tells more about GPUs, GLOO_SOCKET_IFNAME chooses a network"
         findings.append(Finding("BROKEN", "exchange", "the processes could not exchange data", advice))
         print(findings[-1], flush=True)
-    gpus = (tool.gpu_ids or range(torch.cuda.device_count())) if on_gpus else ()
     for finding in of_this_machine(tool.save_dir, gpus):
         print(finding, flush=True)
         findings.append(finding)

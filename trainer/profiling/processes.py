@@ -4,8 +4,8 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from trainer.commands.flags import Flags, parse
 from trainer.config import FlagGroup
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
+from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, print_refusal
 from trainer.parallel.launch import launch
@@ -53,22 +54,10 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-@contextmanager
-def in_use(parallel: Parallel) -> Iterator[None]:
-    """Around what is done with some devices. What goes wrong is told by one process, and ends all of them by Failure.
-
-    The user is told before this process takes the time to close, for the others wait until then.
-    """
-    try:
-        parallel.diagnosis.has_checkpoints = False
-        with parallel.diagnosis.explaining():
-            yield
-    except BadInput as error:
-        if parallel.is_main:
-            print_refusal(error)
-        raise Failure(str(error), EXIT_BAD_INPUT) from None
-    finally:
-        parallel.close()
+def in_use(parallel: Parallel) -> AbstractContextManager[None]:
+    """Around a measurement with some devices, which does not go on from a checkpoint; see `Parallel.in_use`."""
+    parallel.diagnosis.has_checkpoints = False
+    return parallel.in_use()
 
 
 def run_job(
@@ -136,9 +125,7 @@ def placed(flags: Flags, world: World) -> Flags:
 def chosen_gpus(flags: Flags) -> tuple[int, ...]:
     """The GPUs that runs of these flags, which are of several devices, may use; none where they train on the CPU."""
     assert flags.multi is not None
-    if flags.devices.device == "cpu" or not torch.cuda.is_available():
-        return ()
-    return flags.multi.gpu_ids or tuple(range(torch.cuda.device_count()))
+    return tuple(usable_gpus(flags.devices.device, flags.multi.gpu_ids))
 
 
 def warn_of_threads(flags: Flags) -> None:

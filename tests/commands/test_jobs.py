@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trainer.commands.scheduler import failure_message, run_jobs
+from trainer.commands.jobs import Job, run_jobs
 from trainer.parallel.launch import Launcher
 
 
@@ -26,13 +26,18 @@ def note_slot(path, status):
     return status
 
 
+def job(folder, number, status):
+    path = folder / str(number)
+    return Job(path.name, path, number, None, (), {}, functools.partial(note_slot, path.with_suffix(".json"), status))
+
+
 def run_all(folder, slots, statuses):
     """(names of those that ended well, exit statuses of the others)"""
-    jobs = {folder / str(i): functools.partial(note_slot, folder / f"{i}.json", status) for i, status in statuses}
+    jobs = [job(folder, i, status) for i, status in statuses]
     found = {}
     with Launcher() as launcher:
         for _, ended in run_jobs(launcher, jobs, [{"SLOT": slot} for slot in slots]):
-            found |= {directory.name: status for directory, status in ended.items()}
+            found |= {job.name: status for job, status in ended}
     failures = {name: status for name, status in found.items() if status != 0}
     return sorted(found.keys() - failures.keys()), failures
 
@@ -41,11 +46,11 @@ def run_all(folder, slots, statuses):
 def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
     assert run_all(tmp_path, "a", enumerate([0, 7, 0])) == (["0"], {"1": 7})
     assert not (tmp_path / "2.json").exists()
-    assert failure_message(tmp_path / "1", 7) == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
+    assert job(tmp_path, 1, 7).failure_message(7) == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "0.stderr").read_text() == "0 is done\n"
     assert run_all(tmp_path, "a", [(3, -signal.SIGKILL)]) == ([], {"3": 137})
-    message = failure_message(tmp_path / "3", 137)
+    message = job(tmp_path, 3, -9).failure_message(137)
     assert message.startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command goes on")
 
 
