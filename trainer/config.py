@@ -97,25 +97,21 @@ class _Option:
         return values if self.is_list else values[0]
 
     def _parse_one(self, text: str) -> Any:
-        try:
-            return self._converted(text)
-        except ValueError as error:
-            raise ValueError(f"{self.name} {text}: must be {error}") from None
+        def wrong(what_it_must_be: str) -> ValueError:
+            return ValueError(f"{self.name} {text}: must be {what_it_must_be}")
 
-    def _converted(self, text: str) -> Any:
-        """Raises ValueError with what it must be."""
         if self.choices and text not in self.choices:
-            raise ValueError(f"one of {', '.join(self.choices)}")
+            raise wrong(f"one of {', '.join(self.choices)}")
         if self.type not in (int, float):
             return Path(text).expanduser() if self.type is Path else text
         try:
             number = self.type(text)
         except ValueError:
-            raise ValueError("a whole number" if self.type is int else "a number") from None
+            raise wrong("a whole number" if self.type is int else "a number") from None
         if not math.isfinite(number):
-            raise ValueError("a finite number")
+            raise wrong("a finite number")
         if not all(_LIMITS[name](number, limit) for name, limit in self.limits.items()):
-            raise ValueError(" and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items()))
+            raise wrong(" and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items()))
         return number
 
 
@@ -193,9 +189,7 @@ def parse_flags(
                 except ValueError as error:
                     problems.append(str(error))
         groups.append(group_type(**values))
-    for group in groups:
-        problems += group.problems()
-    return groups, problems
+    return groups, problems + [problem for group in groups for problem in group.problems()]
 
 
 def build_parser(
@@ -256,11 +250,10 @@ def names_given(argv: Sequence[str]) -> set[str]:
 
 
 def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    known = [option for action in parser._actions for option in action.option_strings]
     found = []
     for previous, token in zip(["", *tokens], tokens, strict=False):
         if token.startswith("-"):
-            close = difflib.get_close_matches(token.partition("=")[0], known, n=1)
+            close = difflib.get_close_matches(token.partition("=")[0], parser._option_string_actions, n=1)
             found.append(f"{token}: no such flag; " + (f"did you mean {close[0]}?" if close else "see --help"))
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")

@@ -20,7 +20,7 @@ from tests.conftest import ROOT, load
 from tests.helpers.recordings import joined, save_recording, save_windows, windows_of_a_walk
 from tests.helpers.uci_har_files import write_layout
 from trainer.cli import main
-from trainer.commands.predict import output_file
+from trainer.commands.predict import write_output
 from trainer.loading.errors import BadInput
 from trainer.parallel.signals import STOP_SIGNALS
 
@@ -228,26 +228,26 @@ def test_output_is_the_table_with_the_users_permissions(trained, windows, label,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.csv", "link.csv", "walk.npy"]
 
 
-def test_a_failure_leaves_what_was_there(tmp_path):
-    output = tmp_path / "labels.csv"
+def test_a_disk_that_refuses(tmp_path):
+    for name in ("x" * 255, "no/such/folder/x"):
+        with pytest.raises(BadInput, match=r"--output .*: cannot be written: "):
+            write_output(tmp_path / name, "a table")
+    output = tmp_path / "full.csv"
     output.write_text("precious")
-    with pytest.raises(ZeroDivisionError), output_file(output) as file:
-        file.write("half")
-        raise ZeroDivisionError
+    (tmp_path / f"full.csv.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(BadInput, match=r"--output .*full.csv: cannot be written: No space left"):
+        write_output(output, "a table")
     assert output.read_text() == "precious" and list(tmp_path.iterdir()) == [output]
 
 
-def test_a_disk_that_refuses(tmp_path):
-    for name in ("x" * 255, "no/such/folder/x"):
-        with pytest.raises(BadInput, match=r"--output .*: cannot be written: "), output_file(tmp_path / name):
-            raise AssertionError("nothing was opened")
-    (tmp_path / f"full.csv.{os.getpid()}.tmp").symlink_to("/dev/full")
-    with (
-        pytest.raises(BadInput, match=r"--output .*full.csv: cannot be written: No space left"),
-        output_file(tmp_path / "full.csv") as file,
-    ):
-        file.write("a table")
-    assert not list(tmp_path.iterdir())
+def test_folder_without_permission_is_found_before_the_work(trained, windows, on_cpu, tmp_path, monkeypatch):
+    path, output = save_windows(tmp_path / "walk.npy", windows), tmp_path / "labels.csv"
+    monkeypatch.setattr("trainer.commands.flags.os.access", lambda folder, mode: folder != tmp_path)
+    _, err = on_cpu("--predict", path, "--save-dir", trained, "--output", output, status=2)
+    assert err == [
+        f"error: --output {output}: cannot be written: no permission to write into {tmp_path}; name another file"
+    ]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow

@@ -82,10 +82,11 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     All processes call it; a BadInput is raised on all of them.
     """
     state = parallel.on_main(lambda: choose_start(directory, flags))
-    unknown = MemoryLimit.unknown(flags.batch, parallel.device)
-    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, parallel, directory, before, limit)
+    run = assemble_run(flags, task, parallel, directory, before)
+    unknown = run.memory_limit
+    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
+    run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
     notes = resume(run, state) if state is not None else initialise(run, flags)
     return run, [*notes, *limit.note()]
 
@@ -108,8 +109,12 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
 
 
 def wrap_model(run: Run) -> None:
-    """Spreads the model over the run's devices."""
-    run.learner.net = run.parallel.wrap(run.learner.net, example_batch(run.task), run.task.phases[0])
+    """Spreads the model over the run's devices, which may try it on a small batch that does not count."""
+    task, dataset = run.task, run.task.splits()["train"]
+    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
+    example = next(BatchLoader(dataset, task.collate)([keys]))
+    check_batch(example)
+    run.learner.net = run.parallel.wrap(run.learner.net, example, task.phases[0])
 
 
 def assemble_run(
@@ -118,7 +123,6 @@ def assemble_run(
     parallel: Parallel,
     directory: RunDirectory | None = None,
     before: Mapping[str, Any] | None = None,
-    limit: MemoryLimit | None = None,
 ) -> Run:
     """The parts, with fresh weights and a silent log; nothing is read or written.
 
@@ -126,9 +130,7 @@ def assemble_run(
     """
     directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     values = flags.values()
-    limit = limit or MemoryLimit.unknown(flags.batch, parallel.device)
     batches, lr_factor = arrange_batches(flags, values, parallel, before)
-    batches = limit.applied(batches, parallel.num_devices, parallel.shard[1])
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
     eval_every = flags.run.eval_every if "val" in task.splits() else None
     plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
@@ -139,7 +141,7 @@ def assemble_run(
         learner=build_learner(flags, task, parallel),
         plan=plan,
         batches=batches,
-        memory_limit=limit,
+        memory_limit=MemoryLimit.unknown(flags.batch, parallel.device),
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
@@ -199,21 +201,17 @@ def arrange_batches(
 def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
     learning, total = flags.learning, float(plan.epochs)
-    warmup = learning.warmup_epochs
+    warmup = total / 10 if learning.warmup_epochs is None else learning.warmup_epochs
     if learning.warmup_steps is not None:
-        warmup = learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch
         num_steps = plan.epochs * plan.steps_per_epoch
         if learning.warmup_steps > num_steps:
             raise BadInput(
                 f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
                 "raise --epochs"
             )
-    return LearningRate(
-        peak=learning.lr * factor,
-        floor=learning.min_lr,
-        warmup=total / 10 if warmup is None else min(warmup, total),
-        total=total,
-    )
+        # A short last batch counts as a step too.
+        warmup = min(learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch, total)
+    return LearningRate(peak=learning.lr * factor, floor=learning.min_lr, warmup=warmup, total=total)
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
@@ -244,15 +242,6 @@ def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str,
     }
 
 
-def example_batch(task: Task) -> dict[str, torch.Tensor]:
-    """A small checked batch that does not count."""
-    dataset = task.splits()["train"]
-    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, placeholder=True)
-    batch = next(BatchLoader(dataset, task.collate)([keys]))
-    check_batch(batch)
-    return batch
-
-
 # --- what the user is told ---------------------------------------------------------------------------------------
 
 
@@ -275,7 +264,6 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     parallel, batches = run.parallel, run.batches
     world_size, num_devices = parallel.shard[1], parallel.num_devices
     exact = batches.batch_size * num_devices * batches.grad_accum_steps == batches.global_batch_size
-    scaled = run.learning_rate.peak
     lines = [
         f"Devices: {parallel.describe()}",
         f"Batch: {batches.global_batch_size} samples per optimizer step, from {batches.batch_size} per device per "
@@ -286,6 +274,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
     ]
+    scaled = run.learning_rate.peak
     if scaled != flags.learning.lr:
         one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"

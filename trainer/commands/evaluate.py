@@ -1,19 +1,26 @@
-"""Scores at the end of training, or on request."""
+"""Scores at the end of training, or on request; of one run, or of the ensemble of several."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from trainer.checkpoint.records import RESULTS, read_json, write_json
-from trainer.checkpoint.weights import check_weights_fit, find_weights
-from trainer.commands.build import assemble_run, describe_run, wrap_model
+import torch
+
+from trainer.checkpoint.records import RESULTS, write_json
+from trainer.checkpoint.weights import check_weights_fit, find_weights, load_best_weights, load_weights
+from trainer.commands.build import assemble_run, describe_run, set_up_torch, wrap_model
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
 from trainer.logs.run_log import scores_text
+from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate
 from trainer.loop.pictures import log_pictures
+from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
-from trainer.parallel.base import Parallel
-from trainer.task import Sums, Task
+from trainer.parallel.base import Parallel, SingleDevice
+from trainer.parallel.devices import pick_device
+from trainer.parallel.signals import StopRequest
+from trainer.task import Objective, Sums, Task
 
 
 def score(run: Run, on_test: bool) -> None:
@@ -36,24 +43,13 @@ def score(run: Run, on_test: bool) -> None:
     run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
 
 
-def has_results(folder: Path, step: int, of_test: bool) -> bool:
-    """Whether results.json is of the run after that many steps, with test scores if these are wanted."""
-    results = read_json(folder / RESULTS)
-    return results.get("step") == step and (results.get("scored") == "test" or not of_test)
-
-
 def _take_best_weights(run: Run) -> bool:
-    best = run.parallel.on_main(lambda: _best_weights(run))
+    best = run.parallel.on_main(lambda: (run.directory.load_best() or {}).get("model"))
     if best is None:
         run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
         return False
     run.learner.load_weights(best)
     return True
-
-
-def _best_weights(run: Run) -> dict[str, Any] | None:
-    best = run.directory.load_best()
-    return best["model"] if best is not None else None
 
 
 def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums: Sums) -> None:
@@ -86,7 +82,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
-    label, state = trained.label, {"config": {}} | trained.state
+    label, state = trained.label, trained.state
     run = assemble_run(flags, task, parallel)
     check_weights_fit(run.learner.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
     run.learner.load_weights(state["model"])
@@ -96,3 +92,40 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
         lines.append(scores_text(run.metrics(split, evaluate(run, split))))
     if parallel.is_main:
         print("\n".join(lines))
+
+
+def ensemble_metrics(
+    flags: Flags, task: Task, directories: Sequence[Path], stop: StopRequest
+) -> dict[str, float] | None:
+    """Test metrics of the task's ensemble of these runs, each with the weights that it is used with.
+
+    None where the task has no ensemble. Raises BadInput for a run without weights, StopRequested if asked to stop
+    meanwhile.
+    """
+    device = pick_device(flags.devices.device)
+    if flags.multi is not None and flags.multi.gpu_ids is not None and device.type == "cuda":
+        device = torch.device("cuda", flags.multi.gpu_ids[0])
+    parallel = SingleDevice(device)
+    set_up_torch(flags, parallel)
+    ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
+    if ensemble is None:
+        return None
+    run = assemble_run(flags, task, parallel)
+    run.stop = stop
+    ensemble = ensemble.to(parallel.device)
+    run.learner = replace(
+        run.learner,
+        objective=ensemble,
+        net=in_precision(ensemble, run.learner.precision),
+        optimizers={},
+        ema=ExponentialMovingAverage(ensemble.model, decay=0),
+    )
+    return run.metrics("test", evaluate(run, "test"))
+
+
+def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
+    """On the CPU, since there may be many."""
+    state = load_best_weights(directory, print)
+    objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
+    load_weights(objective.model, state, str(directory), "give the flags that it was trained with")
+    return objective

@@ -1,7 +1,7 @@
 """A whole command line as one typed object."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,8 @@ class PredictFlags(FlagGroup):
             return [f"{given}: is not a file; name one, or leave it out to print the table"]
         if not target.parent.is_dir():
             return [f"{given}: there is no folder {target.parent}; create it first"]
+        if not os.access(target.parent, os.W_OK):
+            return [f"{given}: cannot be written: no permission to write into {target.parent}; name another file"]
         if target == self.predict.resolve():
             return [f"{given}: would overwrite what is to be labelled; name another file"]
         return []
@@ -162,38 +164,31 @@ def parse(
     tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
     that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
     """
-    (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], "", ignore_unknown=True)
+    (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], ignore_unknown=True)
     problems = []
     task_type: type[Task] | None = None
     try:
         task_type = find_task(chosen.task)
     except BadInput as error:
         problems.append(str(error))
-    group_types = TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1]
+    group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
-        group_types = (tool, *group_types)
-    own_flags = {field.name for group in group_types for field in fields(group)}
+        group_types.insert(0, tool)
+    defaults: Mapping[str, Any] = {}
     if task_type is not None:
+        own_flags = {field.name for group in group_types for field in fields(group)}
         taken = sorted(own_flags & {field.name for field in fields(task_type.Config)})
         if taken:
             names = ", ".join(flag_name(name) for name in taken)
             raise BadInput(f"--task {chosen.task}: its flags {names} are the trainer's own; rename those fields")
-        group_types = (*group_types, task_type.Config)
-    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
-    groups, found = parse_flags(
-        group_types,
-        argv,
-        description,
-        examples,
-        ignore_unknown=task_type is None,
-        defaults=_task_defaults(task_type, argv) if task_type is not None else {},
-        command=command,
-    )
-    by_type = {type(group): group for group in groups}
-    task = by_type[task_type.Config] if task_type is not None else None
+        group_types.append(task_type.Config)
+        defaults = _task_defaults(task_type, argv)
+    about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    groups, found = parse_flags(group_types, argv, *about, task_type is None, defaults, command)
+    by_type: dict[type | None, Any] = {type(group): group for group in groups}
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
-    tool_flags = by_type[tool] if tool is not None else None
-    flags = Flags(*of_trainer, task, task_type, tool_flags)  # type: ignore[call-arg]
+    task = by_type[task_type.Config] if task_type is not None else None
+    flags = Flags(*of_trainer, task, task_type, by_type.get(tool))  # type: ignore[call-arg]
     return flags, problems + found + _contradictions(flags)
 
 

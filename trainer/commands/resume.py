@@ -12,6 +12,7 @@ from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
 from trainer.loop.checkpointing import finish_saving, restore, save
 from trainer.loop.plan import Position
+from trainer.loop.progress import Best
 from trainer.loop.run import Run
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
@@ -19,28 +20,27 @@ START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "-
 
 def take_over(run: Run, flags: Flags) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
-    source, progress = flags.checkpoint.resume_from, run.progress
-    best = progress.best
-    is_best = best is not None and progress.position == Position(best.epoch)
-    if best is not None and not is_best:
-        taken = run.parallel.on_main(lambda: _copy_best(source, best.epoch, best.value, run.directory))
-        if not taken:
+    source, best = flags.checkpoint.resume_from, run.progress.best
+    if best is not None and run.progress.position == Position(best.epoch):
+        save(run, best.value, is_best=True)
+    else:
+        if best is not None and not run.parallel.on_main(lambda: _copy_best(source, best, run.directory)):
             run.log.say(
                 f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
             )
-            progress.best = None
-    save(run, best.value if best is not None and is_best else None, is_best)
+            run.progress.best = None
+        save(run)
     finish_saving(run)
 
 
-def _copy_best(source: Path | None, epoch: int, value: float, directory: RunDirectory) -> bool:
+def _copy_best(source: Path | None, best: Best, directory: RunDirectory) -> bool:
     beside = source.parent / "best.pth" if source is not None else None
     if beside is None or not beside.is_file():
         return False
     state = read_checkpoint(beside, str(beside))
-    if Position(**state["position"]) != Position(epoch):
+    if Position(**state["position"]) != Position(best.epoch):
         return False
-    directory.save(state, value, is_best=True)
+    directory.save(state, best.value, is_best=True)
     return True
 
 
@@ -112,7 +112,7 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
     """What to undo when a checkpoint is of another model: the task's flags that changed."""
-    changed = changed_flags(state["config"], run.facts["config"])
+    changed = changed_flags(state.get("config", {}), run.facts["config"])
     own = [f"{name} (was {shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
     return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
 

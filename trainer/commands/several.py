@@ -14,7 +14,7 @@ import numpy as np
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import delete, read_json, write_json
 from trainer.commands.build import build_task
-from trainer.commands.ensemble import ensemble_metrics
+from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.loading.errors import BadInput

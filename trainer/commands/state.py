@@ -6,10 +6,10 @@ tells them apart.
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, read_json, write_json
@@ -35,35 +35,34 @@ class RunState:
     def enter(self, state: State, run: Run) -> None:
         """All processes call it. A file that says "finished" already stays. Raises BadInput when the disk refuses."""
         self._run = run
-        self._parallel.on_main(lambda: None if state == self._read() == "finished" else self._write(state))
+        self._parallel.on_main(lambda: self._write(state))
 
-    def end_badly(self, state: State, message: str | None = None, limit: Mapping[str, Any] | None = None) -> None:
-        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of.
-
-        limit: what the next start has to know of the device's memory.
-        """
+    def end_badly(self, error: BaseException) -> None:
+        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""
+        if not self._parallel.is_main:
+            return
         path = self._directory.path
-        holds_run = self._run is not None or self._directory.has_checkpoint or (path / CONFIG).exists()
-        if self._parallel.is_main and holds_run:
-            with suppress(BadInput):
-                self._write(state, message)
-        if self._parallel.is_main and limit is not None:
-            with suppress(BadInput):
-                write_json(path / MEMORY, dict(limit))
+        # Of whatever else ends it, such as the second Ctrl-C, there is nothing to tell.
+        message = str(error) or None if isinstance(error, BadInput | Failure) else None
+        with suppress(BadInput):
+            if self._run is not None or self._directory.has_checkpoint or (path / CONFIG).exists():
+                self._write("refused" if isinstance(error, BadInput) else "failed", message)
+        with suppress(BadInput):
+            if isinstance(error, Failure) and error.memory_limit is not None:
+                write_json(path / MEMORY, dict(error.memory_limit))
 
     def fail(self, failure: Failure) -> None:
         """Another process failed, and this one is stuck. Called by another thread than the one that trains."""
         if self._run is not None:
             self._run.saver.end()  # what is being saved is to be complete
-        self.end_badly("failed", str(failure) or None, failure.memory_limit)
-
-    def _read(self) -> str | None:
-        return read_json(self._directory.path / STATE).get("state")
+        self.end_badly(failure)
 
     def _write(self, state: State, message: str | None = None) -> None:
-        run = self._run
+        run, path = self._run, self._directory.path / STATE
+        if state == "finished" == read_json(path).get("state"):
+            return
         write_json(
-            self._directory.path / STATE,
+            path,
             {
                 "state": state,
                 "epoch": run.progress.position.epoch if run is not None else None,
@@ -87,12 +86,6 @@ def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
             yield state
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed
-    except BadInput as error:
-        state.end_badly("refused", str(error))
-        raise
-    except Failure as failure:
-        state.end_badly("failed", str(failure) or None, failure.memory_limit)
-        raise
-    except BaseException:  # SystemExit: the second Ctrl-C, which does not wait for a save
-        state.end_badly("failed")
+    except BaseException as error:  # SystemExit too: the second Ctrl-C, which does not wait for a save
+        state.end_badly(error)
         raise

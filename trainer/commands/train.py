@@ -1,15 +1,16 @@
 """Training in a run directory: builds the run or finds it finished, trains, scores, and records how it ended."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
-from trainer.commands.evaluate import has_results, score
+from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
 from trainer.commands.state import RunState, recorded
-from trainer.loading.errors import BadInput
-from trainer.loading.files import DISK_FULL
+from trainer.loading.files import DISK_FULL, refusing_disk_errors
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested
@@ -27,13 +28,15 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     """
     directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
+    advice = "earlier checkpoints are intact; free some space and run the same command again"
+    refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     # Once more around the end: closing a log writes what found no room before.
-    with refusing_full_disk(directory), ExitStack() as at_the_end:
+    with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(directory.release)
         parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
-        with recorded(directory, parallel) as state, refusing_full_disk(directory):
+        with recorded(directory, parallel) as state, refusing_full_disk():
             run, notes = build_run(flags, task, parallel, directory)
-            if _is_finished(run, flags):
+            if _is_finished(run, flags.run.test):
                 state.enter("finished", run)
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
@@ -42,12 +45,13 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             return _train(run, flags, state, agents)
 
 
-def _is_finished(run: Run, flags: Flags) -> bool:
-    """Whether nothing is left to do; says so."""
+def _is_finished(run: Run, of_test: bool) -> bool:
+    """Whether nothing is left to do, with test scores if these are wanted; says so."""
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
-    is_finished = run.parallel.on_main(lambda: has_results(path, progress.step, flags.run.test))
+    results = run.parallel.on_main(lambda: read_json(path / RESULTS))
+    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not of_test)
     if is_finished and run.parallel.is_main:
         print(
             f"This run is finished: {path} holds its results after {progress.position.epoch} epochs. "
@@ -71,17 +75,4 @@ def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> in
     if len(agents) > 1:
         # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
         run.stop.await_own()
-    number = run.stop.signal_number
-    return EXIT_FINISHED if run.parallel.is_launched or number is None else 128 + number
-
-
-@contextmanager
-def refusing_full_disk(directory: RunDirectory) -> Iterator[None]:
-    """Makes a BadInput of what the file system says when it has no room."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        advice = "earlier checkpoints are intact; free some space and run the same command again"
-        raise BadInput(f"--save-dir {directory.path}: {error.strerror}; {advice}") from None
+    return EXIT_FINISHED if run.parallel.is_launched else run.stop.exit_status

@@ -4,7 +4,7 @@ import errno
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -19,11 +19,16 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def refusing_disk_errors(what: str, advice: str = "") -> Iterator[None]:
-    """Makes a BadInput of what the file system says. what: the flag with its value, and what fails."""
+def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
+    """Makes a BadInput of what the file system says.
+
+    what: the flag with its value, and what fails. numbers: of the errors that are meant; None means all.
+    """
     try:
         yield
     except OSError as error:
+        if numbers is not None and error.errno not in numbers:
+            raise
         raise BadInput(f"{what}: {error.strerror or error}" + (f"; {advice}" if advice else "")) from None
 
 
