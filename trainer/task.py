@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,21 +16,8 @@ from trainer.loading.order import SampleKeys
 Sums = dict[str, Tensor]
 ParamGroup = dict[str, Any]
 ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
-
-
-@dataclass(frozen=True)
-class ConfusionMatrix:
-    """A picture of how often which class was taken for which.
-
-    counts: (C, C), rows are the true classes, columns the predicted ones. classes: their C names.
-    """
-
-    counts: Tensor
-    classes: Sequence[str]
-
-
-Picture = ConfusionMatrix | np.ndarray
-"""What TensorBoard can show. An array is a picture as it is: (height, width, 3) uint8, red, green, blue."""
+Picture = np.ndarray
+"""What TensorBoard can show: (height, width, 3) uint8, red, green, blue."""
 
 
 class Objective(nn.Module):

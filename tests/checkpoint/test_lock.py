@@ -10,13 +10,13 @@ import time
 import pytest
 
 from tests.conftest import ROOT, TINY, WEIGHTED
-from trainer.checkpoint.lock import DirectoryLock
+from trainer.checkpoint.lock import release_lock, take_lock
 from trainer.cli import main
 from trainer.loading.errors import BadInput
 
 HOLD = (
-    "import sys; from pathlib import Path; from trainer.checkpoint.lock import DirectoryLock; "
-    "lock = DirectoryLock(Path(sys.argv[1])); lock.take(take_over=False); print('held', flush=True); sys.stdin.read()"
+    "import sys; from pathlib import Path; from trainer.checkpoint.lock import take_lock; "
+    "lock = take_lock(Path(sys.argv[1]), take_over=False); print('held', flush=True); sys.stdin.read()"
 )
 
 
@@ -37,9 +37,7 @@ def holder(tmp_path):
 
 
 def take(directory, take_over=False):
-    lock = DirectoryLock(directory)
-    lock.take(take_over)
-    lock.release()
+    release_lock(take_lock(directory, take_over))
 
 
 def test_a_living_holder_is_named_and_not_displaced(holder, tmp_path):
@@ -70,10 +68,9 @@ def test_a_lock_left_by_another_host_needs_a_flag(tmp_path, capsys, signals_rest
 
 
 def test_held_it_names_this_process_and_released_nobody(tmp_path):
-    lock = DirectoryLock(tmp_path)
-    lock.take(take_over=False)
+    lock = take_lock(tmp_path, take_over=False)
     assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-    lock.release()
+    release_lock(lock)
     assert (tmp_path / "lock").read_text() == ""
 
 

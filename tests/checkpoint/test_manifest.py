@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.checkpoint.conftest import checkpoints, save
+from trainer.checkpoint.file import read_checkpoint
+from trainer.loading.errors import BadInput
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"null", b'{"checkpoints": [1]}', b"\xff\xfe\x00"])
@@ -59,3 +61,14 @@ def test_a_manifest_names_checkpoints_of_its_directory_only(file, opened):
     assert again.load_newest()["step"] == 10
     assert outside.read_bytes() == b"precious"
     assert path.exists()
+
+
+def test_a_file_that_was_replaced_by_another_checkpoint_is_not_read(opened):
+    directory, _ = opened()
+    first, second = save(directory, 1), save(directory, 2)
+    second.unlink()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(BadInput, match=r"x.pth: is damaged: its sha256 is not the one in .*manifest.json"):
+        read_checkpoint(second, "x.pth")
+    (directory.path / "manifest.json").unlink()
+    assert read_checkpoint(second, "x.pth")["step"] == 10

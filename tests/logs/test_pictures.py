@@ -18,11 +18,9 @@ from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse
 from trainer.loading.order import Position
-from trainer.logs.pictures import BLUE, CELL, GAP, encode
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.pictures import log_pictures
 from trainer.parallel.base import SingleDevice
-from trainer.task import ConfusionMatrix
 from trainer.tasks import TASKS
 
 CPU = torch.device("cpu")
@@ -82,59 +80,21 @@ def image_steps(directory):
     return {tag: [event.step for event in found.Images(tag)] for tag in found.Tags()["images"]}
 
 
-def pixels(summary) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(summary.encoded_image_string)).convert("RGB")).astype(int)
+# --- what is shown -----------------------------------------------------------------------------------------------
 
 
-def has_colour(area: np.ndarray, colour) -> bool:
-    return bool((np.abs(area - np.array(colour)).max(axis=-1) < 12).any())
-
-
-# --- drawing -----------------------------------------------------------------------------------------------------
-
-
-def cells(counts, classes):
-    """The drawn cells of a confusion matrix, [row][column]: pixels without their borders."""
-    summary = encode(ConfusionMatrix(torch.tensor(counts), classes))
-    image = pixels(summary)
-    assert image.shape == (summary.height, summary.width, 3)
-    start = image.shape[0] - GAP - CELL * len(classes), image.shape[0] - GAP - CELL * len(classes)
-    corners = [[(start[0] + i * CELL, start[1] + j * CELL) for j in range(len(classes))] for i in range(len(classes))]
-    return [[image[y + 2 : y + CELL - 1, x + 2 : x + CELL - 1] for y, x in row] for row in corners]
-
-
-def test_a_confusion_matrix_shades_the_share_of_each_true_class():
-    drawn = cells([[9, 1, 0], [30, 60, 10], [0, 0, 0]], ["a", "long_name", "c"])
-    darkness = [[255 - int(cell[0, 0].mean()) for cell in row] for row in drawn]
-    assert darkness[0][0] > darkness[1][1] > darkness[1][0] > darkness[1][2] > 5
-    assert abs(darkness[0][1] - darkness[1][2]) < 3  # both a tenth of their class, whatever the counts
-    assert max(darkness[0][2], darkness[2][2]) <= 2  # nothing there, and a class that does not occur
-
-
-def test_a_confusion_matrix_writes_its_counts():
-    one, other = (cells([[900, count], [0, 50]], ["a", "b"]) for count in (7, 8))  # 1% both
-    assert np.ptp(one[0][1], axis=(0, 1)).max() > 100  # there is text, and it changes with the count
-    assert np.abs(one[0][1] - other[0][1]).max() > 100
-    assert np.ptp(one[1][0]) == 0  # an empty cell is left empty
-    assert np.abs(one[1][1] - other[1][1]).max() < 12  # their palettes differ a little
-
-
-@pytest.mark.parametrize("num_classes", [1, 2, 30, 31, 2000])
-def test_a_confusion_matrix_of_any_number_of_classes_can_be_drawn(num_classes):
-    names = [f"class_{i}" for i in range(num_classes)]
-    image = pixels(encode(ConfusionMatrix(torch.eye(num_classes), names)))
-    assert image.shape[0] <= image.shape[1] < 1400
-    assert has_colour(image, BLUE)
-
-
-def test_an_array_is_shown_as_it_is():
+def test_an_array_is_shown_as_it_is(tmp_path):
     array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    summary = encode(array)
-    assert (summary.height, summary.width) == (5, 7)
-    assert (pixels(summary) == array).all()
+    log = RunLog(tmp_path, 0, Position())
+    log.pictures(3, {"val/noise": array})
     for wrong in (array[..., 0], array.astype(np.float32), array[..., :2]):
         with pytest.raises(TypeError, match="must be"):
-            encode(wrong)
+            log.pictures(4, {"val/wrong": wrong})
+    log.close()
+    assert image_steps(tmp_path) == {"val/noise": [3]}
+    (shown,) = events(tmp_path).Images("val/noise")
+    assert (shown.height, shown.width) == (5, 7)
+    assert (np.asarray(Image.open(io.BytesIO(shown.encoded_image_string))) == array).all()
 
 
 # --- when they are drawn -------------------------------------------------------------------------------------------

@@ -9,15 +9,14 @@ import torch
 from data.har.windows import CLASSES
 from trainer.loading.order import SampleKeys
 from trainer.tasks import har
+from trainer.tasks.confusion_matrix import BLUE, WIDTH, draw_confusion_matrix
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.har_pictures import (
     AXIS_COLOURS,
     BLOCK_HEIGHT,
-    BLUE,
     PANEL_HEIGHT,
     TITLE_HEIGHT,
     VERMILION,
-    WIDTH,
     draw_windows,
 )
 
@@ -72,8 +71,11 @@ def test_har_shows_its_confusion_recalls_and_windows(cache_dir, monkeypatch):
     assert recalls == {"recall/WALKING": 0.75, "recall/SITTING": 1.0, "recall/STANDING": 0.0}
     assert not recalls.keys() & set(task.headline)
 
-    matrix = task.pictures(sums)["confusion_matrix"]
-    assert torch.equal(matrix.counts, confusion) and tuple(matrix.classes) == CLASSES
+    drawing = Mock(wraps=draw_confusion_matrix)
+    monkeypatch.setattr(har, "draw_confusion_matrix", drawing)
+    assert task.pictures(sums)["confusion_matrix"].shape[2] == 3
+    (counts, classes), _ = drawing.call_args
+    assert torch.equal(counts, confusion) and tuple(classes) == CLASSES
 
     objective = task.build_objective().eval()
     task.initialise(objective)

@@ -8,22 +8,21 @@ old state or the new one.
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from trainer.checkpoint.file import write_checkpoint
-from trainer.checkpoint.lock import LOCK, DirectoryLock
+from trainer.checkpoint.file import CheckpointReader, write_checkpoint
+from trainer.checkpoint.lock import LOCK, release_lock, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
-from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
 from trainer.checkpoint.recovery import find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
 from trainer.loading.errors import BadInput
-from trainer.loading.files import DISK_FULL, flush_path
+from trainer.loading.files import DISK_FULL, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
 METRICS = "metrics.jsonl"
@@ -50,7 +49,7 @@ class RunDirectory:
         self.earlier_attempt: dict[str, Any] | None = None
         self._keep = keep
         self._say = say
-        self._lock = DirectoryLock(path)
+        self._lock: IO[str] | None = None
         self._reader = CheckpointReader(path, say)
         self._lost: list[str] = []
         """Without any usable checkpoint: what shows that there was one."""
@@ -63,13 +62,13 @@ class RunDirectory:
         take_over_lock: also when a job on another host left its lock. agents: the torchrun agents of this job. If one
         of them started the attempt before too, the job goes on without the node that left its lock.
         """
-        with refusing_disk_errors(self.path, "choose a folder that can be written to"):
+        with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             self.path.mkdir(parents=True, exist_ok=True)
             config = read_json(self.path / CONFIG)
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
-            self._lock.take(take_over_lock or self.earlier_attempt is not None)
+            self._lock = take_lock(self.path, take_over_lock or self.earlier_attempt is not None)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
             put_in_place(self.path, self.entries, self._say)
             for leftover in self.path.glob("*.tmp"):
@@ -79,11 +78,13 @@ class RunDirectory:
     @property
     def is_held(self) -> bool:
         """Whether this process has the lock."""
-        return self._lock.is_held
+        return self._lock is not None
 
     def release(self) -> None:
         """Lets go of the lock."""
-        self._lock.release()
+        if self._lock is not None:
+            release_lock(self._lock)
+            self._lock = None
 
     def require_space(self, num_bytes: int) -> None:
         """Raises BadInput when the file system has no room for one checkpoint."""
@@ -96,7 +97,7 @@ class RunDirectory:
 
     def start_over(self) -> None:
         """Moves everything of the previous run to a folder `previous-N`. Raises BadInput when it cannot."""
-        with refusing_disk_errors(self.path, "choose another folder"):
+        with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             old = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("previous-")]
             if old:
                 folders = (self.path / f"previous-{number}" for number in itertools.count(1))
@@ -177,7 +178,7 @@ class RunDirectory:
 
         Its metrics are on the disk then, since nobody will write them again.
         """
-        with refusing_disk_errors(self.path, "see to the file system and run the same command again"):
+        with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system and run the same command again"):
             update_links(self.path, self.entries, is_finished=True)
             self._flush_metrics()
 
@@ -219,17 +220,6 @@ class RunDirectory:
             # Without room for a copy the links stay as they are until the next save or start.
             if error.errno not in DISK_FULL:
                 raise BadInput(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
-
-
-@contextmanager
-def refusing_disk_errors(folder: Path, advice: str, numbers: Container[int] | None = None) -> Iterator[None]:
-    """Makes a BadInput of what the file system says. numbers: of the errors that are meant; None means all."""
-    try:
-        yield
-    except OSError as error:
-        if numbers is not None and error.errno not in numbers:
-            raise
-        raise BadInput(f"--save-dir {folder}: {error.strerror or error}; {advice}") from None
 
 
 def _size(num_bytes: int) -> str:

@@ -1,16 +1,20 @@
-"""One checkpoint file: written durably, read without executing anything in it."""
+"""Checkpoint files: written durably, read as far as they are intact, without executing anything in them."""
 
 import hashlib
 import os
 import pickle
 import warnings
 import zipfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors, stamp
 
 RESUMABLE = ("optimizers", "position", "step", "best", "totals", "config", "environment")
 """Entries without which a run cannot go on."""
@@ -23,13 +27,11 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
     label: what a message calls the file. only_weights: its `model` entry is enough. verified: its sha256 is known and
-    right, so that the checksums inside it need no look. Raises BadInput when it is damaged, holds anything else, or
+    right, so that its checksums need no look. Raises BadInput when it is damaged, holds anything else, or
     lacks what is needed.
     """
-    try:
+    with refusing_disk_errors(label):
         path.open("rb").close()
-    except OSError as error:
-        raise BadInput(f"{label}: {error.strerror}") from None
     try:
         if not verified:
             _refuse_changed_bits(path)
@@ -55,7 +57,15 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
 
 
 def _refuse_changed_bits(path: Path) -> None:
-    """By the CRC32 of each part of the archive, which torch.load does not look at. Raises whatever zipfile raises."""
+    """By the sha256 that the manifest beside it may know, and by the CRC32 of each part of the archive.
+
+    torch.load does not look at these. Raises whatever zipfile raises.
+    """
+    known = {}
+    with suppress(OSError):
+        known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
+    if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
+        raise zipfile.BadZipFile(f"its sha256 is not the one in {path.parent / MANIFEST}")
     if not zipfile.is_zipfile(path):
         return  # nothing that torch writes today; torch.load says what it makes of it
     with zipfile.ZipFile(path) as archive:
@@ -87,3 +97,46 @@ def size_and_sum(path: Path) -> dict[str, Any]:
     """The "bytes" and "sha256" of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+class CheckpointReader:
+    """Reads the checkpoints of one folder as far as they are what its manifest says.
+
+    say: gets a line for whatever is damaged. The checksum of a file is not worked out again while it does not change.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._verified: dict[str, tuple[str, int, int]] = {}
+        """File -> its stamp when it last matched its checksum."""
+
+    def read(self, entry: Entry) -> dict[str, Any] | None:
+        """The checkpoint, or None when it is damaged."""
+        path = self._folder / entry.file
+        flaw = self._flaw(entry)
+        try:
+            if flaw is None:
+                return read_checkpoint(path, str(path), verified=True)
+            self._say(f"{path} is damaged: {flaw}.")
+        except BadInput as error:
+            self._say(str(error))
+        return None
+
+    def is_intact(self, entry: Entry) -> bool:
+        return self._flaw(entry) is None
+
+    def trust(self, entry: Entry) -> None:
+        """Takes note that a file was just written with this checksum."""
+        self._verified[entry.file] = stamp(self._folder / entry.file)
+
+    def _flaw(self, entry: Entry) -> str | None:
+        path = self._folder / entry.file
+        try:
+            if self._verified.get(entry.file) != stamp(path):
+                if size_and_sum(path)["sha256"] != entry.sha256:
+                    return f"its sha256 is not the one in {MANIFEST}"
+                self.trust(entry)
+        except OSError as error:
+            return error.strerror
+        return None

@@ -1,9 +1,15 @@
-"""Who uses a run directory: one process at a time, which the lock file names."""
+"""Who uses a run directory: one process at a time, which the lock file names.
+
+The kernel lets go of a lock when the process dies, however it dies. Some network file systems do not carry locks from
+host to host. There the name in the file counts: a clean release empties it, so a name of another host means a job that
+runs there, or that died there.
+"""
 
 import fcntl
 import os
 import re
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -12,58 +18,38 @@ from trainer.loading.errors import BadInput
 LOCK = "lock"
 
 
-class DirectoryLock:
-    """Held for the life of a process; the kernel lets go of it when the process dies, however it dies.
+def take_lock(folder: Path, take_over: bool) -> IO[str]:
+    """The locked file, which holds the lock for the life of this process, or until `release_lock`.
 
-    Some network file systems do not carry locks from host to host. There the name in the file counts: a clean release
-    empties it, so a name of another host means a job that runs there, or that died there.
+    take_over: also when the file names another host, but never from a process that demonstrably holds it.
+
+    Raises BadInput when another process has it, OSError when the file system refuses.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._file: IO[str] | None = None
-
-    def take(self, take_over: bool) -> None:
-        """Raises BadInput when another process has it, OSError when the file system refuses.
-
-        take_over: also when the file names another host, but never from a process that demonstrably holds it.
-        """
-        file = (self._directory / LOCK).open("a+", errors="replace")
+    with ExitStack() as unless_taken:
+        file = unless_taken.enter_context((folder / LOCK).open("a+", errors="replace"))
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _content(file) or "another process"
-            file.close()
-            raise BadInput(
-                f"--save-dir {self._directory}: in use by {holder}; wait for it or choose another folder"
-            ) from None
-        except OSError:
-            file.close()
-            raise
+            raise BadInput(f"--save-dir {folder}: in use by {holder}; wait for it or choose another folder") from None
         left_by = _content(file)
         host = re.fullmatch(r"process \d+ on (\S+)", left_by)
         if host is not None and host[1] != socket.gethostname() and not take_over:
-            file.close()
             raise BadInput(
-                f"--save-dir {self._directory}: in use by {left_by}, or left by it when it died; if that job has "
-                "ended, add --take-over-lock, otherwise choose another folder"
+                f"--save-dir {folder}: in use by {left_by}, or left by it when it died; if that job has ended, add "
+                "--take-over-lock, otherwise choose another folder"
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        self._file = file
+        unless_taken.pop_all()
+    return file
 
-    @property
-    def is_held(self) -> bool:
-        """By this object."""
-        return self._file is not None
 
-    def release(self) -> None:
-        """Empties the file and lets go of it."""
-        if self._file is not None:
-            self._file.truncate(0)
-            self._file.close()
-            self._file = None
+def release_lock(file: IO[str]) -> None:
+    """Empties the file and lets go of it."""
+    with file:
+        file.truncate(0)
 
 
 def _content(file: IO[str]) -> str:

@@ -3,13 +3,11 @@
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.file import size_and_sum
-from trainer.loading.errors import BadInput
 from trainer.loading.files import replace_text
 from trainer.loading.order import Position
 
@@ -47,19 +45,21 @@ class Entry:
         return cls(file, **position, step=state["step"], value=value, best=best, **size_and_checksum, source=source)
 
 
-class DamagedManifest(Exception):
-    """The file is there, but nothing in it can be relied on."""
+def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
+    """Its entries, oldest first; none where there is no file, or nothing in it can be relied on.
 
-
-def read_manifest(path: Path) -> list[Entry]:
-    """Its entries, oldest first. Raises FileNotFoundError, DamagedManifest."""
+    say: gets a line about a damaged one. Raises OSError.
+    """
     try:
         entries = [Entry(**entry) for entry in json.loads(path.read_bytes())["checkpoints"]]
+        if all(map(_is_plausible, entries)) and len({entry.file for entry in entries}) == len(entries):
+            return entries
+    except FileNotFoundError:
+        return []
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DamagedManifest from None
-    if not all(map(_is_plausible, entries)) or len({entry.file for entry in entries}) < len(entries):
-        raise DamagedManifest
-    return entries
+        pass
+    say(f"{path} is damaged.")
+    return []
 
 
 def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
@@ -83,26 +83,17 @@ def unused_path(folder: Path, position: Position) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def refuse_altered(path: Path, label: str) -> None:
-    """Raises BadInput when the manifest beside a checkpoint knows it by another checksum."""
-    try:
-        known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
-    except (OSError, DamagedManifest):
-        return
-    if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
-        raise BadInput(f"{label}: is damaged: its sha256 is not the one in {path.parent / MANIFEST}")
-
-
 def _is_plausible(entry: Entry) -> bool:
-    """Whether every value is what `write_manifest` would write; a file must be one of the directory itself."""
+    """Whether every value is what `write_manifest` would write; a file must be one of the directory itself.
+
+    Raises TypeError where a text is something else.
+    """
     counts: list[Any] = [entry.epoch, entry.phase, entry.samples, entry.step, entry.bytes]
     return (
-        isinstance(entry.file, str)
-        and CHECKPOINT_NAME.fullmatch(entry.file) is not None
+        CHECKPOINT_NAME.fullmatch(entry.file) is not None
         and all(type(count) is int and count >= 0 for count in counts)
         and (entry.value is None or type(entry.value) in (int, float))
         and isinstance(entry.best, bool)
-        and isinstance(entry.sha256, str)
         and re.fullmatch("[0-9a-f]{64}", entry.sha256) is not None
         and (entry.source is None or isinstance(entry.source, str))
     )

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import replace_text
+from trainer.loading.files import refusing_disk_errors, replace_text
 
 CONFIG = "config.json"
 RESULTS = "results.json"
@@ -22,15 +21,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """Raises BadInput when the disk refuses."""
-    try:
+    with refusing_disk_errors(f"--save-dir {path.parent}: cannot write {path.name}"):
         replace_text(path, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise BadInput(f"--save-dir {path.parent}: cannot write {path.name}: {error.strerror}") from None
 
 
 def delete(path: Path) -> None:
     """Whether or not it is there. Raises BadInput when the disk refuses."""
-    try:
+    with refusing_disk_errors(f"--save-dir {path.parent}: cannot delete {path.name}"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise BadInput(f"--save-dir {path.parent}: cannot delete {path.name}: {error.strerror}") from None

@@ -3,21 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from trainer.checkpoint.file import size_and_sum
-from trainer.checkpoint.manifest import (
-    CHECKPOINT_NAME,
-    MANIFEST,
-    DamagedManifest,
-    Entry,
-    newest_best,
-    read_manifest,
-    unused_path,
-)
-from trainer.checkpoint.reader import read_or_say
+from trainer.checkpoint.file import read_checkpoint, size_and_sum
+from trainer.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
+from trainer.loading.errors import BadInput
 from trainer.loading.files import flush_path
 from trainer.loading.order import Position
 
@@ -27,12 +18,12 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
 
     Changes nothing. say: gets a line for whatever is damaged. Raises OSError.
     """
-    listed = _listed(folder, say)
+    listed = read_manifest(folder / MANIFEST, say)
     best = newest_best(listed)
     # The others that are not there were evicted; these two never are.
     missing = [entry for entry in listed if entry in (listed[-1], best) and not (folder / entry.file).is_file()]
     if missing:
-        files = _files_under_other_names(folder, [entry.file for entry in listed])
+        files = _files_under_other_names(folder)
         for entry in missing:
             entry.file = files.get(entry.sha256, entry.file)
     entries = [entry for entry in listed if (folder / entry.file).is_file()]
@@ -61,61 +52,40 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
 def set_aside(path: Path) -> None:
     """Renames a damaged checkpoint, which loses its links. Raises OSError."""
     for name in LINKS:
-        link_to = path.with_name(f"{name}.pth")
+        link_to = path.with_name(name)
         if link_to.exists() and link_to.samefile(path):
             link_to.unlink()
     path.rename(path.with_suffix(".damaged"))
 
 
-def _listed(folder: Path, say: Callable[[str], None]) -> list[Entry]:
-    """What the manifest says, if there is one."""
-    try:
-        return read_manifest(folder / MANIFEST)
-    except FileNotFoundError:
-        return []
-    except DamagedManifest:
-        say(f"{folder / MANIFEST} is damaged.")
-        return []
-
-
-def _files_under_other_names(folder: Path, listed: Sequence[str]) -> dict[str, str]:
-    """sha256 -> file that is not under its name.
-
-    A link may have outlived its checkpoint, and a kill may have come just before a complete file got its name.
-    """
-    present = [file for file in listed if (folder / file).is_file()]
+def _files_under_other_names(folder: Path) -> dict[str, str]:
+    """sha256 -> file: a link may have outlived its checkpoint, and a kill come just before a file got its name."""
     found = {}
-    for file in [*_links_beside(folder, present), *sorted(path.name for path in folder.glob("checkpoint_*.tmp"))]:
-        with suppress(OSError):  # a job that saves at this moment renames them
-            found[size_and_sum(folder / file)["sha256"]] = file
+    for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
+        with suppress(OSError):  # there is no such link, or a job that saves at this moment renames them
+            found[size_and_sum(path)["sha256"]] = path.name
     return found
-
-
-def _links_beside(folder: Path, present: Sequence[str]) -> list[str]:
-    """The links that are more than another name of one of these files."""
-    paths = [folder / f"{name}.pth" for name in LINKS]
-    return [path.name for path in paths if path.is_file() and not any(path.samefile(folder / file) for file in present)]
 
 
 def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
     """Rebuilds what a lost manifest knew from the checkpoints themselves: (entries, what is lost)."""
-    checkpoints = sorted(path.name for path in folder.glob("checkpoint_*.pth") if path.is_file())
+    files: dict[int, Path] = {}
+    for path in [*sorted(folder.glob("checkpoint_*.pth")), *(folder / name for name in LINKS)]:
+        if path.is_file():
+            files.setdefault(path.stat().st_ino, path)  # of the names of one file the first
     entries: dict[str, Entry] = {}
     lost: list[str] = []
-    for file in [*checkpoints, *_links_beside(folder, checkpoints)]:
-        state = read_or_say(folder / file, say)
-        if state is None:
-            lost.append(f"{file} is damaged")
-        else:
-            entry = _entry(state, folder / file)
-            entries.setdefault(entry.sha256, entry)
+    for path in files.values():
+        try:
+            state = read_checkpoint(path, str(path))
+        except BadInput as error:
+            say(str(error))
+            lost.append(f"{path.name} is damaged")
+            continue
+        best = state["best"]
+        is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
+        entry = Entry.of(state, path.name, best["value"] if is_best else None, is_best, size_and_sum(path))
+        entries.setdefault(entry.sha256, entry)
     if entries:
         say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")
     return sorted(entries.values(), key=lambda entry: entry.step), lost
-
-
-def _entry(state: dict[str, Any], path: Path) -> Entry:
-    """What the manifest says of a checkpoint, from nothing but its content."""
-    best = state["best"]
-    is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
-    return Entry.of(state, path.name, best["value"] if is_best else None, is_best, size_and_sum(path))

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from trainer.checkpoint.manifest import Entry, newest_best
 
-LINKS = ("last", "best", "final")
+LINKS = ("last.pth", "best.pth", "final.pth")
 
 
 def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool) -> None:
     """Points last.pth, best.pth and, if the run is finished, final.pth to their checkpoints. Raises OSError."""
     newest = entries[-1] if entries else None
-    targets = {"last": newest, "best": newest_best(entries), "final": newest if is_finished else None}
-    for name, entry in targets.items():
+    for name, entry in zip(LINKS, (newest, newest_best(entries), newest if is_finished else None), strict=True):
         if entry is not None:
-            link(folder / f"{name}.pth", folder / entry.file)
+            link(folder / name, folder / entry.file)
 
 
 def link(name: Path, file: Path) -> None:

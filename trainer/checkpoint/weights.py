@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint.directory import refusing_disk_errors
-from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.manifest import refuse_altered
-from trainer.checkpoint.reader import CheckpointReader
+from trainer.checkpoint.file import CheckpointReader, read_checkpoint
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
     """
     for name, path in files.items():
         if path is not None:
-            refuse_altered(path, f"{name} {path}")
             return TrainedRun(f"the weights in {path}", read_checkpoint(path, f"{name} {path}", only_weights=True))
     state = load_best_weights(folder, say)
     return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {folder}", state)
@@ -41,7 +38,7 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
 
     Takes no lock and changes nothing. say: gets a line for whatever is damaged. Raises BadInput.
     """
-    with refusing_disk_errors(folder, "choose the folder of a run"):
+    with refusing_disk_errors(f"--save-dir {folder}", "choose the folder of a run"):
         entries, _ = find_checkpoints(folder, say)
     reader = CheckpointReader(folder, say)
     for entry in sorted(reversed(entries), key=lambda entry: not entry.best):

@@ -16,6 +16,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over, take_weights
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog
 from trainer.loop.contract import check_forward, check_phases
@@ -197,10 +198,8 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
         directory.start_over()
     delete(directory.path / RESULTS)
     write_json(directory.path / CONFIG, facts)
-    try:
+    with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
         run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
-    except OSError as error:
-        raise BadInput(f"--save-dir {directory.path}: cannot write its logs: {error.strerror}") from None
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------

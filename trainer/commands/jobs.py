@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.manifest import MANIFEST, DamagedManifest, read_manifest
+from trainer.checkpoint.manifest import MANIFEST, read_manifest
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
 from trainer.commands.flags import Flags, parse
 from trainer.commands.resume import changed_flags
@@ -57,7 +57,7 @@ class Job:
     def epochs_done(self) -> int:
         try:
             entries = read_manifest(self.directory / MANIFEST)
-        except (OSError, DamagedManifest):
+        except OSError:
             return 0
         return entries[-1].epoch if entries else 0
 

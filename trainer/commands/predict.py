@@ -17,7 +17,7 @@ from trainer.commands.flags import Flags, RunFlags
 from trainer.config import flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
-from trainer.loading.files import written_as_a_whole
+from trainer.loading.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.order import evaluation_keys
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
@@ -129,8 +129,8 @@ def _print_table(table: Table, bar: "tqdm[Any]") -> None:
 def write_output(path: Path, text: str) -> None:
     """Writes the file of `--output`, as a whole or not at all. Raises BadInput when the file system refuses."""
     path = path.resolve()  # what a link points to is replaced, not the link
-    try:
-        with written_as_a_whole(path, path.with_name(f"{path.name}.{os.getpid()}.tmp")) as file:
-            file.write(text)
-    except OSError as error:
-        raise BadInput(f"--output {path}: cannot be written: {error.strerror}; name another file") from None
+    with (
+        refusing_disk_errors(f"--output {path}: cannot be written", "name another file"),
+        written_as_a_whole(path, path.with_name(f"{path.name}.{os.getpid()}.tmp")) as file,
+    ):
+        file.write(text)

@@ -6,7 +6,6 @@ from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.manifest import refuse_altered
 from trainer.checkpoint.weights import check_weights_fit
 from trainer.commands.flags import Flags
 from trainer.config import flag_values, shown
@@ -62,7 +61,6 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
         return directory.load_newest() if directory.has_checkpoint else None
     if directory.entries and directory.entries[-1].source == str(source):
         return directory.load_newest()
-    refuse_altered(source, f"--resume-from {source}")
     state = read_checkpoint(source, f"--resume-from {source}")
     directory.forget_later_best(state["best"]["epoch"] if state["best"] else None)
     return state
@@ -134,7 +132,6 @@ def initialise(run: Run, flags: Flags) -> list[str]:
     if source is None:
         return []
     label = f"--init-from {source}"
-    run.parallel.on_main(lambda: refuse_altered(source, label))
     state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label, only_weights=True)["model"]})
     check_weights_fit(run.learner.objective.model, state, label, "take the weights of a model with the same flags")
     learner.load_weights(state["model"])

@@ -18,8 +18,7 @@ from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.loading.errors import BadInput
-from trainer.logs.console import say
-from trainer.logs.summary_table import Progress, SummaryTable
+from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
 from trainer.parallel.launch import Launcher
 from trainer.parallel.signals import StopRequest

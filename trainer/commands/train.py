@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from trainer.checkpoint.directory import RunDirectory, refusing_disk_errors
+from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
 from trainer.commands.state import RunState, recorded
-from trainer.loading.files import DISK_FULL
+from trainer.loading.files import DISK_FULL, refusing_disk_errors
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested
@@ -29,7 +29,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
     advice = "earlier checkpoints are intact; free some space and run the same command again"
-    refusing_full_disk = partial(refusing_disk_errors, directory.path, advice, DISK_FULL)
+    refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     # Once more around the end: closing a log writes what found no room before.
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(directory.release)

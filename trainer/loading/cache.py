@@ -3,14 +3,13 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from trainer.loading.errors import BadInput
-from trainer.loading.files import flush_path
+from trainer.loading.files import flush_path, refusing_disk_errors
 
 Arrays = dict[str, np.ndarray]
 
@@ -29,15 +28,16 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     Raises BadInput when the folder cannot be written to, is full, or holds a damaged entry.
     """
     entry = cache_dir / key
+    flag, advice = f"--cache-dir {cache_dir}", "choose a folder that can be written to and has room"
     if not entry.is_dir():
-        with _refusing_unusable(cache_dir):
+        with refusing_disk_errors(flag, advice):
             cache_dir.mkdir(parents=True, exist_ok=True)
             lock = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
             fcntl.flock(lock, fcntl.LOCK_EX)
         with lock:
             if not entry.is_dir():
                 arrays = build()
-                with _refusing_unusable(cache_dir):
+                with refusing_disk_errors(flag, advice):
                     _store(arrays, entry)
     try:
         # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
@@ -47,16 +47,6 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
         }
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
-
-
-@contextmanager
-def _refusing_unusable(cache_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        advice = "choose a folder that can be written to and has room"
-        raise BadInput(f"--cache-dir {cache_dir}: {reason}; {advice}") from None
 
 
 def _store(arrays: Arrays, entry: Path) -> None:

@@ -4,16 +4,32 @@ import errno
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from trainer.loading.errors import BadInput
 
 ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
+
+
+@contextmanager
+def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
+    """Makes a BadInput of what the file system says.
+
+    what: the flag with its value, and what fails. numbers: of the errors that are meant; None means all.
+    """
+    try:
+        yield
+    except OSError as error:
+        if numbers is not None and error.errno not in numbers:
+            raise
+        raise BadInput(f"{what}: {error.strerror or error}" + (f"; {advice}" if advice else "")) from None
 
 
 def flush_path(path: Path) -> None:

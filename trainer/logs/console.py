@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 PLAIN_LINE_INTERVAL_S = 10.0
 NUMBER_WIDTH = len("-1.2345e-05")
+SECONDS = "train_seconds"
 
 
 def say(line: str) -> None:
@@ -62,6 +63,21 @@ class ProgressBar:
         self.bar.close()
 
 
+class Progress(ProgressBar):
+    """A bar over the epochs of several runs."""
+
+    def __init__(self, num_epochs: int, num_done: int) -> None:
+        super().__init__(num_epochs, num_done, "epochs")
+
+    def show(self, num_done: int, running: Sequence[str]) -> None:
+        """running: the names of the runs at work."""
+        self.bar.n = num_done
+        if running:
+            names = ", ".join(running)
+            self.report(names, f"{num_done} of {self.bar.total} epochs; running: {names}")
+        self.bar.refresh()
+
+
 class Table:
     """Lines of numbers, under a header that comes again when there are new columns.
 
@@ -82,6 +98,32 @@ class Table:
     def _line(self, first: str, cells: Mapping[str, str]) -> None:
         columns = [f"{cells.get(name, '-'):>{max(len(name), NUMBER_WIDTH)}}" for name in self._columns]
         self._write("  ".join([first, *columns]))
+
+
+class SummaryTable:
+    """The scores of several runs, printed as they come.
+
+    headline: the metrics that it shows, without their split; empty shows all. names: what the runs are called.
+    """
+
+    def __init__(self, headline: Sequence[str], names: Sequence[str]) -> None:
+        self._headline = headline
+        self._width = max(map(len, ("deviation", *names)))
+        self._table = Table(f"{'run':<{self._width}}", say)
+
+    def run(self, entry: Mapping[str, Any]) -> None:
+        """A run, as summary.json has it."""
+        self._row(entry["directory"], entry["metrics"], f"{entry[SECONDS]:.1f}")
+
+    def conclusion(self, summary: Mapping[str, Any]) -> None:
+        """What summary.json says of all runs together."""
+        for name in ("mean", "deviation", "ensemble"):
+            if summary[name] is not None:
+                self._row(name, summary[name])
+
+    def _row(self, name: str, metrics: Mapping[str, float], seconds: str = "-") -> None:
+        cells = {name: f"{value:.5g}" for name, value in of_headline(metrics, self._headline).items()}
+        self._table.row(f"{name:<{self._width}}", cells | {SECONDS: seconds})
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:

@@ -8,14 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import FileWriter, SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.utils.tensorboard.summary import hparams, image
 
 from trainer.config import shown
 from trainer.loading.files import replace_text
 from trainer.loading.order import Position
 from trainer.logs.console import ProgressBar, Table, of_headline, progress_bar, say
+from trainer.task import Picture
 
 T = TypeVar("T")
 
@@ -124,10 +126,12 @@ class RunLog:
         self.say(line)
         self._val_log.write(line + "\n")
 
-    def pictures(self, step: int, pictures: Mapping[str, Summary.Image]) -> None:
-        """Pictures by name, after an evaluation."""
-        values = [Summary.Value(tag=name, image=image) for name, image in pictures.items()]
-        self._board.add_summary(Summary(value=values), step)
+    def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
+        """Pictures by name, after an evaluation. Raises TypeError for an array of another shape or type."""
+        for name, picture in pictures.items():
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+                raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
+            self._board.add_summary(image(name, picture, dataformats="HWC"), step)
 
     def hyperparameters(self, values: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
         """Every flag of a finished run by name, and its test scores.

@@ -5,10 +5,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
 from trainer.loading.order import SampleKeys
-from trainer.logs.pictures import encode
 from trainer.loop.precision import of_dtype
 from trainer.loop.run import Run
 from trainer.task import Picture, Sums
@@ -21,9 +19,9 @@ def log_pictures(run: Run, split: str, sums: Sums) -> None:
     run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, split, sums)))
 
 
-def _pictures(run: Run, split: str, sums: Sums) -> dict[str, Summary.Image]:
+def _pictures(run: Run, split: str, sums: Sums) -> dict[str, Picture]:
     pictures = {**run.task.pictures(sums), **_example_pictures(run, split)}
-    return {f"{split}/{name}": encode(picture) for name, picture in pictures.items()}
+    return {f"{split}/{name}": picture for name, picture in pictures.items()}
 
 
 @torch.no_grad()

@@ -37,7 +37,8 @@ from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.task import ConfusionMatrix, Objective, Picture, Sums, Task
+from trainer.task import Objective, Picture, Sums, Task
+from trainer.tasks.confusion_matrix import draw_confusion_matrix
 from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_features
 from trainer.tasks.har_pictures import draw_windows
 
@@ -296,7 +297,7 @@ class HarTask(Task):
         return {"classes": list(CLASSES), "confusion_matrix": sums["confusion"].to(torch.int64).tolist()}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
-        return {"confusion_matrix": ConfusionMatrix(sums["confusion"], CLASSES)}
+        return {"confusion_matrix": draw_confusion_matrix(sums["confusion"], CLASSES)}
 
     def new_data(self, path: Path) -> KeyedDataset:
         """See `data.har.recording.read_new_windows`. Numbers in other units get a warning."""

@@ -5,24 +5,20 @@ green.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
+
+from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, MEDIUM, PALE, SMALL, WHITE, WIDTH, font
 
 PANELS, AXES = ("acceleration", "rotation", "with gravity"), ("x", "y", "z")
 
-WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
 # Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
-BLUE, VERMILION, GREEN = (0, 114, 178), (213, 94, 0), (0, 158, 115)
+VERMILION, GREEN = (213, 94, 0), (0, 158, 115)
 AXIS_COLOURS = (BLUE, VERMILION, GREEN)
 
-# In pixels. TensorBoard stretches or shrinks a picture to this width, without smoothing, so that small print stays
-# legible at this width only.
-WIDTH = 350
-MEDIUM, SMALL = 13, 11
-GAP = 4
+# In pixels.
 COLUMNS, PANEL_HEIGHT = 2, 28
 PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
 TITLE_HEIGHT = MEDIUM + SMALL + GAP
@@ -55,9 +51,9 @@ def _draw_verdict(
     """Two lines of text, their upper left corner given; words say what the colours say."""
     x, y = corner
     is_right = predicted == true
-    draw.text((x, y), predicted, BLUE if is_right else VERMILION, _font(MEDIUM))
+    draw.text((x, y), predicted, BLUE if is_right else VERMILION, font(MEDIUM))
     verdict = f"{confidence:.0%}, right" if is_right else f"{confidence:.0%}, is {true}"
-    draw.text((x, y + MEDIUM + 1), verdict, GREY if is_right else VERMILION, _font(SMALL))
+    draw.text((x, y + MEDIUM + 1), verdict, GREY if is_right else VERMILION, font(SMALL))
 
 
 def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: Tensor) -> None:
@@ -77,11 +73,6 @@ def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float]) -> None:
     x, y = left
     for name, colour in zip(AXES, AXIS_COLOURS, strict=True):
         draw.line((x, y, x + 2 * GAP, y), colour, 2)
-        draw.text((x + 3 * GAP, y), name, BLACK, _font(SMALL), anchor="lm")
-        x += 5 * GAP + _font(SMALL).getlength(name)
-    draw.text((x, y), "from top: " + ", ".join(PANELS), GREY, _font(SMALL), anchor="lm")
-
-
-@cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
+        draw.text((x + 3 * GAP, y), name, BLACK, font(SMALL), anchor="lm")
+        x += 5 * GAP + font(SMALL).getlength(name)
+    draw.text((x, y), "from top: " + ", ".join(PANELS), GREY, font(SMALL), anchor="lm")
