@@ -1,0 +1,60 @@
+"""Tasks that compute from the whole model between epochs, and that choose the order of their samples."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.weighted_task import Network, Sequences, Weighted, WeightedFlags, WeightedObjective
+from trainer import flag
+
+
+@dataclass
+class RefreshingFlags(WeightedFlags):
+    """Task: sequences, and what each epoch begins with"""
+
+    differs: bool = flag(False, "every rank keeps another value")
+
+
+class Scaled(nn.Module):
+    """A network whose output is scaled by a buffer that the task computes once an epoch."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, features):
+        return self.network(features) * self.scale
+
+
+class Refreshing(Weighted):
+    Config = RefreshingFlags
+
+    def build_objective(self):
+        return WeightedObjective(Scaled(Network(self.config.width, 0.0)), 0.0)
+
+    def on_epoch_start(self, objective, epoch, progress):
+        assert not torch.is_grad_enabled()
+        scale = sum(p.square().mean() for p in progress(list(objective.parameters()), "scale"))
+        rank = dist.get_rank() if self.config.differs and dist.is_initialized() else 0
+        objective.model.scale.copy_(1 + scale + epoch + rank)
+
+
+class Bucketed(Weighted):
+    """Sequences of one length at a time, in batches of unequal size."""
+
+    @cached_property
+    def _splits(self):
+        return super()._splits | {"train": Sequences(self.config.num_train, 100, True)}
+
+    def order(self, phase, epoch, global_batch_size):
+        rng = np.random.default_rng([self.seed, epoch])
+        batches = []
+        for length in np.unique(self._splits["train"].lengths):
+            members = rng.permutation(np.flatnonzero(self._splits["train"].lengths == length))
+            batches += np.array_split(members, -(-len(members) // global_batch_size))
+        return [batches[i] for i in rng.permutation(len(batches))]

@@ -1,0 +1,54 @@
+"""What a task computes between epochs, and the orders that it chooses."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+FILE = "tests/helpers/refreshing_task.py"
+RUN = ["--dtype", "float64", "--epochs", 3, "--num-threads", 1, "--save-every-steps", 3, "--keep-checkpoints", 0]
+TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+
+
+def final(directory):
+    return torch.load(directory / "final.pth", weights_only=True)
+
+
+def assert_close(one, other):
+    for name, value in one["model"].items():
+        torch.testing.assert_close(other["model"][name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("task", ["Refreshing", "Bucketed"])
+def test_is_the_same_on_two_processes_and_after_a_resume_anywhere(task, run_here, command, tmp_path):
+    argv = ["--task", f"{FILE}:{task}", *RUN, "--global-batch-size", 12]
+    run_here(*argv, "--save-dir", tmp_path / "whole")
+    expected = final(tmp_path / "whole")
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    for entry in entries[1:9]:
+        directory = tmp_path / f"from-{entry['step']}"
+        run_here(*argv, "--resume-from", tmp_path / "whole" / entry["file"], "--save-dir", directory)
+        assert final(directory)["step"] == expected["step"]
+        for name, value in expected["model"].items():
+            assert torch.equal(final(directory)["model"][name], value), (entry, name)
+    command("main_multi_gpu.py", *argv, *TWO, "--save-dir", tmp_path / "two")
+    assert_close(expected, final(tmp_path / "two"))
+
+
+def test_another_value_on_another_rank_is_refused(command, tmp_path):
+    argv = ["--task", f"{FILE}:Refreshing", *RUN, "--differs", *TWO, "--save-dir", tmp_path]
+    done = command("main_multi_gpu.py", *argv, status=2)
+    assert "Refreshing.on_epoch_start left other weights or buffers on rank 1 than on rank 0" in done.stderr
+
+
+def test_every_sample_of_an_order_is_trained_on_once(run_here, tmp_path, monkeypatch):
+    (tmp_path / "record").mkdir()
+    monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path / "record"))
+    run_here("--task", f"{FILE}:Bucketed", *RUN, "--batch-size", 5, "--save-dir", tmp_path / "run")
+    (record,) = (tmp_path / "record").glob("*.jsonl")
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    for epoch in range(3):
+        received = [line["index"] for line in lines if line["epoch"] == epoch]
+        assert sorted(np.concatenate(received)) == list(range(101))
+        assert all(len(index) <= 5 for index in received)
