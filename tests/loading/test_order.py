@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trainer.loading.batches import BatchLoader
-from trainer.loading.order import SampleKeys, epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
 
 WORLDS = (1, 2, 3, 5)
 
@@ -14,7 +14,7 @@ def edges(n):
 
 
 def test_permutation_holds_every_sample_once_and_differs_by_key():
-    orders = [epoch_permutation(*key, 1000) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    orders = [EpochOrder(*key, 1000).take(0, 1000) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
     for order in orders:
         assert sorted(order) == list(range(1000))
     assert len({tuple(order) for order in orders}) == len(orders)
@@ -22,7 +22,7 @@ def test_permutation_holds_every_sample_once_and_differs_by_key():
 
 def test_permutation_is_stable_for_ever():
     """Another order after an upgrade would repeat and skip samples of a resumed epoch."""
-    assert epoch_permutation(7, 3, 0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
+    assert EpochOrder(7, 3, 0, 12).take(0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -74,7 +74,7 @@ def collate(samples, keys):
 def test_workers_change_nothing(num_workers):
     load = BatchLoader(Squares(), collate, num_workers)
     for epoch in range(2):  # workers outlive an epoch
-        keys = split_global_batch(epoch_permutation(0, epoch, 0, 100), (0, 1), 7, epoch)
+        keys = split_global_batch(EpochOrder(0, epoch, 0, 100).take(0, 100), (0, 1), 7, epoch)
         keys.append(SampleKeys(np.array([5]), epoch, placeholder=True))
         batches = list(load(keys))
         assert [b["index"].tolist() for b in batches] == [k.index.tolist() for k in keys]

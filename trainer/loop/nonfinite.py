@@ -7,7 +7,7 @@ same step, with the same records.
 import torch
 
 from trainer.loading.errors import BadInput
-from trainer.loading.order import epoch_permutation
+from trainer.loading.order import EpochOrder
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord
 
@@ -38,8 +38,8 @@ def describe(run: Run, record: StepRecord) -> str:
         cause = "the loss" + (f" of rank {', '.join(map(str, ranks))}" if world_size > 1 else "")
     else:
         cause = "the gradient, rank unknown: every rank's loss was finite" if world_size > 1 else "the gradient"
-    order = epoch_permutation(run.settings.seed, epoch, phase, run.plan.phase_sizes[phase])
-    samples = order[start : record.end].tolist()
+    order = EpochOrder(run.settings.seed, epoch, phase, run.plan.phase_sizes[phase])
+    samples = order.take(start, record.end).tolist()
     shown = ", ".join(map(str, samples[:NUM_SAMPLES_SHOWN]))
     more = f" and {len(samples) - NUM_SAMPLES_SHOWN} more" if len(samples) > NUM_SAMPLES_SHOWN else ""
     return (

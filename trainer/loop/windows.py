@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from trainer.loading.batches import Batch
-from trainer.loading.order import epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loading.order import EpochOrder, evaluation_keys, num_micro_batches, split_global_batch
 from trainer.loop.run import Run
 
 
@@ -52,12 +52,12 @@ def training_windows(run: Run) -> Iterator[Window]:
     position, (_, world_size) = run.progress.position, run.parallel.shard
     micro_batch_size = run.batches.micro_batch_size
     bounds = list(run.plan.rest_of_phase(position))
-    order = epoch_permutation(run.settings.seed, position.epoch, position.phase, run.plan.phase_sizes[position.phase])
+    order = EpochOrder(run.settings.seed, position.epoch, position.phase, run.plan.phase_sizes[position.phase])
     batches = run.loaders["train"](
         keys
         for start, end in bounds
         for keys in split_global_batch(
-            order[start:end], run.parallel.shard, micro_batch_size, position.epoch, position.phase
+            order.take(start, end), run.parallel.shard, micro_batch_size, position.epoch, position.phase
         )
     )
     for start, end in bounds:
