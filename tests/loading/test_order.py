@@ -31,7 +31,7 @@ def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
     for size in edges(world_size * micro_batch_size):
         samples = np.random.default_rng(0).permutation(1000)[:size]
         windows = [
-            split_global_batch(samples, (rank, world_size), micro_batch_size, 2, 1) for rank in range(world_size)
+            split_global_batch(samples, (rank, world_size), micro_batch_size, 2, 1, 0.25) for rank in range(world_size)
         ]
         counted = [i for window in windows for keys in window if not keys.placeholder for i in keys.index]
         assert sorted(counted) == sorted(samples)
@@ -39,7 +39,9 @@ def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
         for keys in (keys for window in windows for keys in window):
             assert 1 <= len(keys.index) <= micro_batch_size
             assert set(keys.index) <= set(samples)
-            assert (keys.epoch, keys.phase) == (2, 1)
+            assert (keys.epoch, keys.phase, keys.progress) == (2, 1, 0.25)
+            if keys.placeholder:  # a single sample would be none to a batch norm
+                assert len(keys.index) == min(2, size, micro_batch_size)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

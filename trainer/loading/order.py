@@ -42,12 +42,14 @@ class SampleKeys:
     phase: index of the task's phase.
     placeholder: the samples are real but must not count; a process that has no sample of its own in a
         micro-batch still runs it, because every process runs equally many.
+    progress: share of the run that is done, in [0, 1), equal for all samples of a step; 0 in evaluation.
     """
 
     index: np.ndarray
     epoch: int
     phase: int = 0
     placeholder: bool = False
+    progress: float = 0.0
 
 
 class EpochOrder:
@@ -91,20 +93,27 @@ def num_micro_batches(global_batch_size: int, world_size: int, micro_batch_size:
 
 
 def split_global_batch(
-    samples: np.ndarray, shard: tuple[int, int], micro_batch_size: int, epoch: int, phase: int = 0
+    samples: np.ndarray,
+    shard: tuple[int, int],
+    micro_batch_size: int,
+    epoch: int,
+    phase: int = 0,
+    progress: float = 0.0,
 ) -> list[SampleKeys]:
     """The micro-batches that one process runs for one global batch; equally many on every process.
 
     samples: (m,) int64 with m >= 1, the whole global batch.
     shard: (rank, world_size).
     micro_batch_size: samples that one process takes in one forward, >= 1.
+    epoch, phase, progress: see `SampleKeys`.
     """
     rank, world_size = shard
     own = samples[rank::world_size]
     num_parts = num_micro_batches(len(samples), world_size, micro_batch_size)
     parts = [own[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(num_parts)]
-    placeholder = SampleKeys(samples[:1], epoch, phase, placeholder=True)
-    return [SampleKeys(part, epoch, phase) if len(part) else placeholder for part in parts]
+    # Of two samples where there are two: a single one has no variance, and batch norm would refuse it.
+    placeholder = SampleKeys(samples[: min(2, micro_batch_size)], epoch, phase, True, progress)
+    return [SampleKeys(part, epoch, phase, False, progress) if len(part) else placeholder for part in parts]
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
