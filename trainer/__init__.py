@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainer.loading.counter_random import normal, random_bits, uniform
     from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
+    from trainer.loading.torch_datasets import from_dataset
     from trainer.task import ConfusionMatrix, Objective, ParamGroup, Picture, Sums, Task
 
 _HOMES = {
@@ -22,6 +23,7 @@ _HOMES = {
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
     "trainer.loading.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
+    "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.task": ("ConfusionMatrix", "Objective", "ParamGroup", "Picture", "Sums", "Task"),
 }
 

@@ -222,9 +222,13 @@ class Task(ABC):
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
 
-        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32).
+        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). By default of
+        the arrays and tensors of a dictionary.
         """
-        batch = {name: torch.from_numpy(array) for name, array in samples.items()}
+        batch = {
+            name: torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+            for name, values in samples.items()
+        }
         batch["index"] = torch.from_numpy(keys.index)
         batch["weight"] = torch.ones(len(keys.index))
         return batch

@@ -16,6 +16,7 @@ from trainer.commands.resume import choose_start, initialise, resume, starts_ove
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
+from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.run_log import RunLog
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
@@ -67,6 +68,7 @@ def build_task(flags: Flags) -> Task:
     task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
     splits = task.splits()
     for name, dataset in splits.items():
+        require_keyed(dataset, f"--task {flags.run.task}: its data set {name!r}")
         if len(dataset) == 0:
             raise BadInput(f"--task {flags.run.task}: its data set {name!r} is empty")
     patience = flags.learning.early_stopping_patience
