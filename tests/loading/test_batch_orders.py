@@ -110,6 +110,7 @@ def test_batches_of_shards_are_a_sequence():
     batches = sharded(4)
     in_turn = as_lists(batches)
     assert len(batches) == len(in_turn) == 7
+    assert (batches.num_samples, batches.batch_size) == (NUM_SAMPLES, 4)
     assert as_lists(batches[i] for i in reversed(range(7))) == in_turn[::-1]
     assert as_lists(batches[2:]) == in_turn[2:]
     assert batches[-1].tolist() == in_turn[-1]

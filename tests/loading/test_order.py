@@ -25,6 +25,15 @@ def test_permutation_is_stable_for_ever():
     assert EpochOrder(7, 3, 0, 12).take(0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
 
 
+def test_large_orders_are_sorted_and_larger_ones_are_not():
+    """Up to 2^20 samples, so that runs and figures of that size stay what they are."""
+    for num_samples, is_sorted in [(2**20, True), (2**20 + 1, False)]:
+        key = np.random.SeedSequence([5, 2, 1]).generate_state(2, np.uint64)
+        by_sorting = np.argsort(np.random.Philox(key=key).random_raw(num_samples), kind="stable")
+        order = EpochOrder(5, 2, 1, num_samples).take(num_samples - 100, num_samples)
+        assert np.array_equal(order, by_sorting[-100:]) == is_sorted
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):

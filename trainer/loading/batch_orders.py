@@ -39,26 +39,30 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
 
 def sharded_batches(
     shard_sizes: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int
-) -> Sequence[np.ndarray]:
+) -> "ShardedBatches":
     """Batches that read a data set shard by shard: shuffled shards, and the samples of each shuffled among themselves.
 
     For data that lie in files too large to be held in memory together: a batch touches one shard, or those on both
-    sides of a border, and no shard is come back to in an epoch. Samples far apart in the files never meet in a batch,
-    so the shards should be mixed when they are written.
+    sides of a border, and each shard is read once in an epoch. Samples of different shards hardly ever meet in a batch,
+    so they should be mixed when the files are written.
 
     shard_sizes: samples of each shard, >= 0; those of shard k come after those of shards 0 to k - 1.
     batch_size: samples per optimizer step, over all devices, >= 1.
     Returns n / batch_size arrays, rounded up: (batch_size,) int64, each made when it is asked for.
     """
-    return _ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
+    return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 
 
-class _ShardedBatches(Sequence[np.ndarray]):
-    """What `sharded_batches` returns."""
+class ShardedBatches(Sequence[np.ndarray]):
+    """What `sharded_batches` returns.
+
+    num_samples: of all batches. batch_size: of each but the last. So nobody has to make them all to know their sizes.
+    """
 
     def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
         num_shards = len(shard_sizes)
-        self._batch_size = batch_size
+        self.num_samples = int(shard_sizes.sum())
+        self.batch_size = batch_size
         self._epoch = epoch
         self._shards = EpochOrder(seed, epoch, 0, num_shards).take(0, num_shards)
         self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
@@ -68,11 +72,7 @@ class _ShardedBatches(Sequence[np.ndarray]):
         self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the shards at hand
 
     def __len__(self) -> int:
-        return -(-self._num_samples // self._batch_size)
-
-    @property
-    def _num_samples(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return -(-self.num_samples // self.batch_size)
 
     @overload
     def __getitem__(self, number: int) -> np.ndarray: ...
@@ -86,8 +86,8 @@ class _ShardedBatches(Sequence[np.ndarray]):
         return self._batch(range(len(self))[number])
 
     def _batch(self, number: int) -> np.ndarray:
-        start = number * self._batch_size
-        stop = min(start + self._batch_size, self._num_samples)
+        start = number * self.batch_size
+        stop = min(start + self.batch_size, self.num_samples)
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         parts = []
         for shard, end in zip(self._shards[first : last + 1], self._ends[first : last + 1], strict=True):

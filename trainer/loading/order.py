@@ -77,6 +77,7 @@ class EpochOrder:
 
         Not to be written to.
         """
+        assert 0 <= start <= stop <= self._num_samples
         if not self._start <= start <= stop <= self._start + len(self._part):
             # More than asked for: a batch alone costs more in calls of numpy than in arithmetic.
             end = min(max(stop, start + POSITIONS_AT_ONCE), self._num_samples)
