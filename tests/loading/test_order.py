@@ -2,6 +2,7 @@ import multiprocessing
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
@@ -53,6 +54,19 @@ def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
                 assert len(keys.index) == min(2, size, micro_batch_size)
 
 
+def test_a_batch_norm_survives_placeholders():
+    placeholders = [
+        keys
+        for rank in range(3)
+        for keys in split_global_batch(np.arange(7), (rank, 3), 2, 0)  # rank 0 has three of them, the others two
+        if keys.placeholder
+    ]
+    assert len(placeholders) == 2
+    norm = torch.nn.BatchNorm1d(4)
+    for keys in [*placeholders, *split_global_batch(np.arange(2), (2, 3), 4, 0)]:
+        assert norm(torch.zeros(len(keys.index), 4)).shape == (2, 4)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_evaluation_counts_every_sample_once(world_size):
     """For data sets smaller than the world too, with equally many batches everywhere."""
@@ -72,8 +86,6 @@ class Squares:
 
 
 def collate(samples, keys):
-    import torch
-
     return {
         "square": torch.as_tensor(samples["square"]),
         "index": torch.as_tensor(keys.index),

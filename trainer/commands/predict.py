@@ -21,6 +21,7 @@ from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.files import written_as_a_whole
 from trainer.loading.order import evaluation_keys
+from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
@@ -107,6 +108,7 @@ def predict(
     assert files.predict is not None
     with _ends_by_exception():
         dataset = task.new_data(files.predict)
+        require_keyed(dataset, f"--predict {files.predict}")
         if len(dataset) == 0:
             raise BadInput(f"--predict {files.predict}: holds nothing to label")
         objective = task.build_objective().to(parallel.device, precision.dtype)

@@ -66,7 +66,7 @@ def require_keyed(dataset: Any, where: str) -> None:
     if not hasattr(dataset, "__getitems__") or isinstance(dataset, Subset):
         raise BadInput(
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
-            "trainer.from_dataset(dataset, seed=self.seed) from `splits` instead"
+            "trainer.from_dataset(dataset, seed=self.seed) instead"
         )
 
 
