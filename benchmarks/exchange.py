@@ -25,7 +25,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.loading.batches import BatchLoader
-from trainer.loading.order import SampleKeys, epoch_permutation
+from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision
@@ -51,7 +51,7 @@ Step = Callable[[], None]
 def shuffled_batches(task: HarTask, rank: int) -> Iterator[WeightedBatch]:
     """The same few batches again and again, in memory."""
     dataset = task.splits()["train"]
-    order = epoch_permutation(0, 0, 0, len(dataset))[rank::WORLD_SIZE]
+    order = EpochOrder(0, 0, 0, len(dataset)).take(0, len(dataset))[rank::WORLD_SIZE]
     keys = [SampleKeys(order[i * BATCH_SIZE : (i + 1) * BATCH_SIZE], epoch=0) for i in range(NUM_BATCHES)]
     return cycle([weighted(batch) for batch in BatchLoader(dataset, task.collate)(keys)])
 

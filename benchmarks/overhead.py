@@ -33,7 +33,7 @@ from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from trainer import Batch, Sums
 from trainer.loading.batches import KeyedDataset
-from trainer.loading.order import SampleKeys, epoch_permutation
+from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.train import train
 from trainer.tasks.har import HarObjective, HarTask
 
@@ -114,7 +114,7 @@ class BareLoop:
             total_loss = torch.zeros(())
             correct = torch.zeros((), dtype=torch.int64)
             num_samples = len(self.train_y)
-            order = torch.from_numpy(epoch_permutation(0, epoch, 0, num_samples))
+            order = torch.from_numpy(EpochOrder(0, epoch, 0, num_samples).take(0, num_samples))
             for start in range(0, num_samples, BATCH_SIZE):
                 index = order[start : start + BATCH_SIZE]
                 x, y = self.train_x[index], self.train_y[index]

@@ -64,7 +64,7 @@ from trainer.commands.build import build_task, set_up_torch
 from trainer.commands.flags import Flags, parse
 from trainer.config import refuse
 from trainer.loading.batches import Batch
-from trainer.loading.order import SampleKeys, epoch_permutation, evaluation_keys, split_global_batch
+from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, split_global_batch
 from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task
 
@@ -342,9 +342,9 @@ def sasrec(setting: Setting, repeats: int) -> dict:
 def training_keys(num_samples: int) -> Iterator[SampleKeys]:
     """Whole batches for ever, in the order of the trainer."""
     for epoch in count():
-        order = epoch_permutation(0, epoch, 0, num_samples)
+        order = EpochOrder(0, epoch, 0, num_samples)
         for start in range(0, num_samples - SASREC_BATCH_SIZE + 1, SASREC_BATCH_SIZE):
-            samples = order[start : start + SASREC_BATCH_SIZE]
+            samples = order.take(start, start + SASREC_BATCH_SIZE)
             yield from split_global_batch(samples, (0, 1), SASREC_BATCH_SIZE, epoch)
 
 

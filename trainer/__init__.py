@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import FlagGroup, flag
+    from trainer.loading.batch_orders import bucketed_batches, sharded_batches
     from trainer.loading.batches import Batch, KeyedDataset
     from trainer.loading.cache import cached_arrays
     from trainer.loading.counter_random import normal, random_bits, uniform
     from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
+    from trainer.loading.torch_datasets import from_dataset
     from trainer.task import Objective, ParamGroup, Picture, Sums, Task
 
 _HOMES = {
     "trainer.config": ("FlagGroup", "flag"),
+    "trainer.loading.batch_orders": ("bucketed_batches", "sharded_batches"),
     "trainer.loading.batches": ("Batch", "KeyedDataset"),
     "trainer.loading.cache": ("cached_arrays",),
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
     "trainer.loading.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
+    "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.task": ("Objective", "ParamGroup", "Picture", "Sums", "Task"),
 }
 

@@ -232,7 +232,8 @@ class Task(ABC):
         """The samples of each optimizer step of an epoch, a function of nothing but these and `seed`: int64 arrays.
 
         epoch: of the phase's own data, from 0. The batches may differ in size, but every epoch has `num_samples`
-        samples in all. None, as by default: a permutation of all samples in batches of global_batch_size.
+        samples in all. None, as by default: a permutation of all samples in batches of global_batch_size. A sequence
+        that makes its batches when they are asked for has the size of all but the last as `batch_size`.
         """
         return None
 
@@ -247,9 +248,13 @@ class Task(ABC):
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
 
-        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32).
+        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). By default of
+        the arrays and tensors of a dictionary.
         """
-        batch = {name: torch.from_numpy(array) for name, array in samples.items()}
+        batch = {
+            name: torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+            for name, values in samples.items()
+        }
         batch["index"] = torch.from_numpy(keys.index)
         batch["weight"] = torch.ones(len(keys.index))
         return batch

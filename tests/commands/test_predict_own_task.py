@@ -27,7 +27,8 @@ class Points:
 
 class Labelling(Spirals):
     def new_data(self, path):
-        return Points(np.loadtxt(path, dtype=np.float32, ndmin=2))
+        points = np.loadtxt(path, dtype=np.float32, ndmin=2)
+        return points if path.name == "bare.txt" else Points(points)
 
     def predictions(self, objective, batch):
         if int(batch["index"][0]) > 0 and "END_BY" in os.environ:
@@ -59,6 +60,10 @@ def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
     x = gelu(torch.from_numpy(np.loadtxt(points, dtype=np.float32)) @ weights["0.weight"].T + weights["0.bias"])
     arms = (gelu(x @ weights["2.weight"].T + weights["2.bias"]) @ weights["4.weight"].T + weights["4.bias"]).argmax(1)
     assert (out, err) == ("arm,id\n" + "".join(f"{arm},{i}\n" for i, arm in enumerate(arms)), [])
+    bare = points.rename(points.with_name("bare.txt"))
+    _, err = on_cpu("--predict", bare, "--save-dir", run, status=2)
+    assert len(err) == 1 and "bare.txt: ndarray has no `__getitems__(keys)`; return trainer.from_dataset(" in err[0]
+    bare.rename(points)
     moved = task.rename(tmp_path / "second_place.py")
     _, err = on_cpu("--predict", points, "--save-dir", run, status=2)
     assert len(err) == 1 and "there is no file" in err[0] and "say by --task where it is now" in err[0]

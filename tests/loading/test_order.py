@@ -2,9 +2,10 @@ import multiprocessing
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.loading.batches import BatchLoader
-from trainer.loading.order import SampleKeys, epoch_permutation, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
 
 WORLDS = (1, 2, 3, 5)
 
@@ -14,7 +15,7 @@ def edges(n):
 
 
 def test_permutation_holds_every_sample_once_and_differs_by_key():
-    orders = [epoch_permutation(*key, 1000) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
+    orders = [EpochOrder(*key, 1000).take(0, 1000) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
     for order in orders:
         assert sorted(order) == list(range(1000))
     assert len({tuple(order) for order in orders}) == len(orders)
@@ -22,7 +23,16 @@ def test_permutation_holds_every_sample_once_and_differs_by_key():
 
 def test_permutation_is_stable_for_ever():
     """Another order after an upgrade would repeat and skip samples of a resumed epoch."""
-    assert epoch_permutation(7, 3, 0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
+    assert EpochOrder(7, 3, 0, 12).take(0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
+
+
+def test_large_orders_are_sorted_and_larger_ones_are_not():
+    """Up to 2^20 samples, so that runs and figures of that size stay what they are."""
+    for num_samples, is_sorted in [(2**20, True), (2**20 + 1, False)]:
+        key = np.random.SeedSequence([5, 2, 1]).generate_state(2, np.uint64)
+        by_sorting = np.argsort(np.random.Philox(key=key).random_raw(num_samples), kind="stable")
+        order = EpochOrder(5, 2, 1, num_samples).take(num_samples - 100, num_samples)
+        assert np.array_equal(order, by_sorting[-100:]) == is_sorted
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -31,7 +41,7 @@ def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
     for size in edges(world_size * micro_batch_size):
         samples = np.random.default_rng(0).permutation(1000)[:size]
         windows = [
-            split_global_batch(samples, (rank, world_size), micro_batch_size, 2, 1) for rank in range(world_size)
+            split_global_batch(samples, (rank, world_size), micro_batch_size, 2, 1, 0.25) for rank in range(world_size)
         ]
         counted = [i for window in windows for keys in window if not keys.placeholder for i in keys.index]
         assert sorted(counted) == sorted(samples)
@@ -39,7 +49,22 @@ def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
         for keys in (keys for window in windows for keys in window):
             assert 1 <= len(keys.index) <= micro_batch_size
             assert set(keys.index) <= set(samples)
-            assert (keys.epoch, keys.phase) == (2, 1)
+            assert (keys.epoch, keys.phase, keys.progress) == (2, 1, 0.25)
+            if keys.placeholder:  # a single sample would be none to a batch norm
+                assert len(keys.index) == min(2, size, micro_batch_size)
+
+
+def test_a_batch_norm_survives_placeholders():
+    placeholders = [
+        keys
+        for rank in range(3)
+        for keys in split_global_batch(np.arange(7), (rank, 3), 2, 0)  # rank 0 has three of them, the others two
+        if keys.placeholder
+    ]
+    assert len(placeholders) == 2
+    norm = torch.nn.BatchNorm1d(4)
+    for keys in [*placeholders, *split_global_batch(np.arange(2), (2, 3), 4, 0)]:
+        assert norm(torch.zeros(len(keys.index), 4)).shape == (2, 4)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -61,8 +86,6 @@ class Squares:
 
 
 def collate(samples, keys):
-    import torch
-
     return {
         "square": torch.as_tensor(samples["square"]),
         "index": torch.as_tensor(keys.index),
@@ -74,7 +97,7 @@ def collate(samples, keys):
 def test_workers_change_nothing(num_workers):
     load = BatchLoader(Squares(), collate, num_workers)
     for epoch in range(2):  # workers outlive an epoch
-        keys = split_global_batch(epoch_permutation(0, epoch, 0, 100), (0, 1), 7, epoch)
+        keys = split_global_batch(EpochOrder(0, epoch, 0, 100).take(0, 100), (0, 1), 7, epoch)
         keys.append(SampleKeys(np.array([5]), epoch, placeholder=True))
         batches = list(load(keys))
         assert [b["index"].tolist() for b in batches] == [k.index.tolist() for k in keys]

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
-from trainer.loading.order import Position, epoch_permutation
+from trainer.loading.order import EpochOrder, Position
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.plan import PlannedStep
@@ -40,7 +40,7 @@ HARD = [
 
 
 def samples_of(batch: int, epoch: int = EPOCH) -> list[int]:
-    return epoch_permutation(0, epoch, 0, NUM_TRAIN)[batch * SIZE : (batch + 1) * SIZE].tolist()
+    return EpochOrder(0, epoch, 0, NUM_TRAIN).take(batch * SIZE, (batch + 1) * SIZE).tolist()
 
 
 def shown(samples):

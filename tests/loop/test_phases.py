@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.phased_task import Gan, PhasedFlags, Shared
-from trainer.loading.order import SampleKeys, epoch_permutation
+from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.schedule import lr_factor
 
 FILE = "tests/helpers/phased_task.py"
@@ -47,7 +47,7 @@ class BareLoop:
         """(samples, start, end) of each global batch."""
         size = self.task.num_samples(phase)
         whole = self.task.batch_size(phase, WHOLE)
-        order = epoch_permutation(0, epoch, self.task.phases.index(phase), size)
+        order = EpochOrder(0, epoch, self.task.phases.index(phase), size).take(0, size)
         for start in range(0, size, whole):
             yield order[start : start + whole], start, min(start + whole, size)
 

@@ -18,6 +18,7 @@ from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
+from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.run_log import RunLog
 from trainer.loop.contract import check_forward, check_phases
 from trainer.loop.ema import ExponentialMovingAverage
@@ -71,10 +72,11 @@ def build_task(flags: Flags) -> Task:
     task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
     check_phases(task)
     splits = task.splits()
-    own = {f"training_data({phase!r})": task.training_data(phase) for phase in task.phases}
-    for name, dataset in {**splits, **own}.items():
+    phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases[1:]}
+    for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
+        require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
         if len(dataset) == 0:
-            raise BadInput(f"--task {flags.run.task}: its data set {name!r} is empty")
+            raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
     if patience and "val" not in splits:
         raise BadInput(f"--early-stopping-patience {patience}: there is no validation set to be patient with")

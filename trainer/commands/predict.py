@@ -19,6 +19,7 @@ from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.order import evaluation_keys
+from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
@@ -35,6 +36,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     run = find_weights(given.save_dir, {"--resume-from": given.resume_from}, partial(print, file=sys.stderr))
     task = rebuild_task(run, flags)
     dataset = task.new_data(path)
+    require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
         raise BadInput(f"--predict {path}: holds nothing to label")
     precision = choose_precision(flags.precision, parallel.device)

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 """2^64 / golden ratio, odd: its multiples are a sequence of distinct, well spread counters."""
 _MASK = 2**64 - 1
 _FLOAT_STEP = np.float32(2.0**-24)
@@ -26,10 +26,10 @@ def random_bits(seed: int, epoch: int, index: np.ndarray, num: int, stream: int 
     """
     key = 0
     for part in (seed, epoch, stream):
-        key = _mix_scalar((key + _GOLDEN) ^ part)
-    sample_keys = _mix(index.astype(np.uint64) * _GOLDEN ^ key)
-    counters = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
-    return _mix(sample_keys[:, None] + counters)
+        key = _mix_scalar((key + GOLDEN) ^ part)
+    sample_keys = mix(index.astype(np.uint64) * GOLDEN ^ key)
+    counters = np.arange(1, num + 1, dtype=np.uint64) * GOLDEN
+    return mix(sample_keys[:, None] + counters)
 
 
 def uniform(seed: int, epoch: int, index: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np.ndarray:
@@ -64,7 +64,7 @@ def _unit_interval(bits24: np.ndarray) -> np.ndarray:
     return unit
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 on uint64, in place."""
     x ^= x >> 30
     x *= 0xBF58476D1CE4E5B9

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.loading.keyed_permutation import NUM_ROUNDS, keyed_permutation
+
+MOST_SORTED_SAMPLES = 2**20
+"""The largest data set whose order is sorted as a whole, in 0.1 s and 8 MiB."""
+POSITIONS_AT_ONCE = 2**13
+"""Of a larger data set: what is computed together, in 1 ms."""
+
 
 @dataclass(frozen=True, order=True)
 class Position:
@@ -45,21 +52,49 @@ class SampleKeys:
     phase: index of the task's phase.
     placeholder: the samples are real but must not count; a process that has no sample of its own in a
         micro-batch still runs it, because every process runs equally many.
+    progress: share of the run that is done, in [0, 1), equal for all samples of a step; 0 in evaluation.
     """
 
     index: np.ndarray
     epoch: int
     phase: int = 0
     placeholder: bool = False
+    progress: float = 0.0
 
 
-def epoch_permutation(seed: int, epoch: int, phase: int, num_samples: int) -> np.ndarray:
-    """The sample order of one epoch, (num_samples,) int64.
+class EpochOrder:
+    """The sample order of one epoch: a permutation of range(num_samples) that (seed, epoch, phase) determine.
 
-    Sorting raw Philox output is stable across numpy versions, which `Generator.permutation` does not promise.
+    Of a data set too large to be sorted in no time it is computed where it is needed, so that 10^10 samples take no
+    more memory, and no more time before the first batch, than 10^6.
     """
-    key = np.random.SeedSequence([seed, epoch, phase]).generate_state(2, np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(num_samples), kind="stable")
+
+    def __init__(self, seed: int, epoch: int, phase: int, num_samples: int) -> None:
+        self._key = np.random.SeedSequence([seed, epoch, phase])
+        self._num_samples = num_samples
+        # The part of the order that is at hand, and the position at which it begins.
+        self._start, self._part = 0, np.empty(0, np.int64)
+        if num_samples <= MOST_SORTED_SAMPLES:
+            # Sorting raw Philox output is stable across numpy versions, which `Generator.permutation` does not promise.
+            random = np.random.Philox(key=self._key.generate_state(2, np.uint64))
+            self._part = np.argsort(random.random_raw(num_samples), kind="stable")
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def take(self, start: int, stop: int) -> np.ndarray:
+        """The samples at the positions from start to stop, (stop - start,) int64; 0 <= start <= stop <= len(self).
+
+        Not to be written to.
+        """
+        assert 0 <= start <= stop <= self._num_samples
+        if not self._start <= start <= stop <= self._start + len(self._part):
+            # More than asked for: a batch alone costs more in calls of numpy than in arithmetic.
+            end = min(max(stop, start + POSITIONS_AT_ONCE), self._num_samples)
+            round_keys = self._key.generate_state(NUM_ROUNDS, np.uint64)
+            self._part = keyed_permutation(round_keys, self._num_samples, np.arange(start, end))
+            self._start = start
+        return self._part[start - self._start : stop - self._start]
 
 
 def num_micro_batches(global_batch_size: int, world_size: int, micro_batch_size: int) -> int:
@@ -69,25 +104,32 @@ def num_micro_batches(global_batch_size: int, world_size: int, micro_batch_size:
 
 
 def split_global_batch(
-    samples: np.ndarray, shard: tuple[int, int], micro_batch_size: int, epoch: int, phase: int = 0
+    samples: np.ndarray,
+    shard: tuple[int, int],
+    micro_batch_size: int,
+    epoch: int,
+    phase: int = 0,
+    progress: float = 0.0,
 ) -> list[SampleKeys]:
     """The micro-batches that one process runs for one global batch; equally many on every process.
 
     samples: (m,) int64 with m >= 1, the whole global batch.
     shard: (rank, world_size).
     micro_batch_size: samples that one process takes in one forward, >= 1.
+    epoch, phase, progress: see `SampleKeys`.
     """
     rank, world_size = shard
     own = samples[rank::world_size]
     num_parts = num_micro_batches(len(samples), world_size, micro_batch_size)
     parts = [own[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(num_parts)]
-    placeholder = SampleKeys(samples[:1], epoch, phase, placeholder=True)
-    return [SampleKeys(part, epoch, phase) if len(part) else placeholder for part in parts]
+    # Of two samples where there are two: a single one has no variance, and batch norm would refuse it.
+    placeholder = SampleKeys(samples[: min(2, micro_batch_size)], epoch, phase, True, progress)
+    return [SampleKeys(part, epoch, phase, False, progress) if len(part) else placeholder for part in parts]
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
     """Batches that together count every sample once over all processes; equally many on every process."""
-    everything = np.arange(num_samples)
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
-        yield from split_global_batch(everything[start : start + step], shard, batch_size, epoch=0)
+        samples = np.arange(start, min(start + step, num_samples))
+        yield from split_global_batch(samples, shard, batch_size, epoch=0)

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from trainer.loading.errors import BadInput
-from trainer.loading.order import epoch_permutation
+from trainer.loading.order import EpochOrder
 
 EPOCHS_KEPT = 2
 """What loads ahead may be in the next epoch of a phase already."""
@@ -29,9 +29,7 @@ class ShuffledOrder:
     size: int
 
     def __post_init__(self) -> None:
-        self._permutation = lru_cache(EPOCHS_KEPT)(
-            lambda epoch: epoch_permutation(self.seed, epoch, self.phase, self.num_samples)
-        )
+        self._epoch = lru_cache(EPOCHS_KEPT)(lambda epoch: EpochOrder(self.seed, epoch, self.phase, self.num_samples))
 
     @property
     def num_steps(self) -> int:
@@ -49,7 +47,7 @@ class ShuffledOrder:
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
         """Those of a global batch, (end - start,) int64."""
-        return self._permutation(epoch)[start:end]
+        return self._epoch(epoch).take(start, end)
 
 
 @dataclass
@@ -89,16 +87,17 @@ class TaskOrder:
         offset = ends[number - 1] if number else 0
         return batches[number][start - offset : end - offset]
 
-    def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], list[int]]:
+    def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
         """The global batches, and where they end. Raises BadInput."""
         batches = self.batches(epoch) or []
-        sizes = [len(batch) for batch in batches]
-        if sum(sizes) < self.size or 0 in sizes:
+        size = getattr(batches, "batch_size", None)  # of all but the last: spares making them
+        ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(map(len, batches)))
+        if not ends or ends[-1] < self.size or len(set(ends)) < len(ends):
             raise BadInput(
-                f"{self.source} gives {sum(sizes)} samples in epoch {epoch + 1}, or an empty batch; every epoch must "
-                f"have {self.size}, as num_samples says"
+                f"{self.source} gives {ends[-1] if ends else 0} samples in epoch {epoch + 1}, or an empty batch; every "
+                f"epoch must have {self.size}, as num_samples says"
             )
-        return batches, list(accumulate(sizes))
+        return batches, ends
 
 
 SampleOrder = ShuffledOrder | TaskOrder

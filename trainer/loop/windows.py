@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
@@ -30,14 +30,7 @@ class Window(NamedTuple):
     weight: float
 
 
-class HasWeight(Protocol):
-    """Something to work on with a number of loss terms."""
-
-    @property
-    def weight(self) -> float: ...
-
-
-T = TypeVar("T", bound=HasWeight)
+T = TypeVar("T", Window, WeightedBatch)
 
 
 def weighted(batch: Batch) -> WeightedBatch:
@@ -63,7 +56,8 @@ def training_windows(run: Run) -> Iterator[Window]:
 
 def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
     samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end)
-    return split_global_batch(samples, run.parallel.shard, micro_batch_size, step.epoch, step.phase)
+    share = step.progress / run.plan.epochs
+    return split_global_batch(samples, run.parallel.shard, micro_batch_size, step.epoch, step.phase, share)
 
 
 def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:

@@ -1,0 +1,58 @@
+"""What docs/own_task.md shows of data sets runs, and does what it says."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from trainer import SampleKeys
+
+
+def recipe(heading: str) -> dict:
+    """The names that the code below a heading defines."""
+    _, _, text = (ROOT / "docs" / "own_task.md").read_text().partition(f"### {heading}\n")
+    names = {"np": np, "torch": torch, "Path": Path, "SampleKeys": SampleKeys}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    return names
+
+
+def test_a_torch_dataset():
+    pictures = torch.arange(24.0).view(4, 2, 3)
+    task = SimpleNamespace(x=pictures, y=torch.arange(4), seed=1)
+    train = recipe("A torch Dataset")["splits"](task)["train"]
+    index = np.array([3, 0, 1, 2])
+    epochs = [train.__getitems__(SampleKeys(index, epoch)) for epoch in range(10)]
+    for batch in epochs:
+        assert batch["label"].tolist() == index.tolist()
+        for image, i in zip(batch["image"], index, strict=True):
+            assert torch.equal(image, pictures[i]) or torch.equal(image, pictures[i].flip(-1))
+    assert len({tuple(batch["image"].flatten().tolist()) for batch in epochs}) > 5
+
+
+def test_batches_of_like_lengths():
+    lengths = np.random.default_rng(0).integers(1, 100, 1000)
+    order = recipe("Batches of like lengths")["order"](SimpleNamespace(lengths=lengths, seed=0), "train", 0, 10)
+    assert sorted(np.concatenate(order)) == list(range(1000))
+    assert np.mean([np.ptp(lengths[batch]) for batch in order]) < 5
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+def test_data_larger_than_memory(batch_size, tmp_path):
+    sizes = [5, 3, 8, 1]
+    points = np.random.default_rng(0).normal(size=(sum(sizes), 2)).astype(np.float32)
+    paths = [tmp_path / f"{k}.npy" for k in range(len(sizes))]
+    for path, part in zip(paths, np.split(points, np.cumsum(sizes)[:-1]), strict=True):
+        np.save(path, part)
+    names = recipe("Data larger than memory")
+    shards = names["Shards"](paths, sizes)
+    task = SimpleNamespace(splits=lambda: {"train": shards}, seed=0)
+    seen = []
+    for batch in names["order"](task, "train", 0, batch_size):
+        assert np.array_equal(shards.__getitems__(SampleKeys(batch, 0))["point"], points[batch])
+        seen += batch.tolist()
+    assert sorted(seen) == list(range(len(shards)))
+    assert names["read"].cache_info().misses == len(sizes)  # each file was read once

@@ -1,0 +1,131 @@
+"""Buckets of equal length, and shards one after another."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from trainer import bucketed_batches, sharded_batches
+from trainer.loading import order
+from trainer.loading.batch_orders import BATCHES_PER_POOL
+
+SHARD_SIZES = (7, 0, 1, 12, 5, 3, 0)
+ENDS = np.cumsum(SHARD_SIZES)
+NUM_SAMPLES = int(ENDS[-1])
+LENGTHS = np.random.default_rng(0).geometric(0.02, 5000)
+
+
+def bucketed(batch_size, seed=0, epoch=0):
+    return bucketed_batches(LENGTHS, batch_size, seed, epoch)
+
+
+def sharded(batch_size, seed=0, epoch=0):
+    return sharded_batches(SHARD_SIZES, batch_size, seed, epoch)
+
+
+def as_lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("make", [bucketed, sharded])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 27, 28, 29, 5000, 5001])
+def test_every_sample_is_in_one_batch_and_only_the_last_is_short(make, batch_size):
+    num_samples = len(LENGTHS) if make is bucketed else NUM_SAMPLES
+    batches = make(batch_size)
+    assert sorted(np.concatenate(list(batches))) == list(range(num_samples))
+    assert all(batch.dtype == np.int64 for batch in batches)
+    rest = num_samples % batch_size
+    assert [len(batch) for batch in batches] == num_samples // batch_size * [batch_size] + [rest] * (rest > 0)
+
+
+@pytest.mark.parametrize("make", [bucketed, sharded])
+def test_seeds_and_epochs_make_other_batches(make):
+    orders = [as_lists(make(4, *key)) for key in [(0, 0), (1, 0), (0, 1)]]
+    assert orders[0] == as_lists(make(4))
+    for i, first in enumerate(orders):
+        for second in orders[:i]:
+            assert sorted(map(sorted, first)) != sorted(map(sorted, second))
+
+
+@pytest.mark.parametrize("make", [bucketed, sharded])
+def test_no_samples_make_no_batches(make):
+    empty = bucketed_batches([], 4, 0, 0) if make is bucketed else sharded_batches([0, 0], 4, 0, 0)
+    assert list(empty) == list(sharded_batches([], 4, 0, 0)) == []
+
+
+# --- buckets -----------------------------------------------------------------------------------------------------
+
+
+def padded(batches):
+    return sum(len(batch) * LENGTHS[batch].max() for batch in batches) / LENGTHS.sum()
+
+
+def test_buckets_save_padding():
+    batches = bucketed(16)
+    shuffled = np.random.default_rng(0).permutation(len(LENGTHS))
+    assert padded(np.split(shuffled, range(16, len(shuffled), 16))) > 3
+    assert padded(batches) < 1.1
+    assert all((np.diff(LENGTHS[batch]) >= 0).all() for batch in batches)
+
+
+def test_the_batches_of_an_epoch_are_not_sorted():
+    longest = [LENGTHS[batch[-1]] for batch in bucketed(8)]
+    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.15
+
+
+def test_pools_mix_samples_of_the_same_length():
+    """Not the same neighbours in every epoch, as sorting all samples would give."""
+    assert len(LENGTHS) > 3 * BATCHES_PER_POOL * 8
+    neighbours = [
+        {tuple(pair) for batch in bucketed(8, epoch=i) for pair in np.sort(np.c_[batch[:-1], batch[1:]])}
+        for i in (0, 1)
+    ]
+    assert len(neighbours[0] & neighbours[1]) < 0.05 * len(neighbours[0])
+
+
+# --- shards ------------------------------------------------------------------------------------------------------
+
+
+def shards_of(samples):
+    return np.searchsorted(ENDS, samples, side="right")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shards_are_read_one_after_another(seed):
+    read = shards_of(np.concatenate(list(sharded(4, seed))))
+    borders = np.flatnonzero(np.diff(read)) + 1
+    runs = [part[0] for part in np.split(read, borders)]
+    assert sorted(runs) == [i for i, size in enumerate(SHARD_SIZES) if size > 0]  # none is come back to
+
+
+def test_shards_and_their_samples_are_shuffled():
+    orders = [np.concatenate(list(sharded(4, seed))) for seed in range(40)]
+    assert len({tuple(dict.fromkeys(shards_of(samples))) for samples in orders}) > 30  # of 120
+    assert len({tuple(samples[shards_of(samples) == 4]) for samples in orders}) > 30  # of 120
+    alike = sharded_batches([5] * 40, 5, 0, 0)
+    assert len({tuple(batch % 5) for batch in alike}) > 25  # shards of one size differ in their order
+
+
+def test_batches_of_shards_are_a_sequence():
+    batches = sharded(4)
+    in_turn = as_lists(batches)
+    assert len(batches) == len(in_turn) == 7
+    assert (batches.num_samples, batches.batch_size) == (NUM_SAMPLES, 4)
+    assert as_lists(batches[i] for i in reversed(range(7))) == in_turn[::-1]
+    assert as_lists(batches[2:]) == in_turn[2:]
+    assert batches[-1].tolist() == in_turn[-1]
+    with pytest.raises(IndexError):
+        batches[7]
+
+
+def test_shards_larger_than_memory_cost_nothing():
+    """A hundred shards of 10^8 samples; and of shards that are sorted as a whole, two are held."""
+    tracemalloc.start()
+    batches = sharded_batches([10**8] * 100, 256, 0, 0)
+    assert len(batches) == -(-(10**10) // 256)
+    assert batches[10**7].shape == (256,)
+    small = sharded_batches([order.MOST_SORTED_SAMPLES // 8] * 64, 2**14, 0, 0)
+    assert sum(len(batch) for batch in small) == 8 * order.MOST_SORTED_SAMPLES
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * 2**20  # all of the small ones: 64 MiB

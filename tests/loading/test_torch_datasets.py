@@ -1,0 +1,231 @@
+"""Data sets of torch as data sets of ours: the same items, whoever makes them, in whatever batch."""
+
+import json
+import random
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+from tests.conftest import ROOT, assert_same_bits, cut_back, load
+from trainer import BadInput, SampleKeys, from_dataset, random_bits
+from trainer.loading.batches import BatchLoader
+from trainer.loading.order import EpochOrder, split_global_batch
+from trainer.loading.torch_datasets import require_keyed
+from trainer.task import Task, check_batch
+
+SEED = 7
+SIZE = 23
+
+
+class Noisy(Dataset):
+    """Items that draw from every generator that a transform may use; how many numbers depends on the item."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        draws = [random.random(), np.random.rand(), torch.rand(()).item()]
+        for _ in range(index % 3):
+            random.gauss(0, 1), np.random.randn(3), torch.randn(3)
+        return {"draws": torch.tensor([*draws, torch.randn(()).item()]), "number": index}
+
+
+def collate(samples, keys):
+    return Task.collate(None, samples, keys)
+
+
+def plain_loop(epoch):
+    """Item after item, each with fresh generators."""
+    items = []
+    for index in range(SIZE):
+        for_random, for_numpy, for_torch = random_bits(SEED, epoch, np.array([index]), 3)[0].tolist()
+        random.seed(for_random)
+        np.random.seed(for_numpy >> 32)
+        torch.manual_seed(for_torch)
+        items.append(Noisy()[index])
+    return items
+
+
+def test_an_item_is_that_of_a_plain_loop_whoever_makes_it():
+    """In any world and micro-batch, in this process and in workers, and begun in the middle of an epoch."""
+    expected = {epoch: plain_loop(epoch) for epoch in (0, 1)}
+    assert not any(torch.equal(a["draws"], b["draws"]) for a, b in zip(*expected.values(), strict=True))
+    dataset = from_dataset(Noisy(), seed=SEED)
+    assert len(dataset) == SIZE
+    for num_workers, world_size, micro_batch_size, start in [(0, 1, 5, 0), (2, 1, 4, 0), (0, 3, 2, 7), (2, 2, 3, 7)]:
+        load = BatchLoader(dataset, collate, num_workers)
+        for epoch in (1, 0):
+            order = EpochOrder(SEED, epoch, 0, SIZE)
+            seen = []
+            for rank in range(world_size):
+                keys = [
+                    key
+                    for i in range(start, SIZE, 7)
+                    for key in split_global_batch(
+                        order.take(i, min(i + 7, SIZE)), (rank, world_size), micro_batch_size, epoch
+                    )
+                ]
+                for batch in load(keys):
+                    check_batch(batch)
+                    for i, number in enumerate(batch["number"].tolist()):
+                        assert batch["index"][i] == number
+                        assert torch.equal(batch["draws"][i], expected[epoch][number]["draws"])
+                        seen += [number] * bool(batch["weight"][i])
+            assert sorted(seen) == sorted(order.take(start, SIZE))
+        load.close()
+
+
+def states():
+    return (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        np.random.get_state()[2:],
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_the_generators_are_put_back():
+    class Broken(Noisy):
+        def __getitem__(self, index):
+            super().__getitem__(index)
+            raise OSError("gone")
+
+    random.gauss(0, 1), np.random.randn()  # both keep the second of a pair
+    before = states()
+    from_dataset(Noisy(), seed=SEED).__getitems__(SampleKeys(np.arange(3), 0))
+    assert states() == before
+    with pytest.raises(OSError, match="gone"):
+        from_dataset(Broken(), seed=SEED).__getitems__(SampleKeys(np.arange(3), 0))
+    assert states() == before
+
+
+def test_seeds_epochs_and_items_draw_different_numbers():
+    def draws(seed, epoch):
+        samples = from_dataset(Noisy(), seed=seed).__getitems__(SampleKeys(np.arange(SIZE), epoch))
+        return samples["draws"].flatten().tolist()
+
+    assert len({*draws(0, 0), *draws(1, 0), *draws(0, 1)}) == 3 * 4 * SIZE
+
+
+# --- kinds of items ----------------------------------------------------------------------------------------------
+
+Named = namedtuple("Named", ["image", "label"])
+IMAGE = torch.arange(6.0).view(2, 3)
+EXPECTED = {"image": torch.stack([IMAGE, IMAGE]), "label": torch.tensor([4, 4])}
+
+
+@pytest.mark.parametrize(
+    ("item", "names"),
+    [
+        ({"image": IMAGE, "label": 4}, None),
+        ({"image": IMAGE.numpy(), "label": np.int64(4)}, None),
+        ((IMAGE, 4), ("image", "label")),
+        ([IMAGE.numpy(), torch.tensor(4)], ["image", "label"]),
+        (Named(IMAGE, 4), None),
+    ],
+)
+def test_parts_of_an_item_get_names(item, names):
+    keys = SampleKeys(np.array([1, 0]), 0)
+    batch = collate(from_dataset([item] * 2, seed=0, names=names).__getitems__(keys), keys)
+    check_batch(batch)
+    expected = EXPECTED | {"index": torch.tensor([1, 0]), "weight": torch.ones(2)}
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], value) and batch[name].dtype == value.dtype for name, value in expected.items())
+
+
+def test_a_single_value_gets_a_name():
+    samples = from_dataset(IMAGE, seed=0, names=("row",)).__getitems__(SampleKeys(np.array([1, 1, 0]), 0))
+    assert torch.equal(samples["row"], IMAGE[[1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("pad", "names"),
+    [
+        (lambda rows: (torch.nn.utils.rnn.pad_sequence(rows, True), np.array([len(r) for r in rows])), ("row", "len")),
+        (lambda rows: {"row": torch.nn.utils.rnn.pad_sequence(rows, True), "len": np.array([*map(len, rows)])}, None),
+    ],
+)
+def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
+    dataset = from_dataset([torch.ones(i) for i in range(5)], pad, seed=0, names=names)
+    keys = SampleKeys(np.array([2, 4]), 0)
+    batch = collate(dataset.__getitems__(keys), keys)
+    check_batch(batch)
+    assert batch["row"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch["len"].tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("items", "names", "message"),
+    [
+        ([(1, 2)], None, "items have 2 part(s); name each"),
+        ([(1, 2)], ("image", "label", "more"), "items have 2 part(s)"),
+        ([1], None, "items have 1 part(s)"),
+        ([{"image": 1}], ("image",), "have names already, image; leave `names` out"),
+        ([np.zeros(2), np.zeros(3)], ("row",), "cannot be stacked into a batch"),
+        ([object()], ("thing",), "give `collate`"),
+    ],
+)
+def test_items_that_cannot_become_a_batch_are_refused(items, names, message):
+    with pytest.raises(BadInput) as raised:
+        from_dataset(items, seed=0, names=names).__getitems__(SampleKeys(np.arange(len(items)), 0))
+    assert str(raised.value).startswith("from_dataset(list")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# --- data sets ---------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+def test_data_sets_without_numbered_samples_are_refused():
+    with pytest.raises(BadInput, match=r"from_dataset\(Stream\): an IterableDataset has no numbered samples"):
+        from_dataset(Stream(), seed=0)
+    with pytest.raises(BadInput, match="it has no `__len__`"):
+        from_dataset(Unsized(), seed=0)
+    with pytest.raises(BadInput, match="it has no `__getitem__`"):
+        from_dataset({1, 2}, seed=0)
+
+
+def test_a_data_set_of_torch_alone_is_no_keyed_one():
+    tensors = TensorDataset(torch.zeros(3))
+    for dataset in (tensors, Subset(tensors, [0, 1]), ConcatDataset([tensors, tensors]), [1, 2]):
+        with pytest.raises(BadInput, match=r"train: .* has no `__getitems__\(keys\)`; return trainer.from_dataset"):
+            require_keyed(dataset, "train")
+        require_keyed(from_dataset(dataset, seed=0, names=("x",)), "train")
+    with pytest.raises(BadInput, match="train: an IterableDataset"):
+        require_keyed(Stream(), "train")
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+LINES = f"{ROOT / 'tests' / 'helpers' / 'torch_task.py'}:Lines"
+RUN = ["--task", LINES, "--epochs", 2, "--batch-size", 4, "--save-every-steps", 2, "--keep-checkpoints", 0]
+
+
+def test_a_run_is_the_same_with_workers_and_after_a_kill(run_here, tmp_path):
+    run_here(*RUN, "--save-dir", tmp_path / "here")
+    run_here(*RUN, "--save-dir", tmp_path / "workers", "--num-workers", 2)
+    final = load(tmp_path / "here" / "final.pth")
+    assert_same_bits(final, load(tmp_path / "workers" / "final.pth"))
+    entries = json.loads((tmp_path / "here" / "manifest.json").read_text())["checkpoints"]
+    cut_back(tmp_path / "here", entries[:1], tmp_path / "again")  # in the middle of the first epoch
+    run_here(*RUN, "--save-dir", tmp_path / "again", "--num-workers", 2)
+    assert_same_bits(final, load(tmp_path / "again" / "final.pth"))
+
+
+def test_a_task_that_returns_a_data_set_of_torch_as_it_is_gets_a_sentence(run_here, tmp_path):
+    _, error = run_here(*RUN, "--save-dir", tmp_path / "run", "--no-adapted", status=2)
+    assert "its data set 'train': Subset has no `__getitems__(keys)`; return trainer.from_dataset(" in error
+    assert "Traceback" not in error

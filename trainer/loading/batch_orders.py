@@ -1,0 +1,100 @@
+"""Orders for `Task.order`: which samples make up each optimizer step of an epoch, where a permutation does not do.
+
+Both are functions of their arguments alone, with every sample in exactly one batch and only the last batch short. They
+know nothing of processes and devices, so a step has the same samples on any number of them.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+
+from trainer.loading.counter_random import random_bits
+from trainer.loading.order import EpochOrder
+
+BATCHES_PER_POOL = 100
+"""Enough that the samples of a batch differ little in length, few enough that an epoch mixes them anew."""
+
+
+def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Batches of samples of nearly equal length, so that little is padded; another mixture in each epoch.
+
+    Shuffled samples are cut into pools of a hundred batches, each pool is sorted by length and cut into batches, and
+    the batches are shuffled; the short one is left at the end.
+
+    lengths: (n,), of each sample. batch_size: samples per optimizer step, over all devices, >= 1.
+    Returns n / batch_size arrays, rounded up: (batch_size,) int64, from the shortest sample to the longest.
+    """
+    lengths = np.asarray(lengths)
+    order = EpochOrder(seed, epoch, 0, len(lengths)).take(0, len(lengths))
+    pool_size = BATCHES_PER_POOL * batch_size
+    pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
+    pools = [pool[np.argsort(lengths[pool], kind="stable")] for pool in pools]
+    batches = [pool[start : start + batch_size] for pool in pools for start in range(0, len(pool), batch_size)]
+    num_full = len(order) // batch_size
+    shuffled = EpochOrder(seed, epoch, 1, num_full).take(0, num_full)
+    return [batches[i] for i in shuffled] + batches[num_full:]
+
+
+def sharded_batches(
+    shard_sizes: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int
+) -> "ShardedBatches":
+    """Batches that read a data set shard by shard: shuffled shards, and the samples of each shuffled among themselves.
+
+    For data that lie in files too large to be held in memory together: a batch touches one shard, or those on both
+    sides of a border, and each shard is read once in an epoch. Samples of different shards hardly ever meet in a batch,
+    so they should be mixed when the files are written.
+
+    shard_sizes: samples of each shard, >= 0; those of shard k come after those of shards 0 to k - 1.
+    batch_size: samples per optimizer step, over all devices, >= 1.
+    Returns n / batch_size arrays, rounded up: (batch_size,) int64, each made when it is asked for.
+    """
+    return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
+
+
+class ShardedBatches(Sequence[np.ndarray]):
+    """What `sharded_batches` returns.
+
+    num_samples: of all batches. batch_size: of each but the last. So nobody has to make them all to know their sizes.
+    """
+
+    def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
+        num_shards = len(shard_sizes)
+        self.num_samples = int(shard_sizes.sum())
+        self.batch_size = batch_size
+        self._epoch = epoch
+        self._shards = EpochOrder(seed, epoch, 0, num_shards).take(0, num_shards)
+        self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
+        self._sizes = shard_sizes
+        self._first_samples = np.cumsum(shard_sizes) - shard_sizes
+        self._ends = np.cumsum(shard_sizes[self._shards])  # where each shard of `_shards` ends in the epoch
+        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the shards at hand
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // self.batch_size)
+
+    @overload
+    def __getitem__(self, number: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, number: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(number, slice):
+            return [self._batch(i) for i in range(len(self))[number]]
+        return self._batch(range(len(self))[number])
+
+    def _batch(self, number: int) -> np.ndarray:
+        start = number * self.batch_size
+        stop = min(start + self.batch_size, self.num_samples)
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        parts = []
+        for shard, end in zip(self._shards[first : last + 1], self._ends[first : last + 1], strict=True):
+            before = end - self._sizes[shard]  # samples of the epoch before this shard's
+            part = self._order_of(int(shard)).take(max(start - before, 0), min(stop, end) - before)
+            parts.append(self._first_samples[shard] + part)
+        return np.concatenate(parts)
+
+    def _shuffled(self, shard: int) -> EpochOrder:
+        return EpochOrder(int(self._seeds[shard]), self._epoch, 0, int(self._sizes[shard]))

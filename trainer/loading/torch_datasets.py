@@ -1,0 +1,148 @@
+"""Data sets of torch.utils.data as data sets that are asked for samples by their keys."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset, default_collate
+
+from trainer.loading.batches import KeyedDataset
+from trainer.loading.counter_random import random_bits
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+
+
+class IndexedDataset(Protocol):
+    """A data set that is asked for one sample after another, by its number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def from_dataset(
+    dataset: IndexedDataset,
+    collate: Callable[[list[Any]], Any] | None = None,
+    *,
+    seed: int,
+    names: Sequence[str] | None = None,
+) -> KeyedDataset:
+    """A torch.utils.data.Dataset, or anything with `__len__` and `__getitem__(i)`, for `Task.splits`.
+
+    Example: `from_dataset(CIFAR10(path, transform=transform), seed=self.seed, names=("image", "label"))`.
+
+    The random numbers that an item draws from `random`, `numpy.random` and torch's default generator, in its
+    transforms for example, are a function of (seed, epoch, index): the same in whichever batch, worker or process it is
+    made, before and after a resume. What these generators held before is put back. A generator that a transform owns,
+    such as an `np.random.default_rng()` of its own, or one on a GPU, is out of reach: its draws would differ.
+
+    dataset: one without an order of its own; an IterableDataset is refused.
+    collate: makes a batch of a list of items: a dictionary, a tuple or a single value, whose tensors and arrays have
+        the samples on dim 0. It draws nothing: other processes share the batch out otherwise. By default torch's
+        `default_collate`, as in a DataLoader.
+    seed: usually the task's.
+    names: of the parts of an item that is a tuple, or of the one value that it is; dictionaries and named tuples have
+        names already.
+
+    Raises BadInput, also when the first batch is made, for what cannot become a dictionary of tensors.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise BadInput(_iterable(f"from_dataset({kind})"))
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(dataset, method):
+            raise BadInput(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
+    return _KeyedItems(dataset, collate or default_collate, seed, names)
+
+
+def require_keyed(dataset: Any, where: str) -> None:
+    """Raises BadInput for a data set that cannot be asked for samples by their keys. where: what to call it."""
+    if isinstance(dataset, IterableDataset):
+        raise BadInput(_iterable(where))
+    # A Subset has `__getitems__`, but one that takes a list.
+    if not hasattr(dataset, "__getitems__") or isinstance(dataset, Subset):
+        raise BadInput(
+            f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
+            "trainer.from_dataset(dataset, seed=self.seed) instead"
+        )
+
+
+def _iterable(where: str) -> str:
+    return (
+        f"{where}: an IterableDataset has no numbered samples, so no process could find its share of them, nor a "
+        "resumed run its place; give a data set with `__len__` and `__getitem__`, and see `Task.order` for reading its "
+        "files one after another"
+    )
+
+
+class _KeyedItems:
+    """What `from_dataset` returns."""
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        names: Sequence[str] | None,
+    ) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.seed = seed
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Any]:
+        words = random_bits(self.seed, keys.epoch, keys.index, 3).tolist()
+        items = []
+        with _draws_put_back():
+            for index, seeds in zip(keys.index.tolist(), words, strict=True):
+                _seed_draws(*seeds)
+                items.append(self.dataset[index])
+            return self._named(self._collated(items))
+
+    def _collated(self, items: list[Any]) -> Any:
+        if self.collate is not default_collate:
+            return self.collate(items)
+        try:
+            return default_collate(items)
+        except (RuntimeError, TypeError) as error:
+            raise BadInput(
+                f"from_dataset({type(self.dataset).__name__}): its items cannot be stacked into a batch ({error}); "
+                "give `collate`, a function that makes one of a list of items"
+            ) from None
+
+    def _named(self, batch: Any) -> dict[str, Any]:
+        where = f"from_dataset({type(self.dataset).__name__}, names={self.names})"
+        own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
+        if own_names is not None and self.names is not None:
+            raise BadInput(f"{where}: its items have names already, {', '.join(own_names)}; leave `names` out")
+        if isinstance(batch, Mapping):
+            return dict(batch)
+        parts = batch if isinstance(batch, tuple | list) else (batch,)
+        names = self.names or own_names or ()
+        if len(names) != len(parts):
+            raise BadInput(f'{where}: its items have {len(parts)} part(s); name each, as in names=("image", "label")')
+        return dict(zip(names, parts, strict=True))
+
+
+def _seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
+    """From 64 random bits each."""
+    random.seed(for_random)
+    np.random.seed(for_numpy >> 32)  # all that it takes, short of an array, which takes five times as long
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would visit every device's: 130 us
+
+
+@contextmanager
+def _draws_put_back() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
