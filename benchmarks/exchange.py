@@ -69,7 +69,7 @@ def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedB
     learner = Learner(objective, net, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
     optimizer, params = optimized(objective)
     learner.set_trained({"train": params})
-    learner.nets["train"] = parallel.wrap(net, next(batches).batch, "train")
+    learner.nets["train"] = parallel.wrap(net)
     learner.optimizers["train"] = [optimizer]
     window = [next(batches)]
     pending = parallel.start_sum([window[0].weight, 0.0])

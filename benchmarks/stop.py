@@ -98,7 +98,7 @@ def measure_stop(world_size: int, number: int, rank: int, draw: random.Random) -
                 if process.poll() is not None:
                     sys.exit("a run ended before it was asked to; its message is above")
                 time.sleep(0.05)
-            # wrap() sends one forward that does not count through each of several ranks.
+            # One forward that does not count comes first.
             step = statistics.median(b - a for a, b in pairwise(times_in(files[0])[1:]))
             time.sleep(draw.uniform(0, step))
             asked = time.time()

@@ -30,7 +30,7 @@ from tests.helpers.weighted_task import Weighted
 directory = Path({directory!r})
 
 class Happening(Weighted):
-    def on_epoch_start(self, objective, epoch):
+    def on_epoch_start(self, objective, epoch, progress):
         if epoch == 1:
             {statement}
 """

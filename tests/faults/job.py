@@ -31,8 +31,8 @@ class Job:
 
     @property
     def has_begun(self) -> bool:
-        """Whether every rank has written down a forward."""
-        return len(list(self.folder.glob("*.jsonl"))) == self.world_size
+        """Whether every rank has written down a forward besides the first, which does not count."""
+        return sum(file.read_text().count("\n") > 1 for file in self.folder.glob("*.jsonl")) == self.world_size
 
     @property
     def evaluates(self) -> bool:

@@ -13,6 +13,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.order import Position
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.run import Run
+from trainer.loop.totals import Totals
 from trainer.parallel.base import Parallel
 
 
@@ -47,7 +48,7 @@ def average_not_restored() -> None:
 
 def sums_not_restored() -> None:
     def forget(run: Run, state: Any) -> None:
-        run.progress.start_epoch(run.progress.position.epoch, run.task.phases)
+        run.progress.totals = {phase: Totals() for phase in run.task.phases}
 
     _after(trainer.commands.resume, "restore_progress", forget)
 
@@ -118,4 +119,4 @@ def best_not_restored() -> None:
     def forget(run: Run, state: Any) -> None:
         run.progress.best = None
 
-    _after(trainer.commands.resume, "restore", forget)
+    _after(trainer.commands.resume, "restore_progress", forget)

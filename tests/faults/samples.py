@@ -41,8 +41,8 @@ def global_batches(folder: Path, world_size: int, global_batch_size: int, num_sa
     if len(files) < world_size:
         return []  # killed before every rank had begun
     ranks = [
-        # wrap() sends one batch that does not count through each rank before the first step.
-        list(map(json.loads, whole_lines(file)))[1 if world_size > 1 else 0 :]
+        # A batch that does not count comes before the first step.
+        list(map(json.loads, whole_lines(file)))[1:]
         for file in files
     ]
     batches: list[GlobalBatch] = []

@@ -21,7 +21,7 @@ import resource, sys
 from tests.helpers.weighted_task import *
 
 class Freed(Weighted):
-    def on_epoch_start(self, objective, epoch):
+    def on_epoch_start(self, objective, epoch, progress):
         if epoch == {epoch}:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """

@@ -28,7 +28,7 @@ from trainer.loading.errors import BadInput
 from tests.helpers.weighted_task import Weighted
 
 class Refuses(Weighted):
-    def on_epoch_start(self, objective, epoch):
+    def on_epoch_start(self, objective, epoch, progress):
         if epoch == 1:
             raise BadInput("the data ran away")
 """

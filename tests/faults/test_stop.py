@@ -108,7 +108,7 @@ def test_one_process_in_evaluation(number, asking, run_here, tmp_path):
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_two_processes(number, rank, training, asking, command, tmp_path):
     """The one that is asked tells the other; whoever launched them takes it for a good end."""
-    # wrap() sends one forward that does not count through each rank.
+    # One forward that does not count comes first.
     arguments, after = asking(number, rank, 15 if training else 10, training, 2)
     command(*launcher(2), *arguments)
     forwards = after()

@@ -53,12 +53,12 @@ class ThreadedReplicas(SummedReplicas):
 
 
 class ReplicasOnCpu(DataParallel):
-    """Replaces only `wrap` and the devices."""
+    """Replaces only the wrapper and the devices."""
 
     def __init__(self, num_replicas):
         super().__init__([torch.device("cpu")] * num_replicas)
 
-    def wrap(self, net, example, phase):
+    def evaluation_module(self, net):
         return ThreadedReplicas(net, self.num_replicas)
 
 

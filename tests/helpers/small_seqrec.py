@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from trainer.commands.build import assemble_run, build_task
+from trainer.commands.build import assemble_run, build_task, prepare_training
 from trainer.commands.flags import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
@@ -40,7 +40,9 @@ def write_interactions(path):
 def assembled(argv, *more):
     flags, problems = parse([*argv, "--dtype", "float64", *more], several_devices=False)
     assert problems == []
-    return assemble_run(flags, build_task(flags), SingleDevice(CPU))
+    run = assemble_run(flags, build_task(flags), SingleDevice(CPU))
+    prepare_training(run, flags)
+    return run
 
 
 def make_task(cache_dir, **settings):

@@ -162,12 +162,12 @@ def test_replicas_redo_a_step(tmp_path, monkeypatch):
 
 # --- several processes -------------------------------------------------------------------------------------------
 
-IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forwards", 5, "--save-every-steps", 2]
+IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forwards", 4, "--save-every-steps", 2]
 
 
 @pytest.mark.slow
 def test_a_group_starts_itself_again(small, command, tmp_path):
-    """Rank 1 runs out of memory in its fifth step, after the forward of wrap(). `--fresh` holds for the first start."""
+    """Rank 1 runs out of memory in its fifth step. `--fresh` holds for the first start."""
     directory = tmp_path / "run"
     (directory / "logs").mkdir(parents=True)
     done = command(*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory, CUDA_VISIBLE_DEVICES="")

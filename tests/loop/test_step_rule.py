@@ -50,8 +50,7 @@ def build(task, parallel, dtype=torch.float64):
     objective = task.build_objective().to(CPU, dtype)
     precision = Precision("off", dtype, CPU)
     loader = BatchLoader(task.splits()["train"], task.collate)
-    example = next(loader([SampleKeys(np.zeros(1, np.int64), 0, placeholder=True)]))
-    net = parallel.wrap(in_precision(objective, precision), example, "train")
+    net = parallel.wrap(in_precision(objective, precision))
     return SimpleNamespace(
         task=task, parallel=parallel, objective=objective, precision=precision, loader=loader, net=net
     )

@@ -15,7 +15,7 @@ DIES = """
 from tests.helpers.weighted_task import Weighted
 
 class Dies(Weighted):
-    def on_epoch_start(self, objective, epoch):
+    def on_epoch_start(self, objective, epoch, progress):
         1 / 0
 """
 
@@ -85,7 +85,7 @@ def test_the_global_batch_is_kept_before_there_is_a_checkpoint(restarted, under_
     start("--task", f"{file}:Dies", status=1)
     # As of an attempt on three devices.
     agents = [torchrun_agent()] if restarted else ["another"]
-    rewrite_config(tmp_path / "run", global_batch_size=24, torchrun_agents=agents)
+    rewrite_config(tmp_path / "run", global_batch_sizes=[24], torchrun_agents=agents)
     start()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["global_batch_size"] == (24 if restarted else 8)

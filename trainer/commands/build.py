@@ -20,7 +20,7 @@ from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.run_log import RunLog
-from trainer.loop.contract import check_forward, check_phases
+from trainer.loop.contract import check_phases, try_phase
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
@@ -128,9 +128,8 @@ def prepare_training(run: Run, flags: Flags) -> None:
     groups = {phase: trained_groups(task, learner.objective, phase) for phase in task.phases}
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for index, phase in enumerate(task.phases):
-        net, example = learner.enter(phase), example_batch(task, index)
-        check_forward(run, phase, example)
-        learner.nets[phase] = run.parallel.wrap(net, example, phase)
+        learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
+        try_phase(run, phase, example_batch(task, index))
     learner.optimizers = build_optimizers(flags.learning, groups)
 
 

@@ -7,7 +7,7 @@ from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loop.run import Run
 from trainer.parallel.buffers import kept_buffers
-from trainer.task import Objective, Task
+from trainer.task import Task
 
 
 def check_phases(task: Task) -> None:
@@ -19,18 +19,24 @@ def check_phases(task: Task) -> None:
         raise BadInput(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
 
 
-def check_forward(run: Run, phase: str, example: Batch) -> None:
-    """Raises BadInput unless a forward in train mode returns what training needs. Nothing is left of it."""
+def try_phase(run: Run, phase: str, example: Batch) -> None:
+    """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
+
+    example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
+    which changes the order of summation: without this one the first step of a resumed run would differ from the same
+    step unbroken.
+    """
     objective, device = run.learner.objective, run.parallel.device
-    batch = {name: tensor.to(device) for name, tensor in example.items()}
-    objective.train()
-    gpus = [device] if device.type == "cuda" else []
-    with kept_buffers(objective), torch.random.fork_rng(gpus):
-        sums = run.learner.net(batch, phase)
-    problem = _problem(sums)
-    if problem is not None:
-        name = f"{type(objective).__name__}.forward"
-        raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see {Objective.__name__} in trainer/task.py")
+    net = run.learner.enter(phase)
+    net.train()
+    with kept_buffers(objective), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        sums = net(run.parallel.to_device(example), phase)
+        problem = _problem(sums)
+        if problem is not None:
+            name = f"{type(objective).__name__}.forward"
+            raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
+        (sums["loss"] * 0).backward()
+    objective.zero_grad(set_to_none=True)
 
 
 def _problem(sums: object) -> str | None:

@@ -61,11 +61,8 @@ class Parallel:
         """The devices, in a few words. All processes call it."""
         return ", ".join(map(device_label, self.devices))
 
-    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
-        """The module that training calls in a phase, whose parameters alone require gradients now.
-
-        example: a batch whose samples do not count.
-        """
+    def wrap(self, net: nn.Module) -> nn.Module:
+        """The module that training calls in a phase, whose parameters alone require gradients now."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ class DataParallel(Parallel):
     def describe(self) -> str:
         return f"DataParallel on {super().describe()}"
 
-    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+    def wrap(self, net: nn.Module) -> nn.Module:
         return self.evaluation_module(net)
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:

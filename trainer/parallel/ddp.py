@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel, result_or_refusal
-from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
@@ -92,7 +90,7 @@ class Distributed(Parallel):
         kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
         return f"DistributedDataParallel over {self.backend}{places}: {kinds}"
 
-    def wrap(self, net: nn.Module, example: Batch, phase: str) -> nn.Module:
+    def wrap(self, net: nn.Module) -> nn.Module:
         if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         wrapped = nn.parallel.DistributedDataParallel(
@@ -106,11 +104,6 @@ class Distributed(Parallel):
         num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
         if self.device.type == "cpu" and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES:
             wrapped.register_comm_hook(None, self._average_directly)
-        # One backward that changes nothing: DistributedDataParallel regroups its buckets after the first one, which
-        # changes the order of summation; the first step of a resumed run would differ from the same step unbroken.
-        with kept_buffers(wrapped):
-            (wrapped(self.to_device(example), phase)["loss"] * 0).backward()
-        wrapped.zero_grad(set_to_none=True)
         return wrapped
 
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
