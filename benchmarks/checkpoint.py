@@ -81,7 +81,7 @@ class Timer:
         started = time.perf_counter()
         for value in state["model"].values():
             tensors.append(value.clone())
-        for moments in state["optimizers"]["train"]["state"].values():
+        for moments in state["optimizers"]["train"][0]["state"].values():
             tensors += [value.clone() for value in moments.values()]
         self.clones.append(time.perf_counter() - started)
         del tensors

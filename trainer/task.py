@@ -110,7 +110,7 @@ class Task(ABC):
     monitor: ClassVar[tuple[str, Literal["max", "min"]]]
     """The validation metric that defines "best", for example ("val/accuracy", "max")."""
     phases: ClassVar[tuple[str, ...]] = ("train",)
-    """Parts of an epoch, run one after the other, each with an optimizer of its own."""
+    """Parts of an epoch, run one after the other, each with optimizers of its own."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of the trainer's own flags that suit this task better, by field name: {"lr": 3e-4, "epochs": 60}.
 
@@ -232,8 +232,9 @@ class Task(ABC):
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Parameters that the phase trains. A group without "weight_decay" gets that of the command line.
 
-        A group may carry any other setting of AdamW too, such as "betas" or "eps", except "lr": the schedule sets that
-        of every group before each step. Settings are taken from here when a run resumes, not from its checkpoint.
+        A group may carry any other setting of its optimizer too, such as "betas", and "lr_scale", at least 0: a factor
+        on the learning rate of every step, 0 freezes. Not "lr", which the schedule sets. Settings are taken from here
+        when a run resumes, not from its checkpoint. Parameters of sparse embeddings must not decay.
 
         By default biases and normalisation gains (everything of fewer than two dimensions) are not decayed.
         """
@@ -242,8 +243,40 @@ class Task(ABC):
         vectors = [p for p in trained if p.dim() < 2]
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
+    def build_optimizers(
+        self, phase: str, groups: list[ParamGroup], lr: float
+    ) -> Sequence[torch.optim.Optimizer] | None:
+        """The optimizers of the phase, which together train each parameter of its groups once.
+
+        groups: of `param_groups`, each with its "weight_decay"; may be divided, and "lr_scale" must stay with its
+        parameters. lr: `--lr`, to pass on as it is, since the schedule sets every group's rate before each step.
+
+        None, as by default, if the flags shall say: `--optimizer`, with SparseAdam for parameters of sparse embeddings.
+        """
+        return None
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of the objective's `model`, in the order in which they run; by default none."""
+        return ()
+
+    def lr_factor(self, step: int, total: int) -> float | None:
+        """The factor on `--lr` at an optimizer step, at least 0, warm-up included.
+
+        step: optimizer steps done before it, over all phases. total: of the whole run. A function of nothing else, or
+        a resumed run would learn something else.
+
+        None, as by default, if the flags shall say: `--schedule`, the warm-up and `--min-lr`.
+        """
+        return None
+
     def on_epoch_start(self, objective: Objective, epoch: int) -> None:
         """Called on the raw objective before each epoch; not called again when a run resumes in mid-epoch."""
+
+
+def sparse_parameters(module: nn.Module) -> list[Tensor]:
+    """Those whose gradients are sparse: of embeddings built with sparse=True."""
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
+    return [embedding.weight for embedding in embeddings]
 
 
 def check_batch(batch: Batch) -> None:

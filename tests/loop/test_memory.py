@@ -214,7 +214,7 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     assert_same_bits(before, run.learner.objective.state_dict())
     assert all(p.grad is None for p in run.learner.objective.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(optimizer.state for optimizer in run.learner.optimizers.values())
+    assert not any(optimizer.state for optimizer in run.learner.optimizers["train"])
 
 
 def rehearse_in_process(environment, folder):

@@ -271,7 +271,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         weights[1].grad[0] = value
-        return precision.step(optimizer, weights, max_grad_norm)
+        return precision.step([optimizer], weights, max_grad_norm)
 
     def everything():
         return [v.clone() for w in weights for v in (w.detach(), *optimizer.state[w].values())]
@@ -309,7 +309,7 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     for _ in range(20):
         precision.backward(weight.sum() * 2, 1.0)
         weight.grad.fill_(math.inf)
-        outcome = precision.step(optimizer, [weight], 1.0)
+        outcome = precision.step([optimizer], [weight], 1.0)
         assert not outcome.grad_norm.isfinite()
         assert not outcome.applied
         alarms.append(bool(outcome.alarm))
@@ -319,7 +319,7 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     assert scales == [max(65536 / 2 ** (i + 1), SCALE_FLOOR) for i in range(20)]
     assert torch.equal(weight, torch.ones(2))
     precision.backward(weight.sum() * 2, 1.0)
-    precision.step(optimizer, [weight], 1.0)
+    precision.step([optimizer], [weight], 1.0)
     assert not torch.equal(weight, torch.ones(2))
 
 

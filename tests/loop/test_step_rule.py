@@ -64,7 +64,7 @@ def one_step(parts, samples, accumulation, optimizer):
     window = [weighted(batch) for batch in parts.loader(keys)]
     (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)])()
     ema = ExponentialMovingAverage(parts.objective.model, decay=0)
-    learner = Learner(parts.objective, parts.net, parts.precision, {"train": optimizer}, 0.0, ema)
+    learner = Learner(parts.objective, parts.net, parts.precision, {"train": [optimizer]}, 0.0, ema)
     train_step(learner, parts.parallel, "train", window, total, dropout_key=(0, 0, 0, 0))
 
 

@@ -47,7 +47,7 @@ def test_clock_leaves_the_run_as_it_was(run):
 
 def test_copy_optimizer_and_logging_are_told_apart(run, monkeypatch):
     """The loop itself does not say where they end. The steps are of 2, 2 and 1 micro-batches."""
-    optimizer = run.learner.optimizers["train"]
+    (optimizer,) = run.learner.optimizers["train"]
     optimizer.step = slow(optimizer.step, 0.03)
     run.log.advance = slow(run.log.advance, 0.05)
     monkeypatch.setattr(SingleDevice, "to_device", slow(SingleDevice.to_device, 0.01))

@@ -21,7 +21,7 @@ from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
-from trainer.loop.optimizers import build_optimizers
+from trainer.loop.optimizers import build_optimizers, moments_of
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.precision import choose_precision, in_precision
 from trainer.loop.run import LoopSettings, Run
@@ -131,7 +131,7 @@ def assemble_run(
     phase_sizes = tuple(task.num_samples(phase) for phase in task.phases)
     eval_every = flags.run.eval_every if "val" in task.splits() else None
     plan = Plan(flags.run.epochs, phase_sizes, batches.global_batch_size, eval_every)
-    learning_rate = build_learning_rate(flags, plan, lr_factor)
+    learning_rate = build_learning_rate(flags, task, plan, lr_factor)
     return Run(
         task=task,
         parallel=parallel,
@@ -166,7 +166,8 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
     """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
     directory = run.directory
     weights = sum(value.nbytes for value in run.learner.objective.state_dict().values())
-    directory.require_space(weights * (4 if run.learner.ema.enabled else 3))  # weights, two moments, average
+    moments = sum(p.nbytes for several in run.learner.optimizers.values() for p in moments_of(several))
+    directory.require_space(weights * (2 if run.learner.ema.enabled else 1) + moments)
     if starts_over(directory, flags):
         directory.start_over()
     delete(directory.path / RESULTS)
@@ -197,13 +198,13 @@ def arrange_batches(
     return split, device_scaling_factor(flags.learning.scale_lr, split.global_batch_size, one_device)
 
 
-def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
+def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
     learning, total = flags.learning, float(plan.epochs)
     warmup = learning.warmup_epochs
+    num_steps = plan.epochs * plan.steps_per_epoch
     if learning.warmup_steps is not None:
         warmup = learning.warmup_steps * plan.global_batch_size / plan.samples_per_epoch
-        num_steps = plan.epochs * plan.steps_per_epoch
         if learning.warmup_steps > num_steps:
             raise BadInput(
                 f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
@@ -214,6 +215,9 @@ def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate
         floor=learning.min_lr,
         warmup=total / 10 if warmup is None else min(warmup, total),
         total=total,
+        schedule=learning.schedule,
+        num_steps=num_steps,
+        factor_of_step=task.lr_factor,
     )
 
 

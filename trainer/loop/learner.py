@@ -18,13 +18,13 @@ class Learner:
     """What learns.
 
     objective: as the task built it. net: the same in the run's precision, wrapped for its devices; what training calls.
-    optimizers: of each phase. max_grad_norm: 0 does not clip. params: what each phase trains.
+    optimizers: of each phase, one or several. max_grad_norm: 0 does not clip. params: what each phase trains.
     """
 
     objective: Objective
     net: nn.Module
     precision: Precision
-    optimizers: dict[str, torch.optim.Optimizer]
+    optimizers: dict[str, list[torch.optim.Optimizer]]
     max_grad_norm: float
     ema: ExponentialMovingAverage
     params: dict[str, list[Tensor]] = field(init=False)
@@ -33,8 +33,8 @@ class Learner:
     def __post_init__(self) -> None:
         self.batch_norm = RunningStatistics(self.objective)
         self.params = {
-            phase: [p for group in optimizer.param_groups for p in group["params"]]
-            for phase, optimizer in self.optimizers.items()
+            phase: [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            for phase, optimizers in self.optimizers.items()
         }
 
     @property
@@ -43,9 +43,10 @@ class Learner:
         return sum(p.numel() for p in self.objective.parameters())
 
     def set_learning_rate(self, phase: str, learning_rate: float) -> None:
-        """That of the phase's next step."""
-        for group in self.optimizers[phase].param_groups:
-            group["lr"] = learning_rate
+        """That of the phase's next step, before each group's own factor on it."""
+        for optimizer in self.optimizers[phase]:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Weights to begin with; those of a checkpoint that is only used are averaged already, if at all."""

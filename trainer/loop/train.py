@@ -68,7 +68,7 @@ def train_phase(run: Run) -> None:
         run.parallel.phase.step = progress.step + 1
         # The rate is that of the middle of the global batch: the schedule's mean over it, up to curvature.
         middle = Position(epoch, phase, (start.samples + window.end) // 2)
-        learning_rate = run.learning_rate.at(run.plan.epochs_done(middle))
+        learning_rate = run.learning_rate.at(run.plan.epochs_done(middle), progress.step)
         if total_weight > 0:
             learner.set_learning_rate(phase_name, learning_rate)
             step = partial(

@@ -119,23 +119,32 @@ class Parallel:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica)
 
-    def full_state(self, objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
-        """Weights and moments, whole and without any wrapper's prefix."""
+    def full_state(
+        self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
+    ) -> dict[str, Any]:
+        """Weights and moments, whole and without any wrapper's prefix. optimizers: of each phase."""
         return {
             "model": objective.model.state_dict(),
-            "optimizers": {phase: optimizer.state_dict() for phase, optimizer in optimizers.items()},
+            "optimizers": {phase: [each.state_dict() for each in several] for phase, several in optimizers.items()},
         }
 
     def load_full_state(
-        self, state: Mapping[str, Any], objective: Objective, optimizers: Mapping[str, torch.optim.Optimizer]
+        self, state: Mapping[str, Any], objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
     ) -> None:
+        """The opposite. Raises BadInput for moments of optimizers that train other parameters."""
         objective.model.load_state_dict(state["model"])
-        for phase, optimizer in optimizers.items():
-            # Moments come from the checkpoint, but weight decay and the like from this command line.
-            saved, own = state["optimizers"][phase], optimizer.state_dict()["param_groups"]
-            kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
-            groups = [options | its for options, its in zip(own, kept, strict=True)]
-            optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        for phase, several in optimizers.items():
+            saved = state["optimizers"].get(phase, [])
+            saved = saved if isinstance(saved, list) else [saved]  # a single one in checkpoints of earlier versions
+            own = [optimizer.state_dict() for optimizer in several]
+            if _shapes(saved) != _shapes(own):
+                raise BadInput(
+                    f"the optimizers of phase {phase!r} have parameter groups of {_shapes(own)} tensors, and those of "
+                    f"the checkpoint {_shapes(saved)}: undo what changed the parameter groups or the optimizers, or "
+                    "begin with its weights alone by --init-from"
+                )
+            for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
+                optimizer.load_state_dict(_with_settings_of(its_own, its_saved))
 
     def close(self) -> None:
         """Leaves the group of processes."""
@@ -146,6 +155,18 @@ class SingleDevice(Parallel):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([device])
+
+
+def _shapes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Of each optimizer's state: how many parameters are in each of its groups."""
+    return [[len(group["params"]) for group in state["param_groups"]] for state in optimizers]
+
+
+def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Moments come from the checkpoint, but weight decay and the like from this command line."""
+    kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
+    groups = [settings | its for settings, its in zip(own["param_groups"], kept, strict=True)]
+    return {"state": saved["state"], "param_groups": groups}
 
 
 def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
