@@ -77,6 +77,13 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
     assert read("--no-amp").precision.amp == "auto"
 
 
+def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
+    defaults = {"optimizer": "sgd", "momentum": 0.9}
+    monkeypatch.setitem(TASKS, "stating", lambda: type("Pushing", (Weighted,), {"defaults": defaults}))
+    assert read("--lr", "0.1").learning.momentum == 0.9
+    assert read("--optimizer", "adam").learning.momentum is None
+
+
 @pytest.mark.parametrize(
     ("defaults", "error", "message"),
     [

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
+from tests.helpers.replicas import ReplicasOnCpu
+from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.token_task import NUM_TRAIN, Classifier, Samples
 from trainer.cli import main
 from trainer.loading.order import epoch_permutation
@@ -24,6 +26,7 @@ from trainer.parallel.launch import launch
 
 FILE = ROOT / "tests" / "helpers" / "token_task.py"
 EPOCHS, GLOBAL_BATCH, LR, WARMUP, MAX_NORM, DECAY = 3, 18, 0.02, 0.6, 0.2, 0.05  # the last batch is a single sample
+EMA_DECAY = 0.8
 STEPS = -(-NUM_TRAIN // GLOBAL_BATCH)
 MID_EPOCH = 8
 FLAGS = [
@@ -136,14 +139,25 @@ def clip(params):
     return norm
 
 
-def learnt(case, skipped_step=None):
-    """The weights after all epochs, and how often the gradient was clipped."""
+@dataclass
+class Learnt:
+    """average: of the weights, with a decay of EMA_DECAY. num_clipped, num_skipped: steps."""
+
+    weights: dict
+    average: list
+    num_clipped: int = 0
+    num_skipped: int = 0
+
+
+def learnt(case, bad_sample=-1):
+    """What the bare loop comes to. It leaves out steps with a bad sample."""
     torch.manual_seed(0)
     data, model = Samples(NUM_TRAIN, 0), Classifier(sparse=case.task == "Sparse").double()
     optimizers = case.optimizers(model)
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    params = list(model.parameters())
+    found = Learnt(model.state_dict(), [p.detach().clone() for p in params])
     tokens, label, count = map(torch.from_numpy, (data.tokens, data.label, data.count))
-    step = num_clipped = 0
+    step = num_updates = 0
     for epoch in range(EPOCHS):
         order = torch.from_numpy(epoch_permutation(0, epoch, 0, NUM_TRAIN))
         for index in order.split(GLOBAL_BATCH):
@@ -155,15 +169,19 @@ def learnt(case, skipped_step=None):
             warms_up = case.has_warmup and progress < WARMUP
             factor = progress / WARMUP if warms_up else case.factor(progress, step)
             # A frozen parameter's gradient is part of the norm.
-            num_clipped += float(clip(list(model.parameters()))) > MAX_NORM
+            found.num_clipped += float(clip(params)) > MAX_NORM
+            step += 1
+            if bad_sample in index:
+                found.num_skipped += 1
+                continue
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = LR * factor * group.get("scale", 1.0)
-                if step != skipped_step:
-                    optimizer.step()
-            step += 1
-    assert trained
-    return model.state_dict(), num_clipped
+                optimizer.step()
+            decay = min(EMA_DECAY, (1 + num_updates) / (10 + num_updates))
+            found.average = [decay * a + (1 - decay) * p.detach() for a, p in zip(found.average, params, strict=True)]
+            num_updates += 1
+    return found
 
 
 def difference(weights, expected):
@@ -233,9 +251,9 @@ def world(tmp_path_factory):
 
 def check(folder, name, accumulation):
     place = folder / name_of(name, accumulation)
-    weights, num_clipped = learnt(CASES[name])
-    assert num_clipped > 0
-    assert difference(load(place / "final.pth")["model"], weights) < 1e-9
+    expected = learnt(CASES[name])
+    assert expected.num_clipped > 0
+    assert difference(load(place / "final.pth")["model"], expected.weights) < 1e-9
     assert_same_bits(load(place / "final.pth"), load(again(place) / "final.pth"))
 
 
@@ -261,9 +279,30 @@ def test_every_case_in_every_world(world_size, key, world):
     check(world(world_size, ALL), *key)
 
 
+@pytest.mark.parametrize("name", ["momentum", "sparse"])
+def test_steps_that_are_not_finite_are_left_out(name, run_here, tmp_path):
+    """The very first one too, when there are no moments yet."""
+    bad = int(epoch_permutation(0, 0, 0, NUM_TRAIN)[0])
+    expected = learnt(CASES[name], bad)
+    assert expected.num_skipped == EPOCHS
+    more = ("--on-nonfinite", "skip", "--bad-sample", bad, "--ema-decay", EMA_DECAY)
+    out, _ = run_here(*argv_of(name, 3, 1, tmp_path), *more)
+    assert "Skipped: optimizer step 1 (epoch 1)" in out
+    state = load(tmp_path / "final.pth")
+    assert state["skipped_steps"] == EPOCHS
+    assert difference(state["training_model"], expected.weights) < 1e-9
+    average = dict(zip(state["model"], expected.average, strict=True))
+    assert difference(state["model"], average) < 1e-9
+
+
+def test_data_parallel_learns_from_sparse_gradients(tmp_path):
+    train_on_replicas(ReplicasOnCpu(2), tmp_path, *argv_of("sparse", 3, 1, tmp_path))
+    assert difference(load(tmp_path / "last.pth")["model"], learnt(CASES["sparse"]).weights) < 1e-9
+
+
 def test_cases_are_different():
     """Or some of them would prove nothing."""
-    weights = {name: learnt(case)[0] for name, case in CASES.items()}
+    weights = {name: learnt(case).weights for name, case in CASES.items()}
     for name, its in weights.items():
         for other, theirs in weights.items():
             assert name == other or difference(its, theirs) > 1e-6, (name, other)

@@ -20,22 +20,25 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 
 def build_optimizers(learning: LearningFlags, task: Task, objective: Objective) -> dict[str, list[Optimizer]]:
     """Those of each phase: the task's own, or by the flags. Raises BadInput for a mistake of the task's author."""
+    return {phase: _of_phase(learning, task, objective, phase) for phase in task.phases}
+
+
+def _of_phase(learning: LearningFlags, task: Task, objective: Objective, phase: str) -> list[Optimizer]:
     sparse = set(sparse_parameters(objective))
+    groups = completed_groups(task, objective, phase, learning.weight_decay, sparse)
+    own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
+    if own is not None:
+        _refuse(task, "build_optimizers", phase, _problem_of_own(own, groups, learning.lr))
+        return list(own)
     hidden = hidden_matrices(task, objective.model) if learning.optimizer == "muon" else set[Tensor]()
-    optimizers = {}
-    for phase in task.phases:
-        groups = completed_groups(task, objective, phase, learning.weight_decay, sparse)
-        own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
-        if own is None:
-            optimizers[phase] = by_flags(learning, groups, sparse, hidden)
-            problem = _unknown_setting(learning, optimizers[phase])
-        else:
-            problem = _problem_of_own(own, groups, learning.lr)
-            optimizers[phase] = list(own)
-        if problem is not None:
-            method = "param_groups" if own is None else "build_optimizers"
-            raise BadInput(f"{type(task).__name__}.{method}: phase {phase!r}: {problem}")
+    optimizers = by_flags(learning, groups, sparse, hidden)
+    _refuse(task, "param_groups", phase, _unknown_setting(learning, optimizers))
     return optimizers
+
+
+def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
+    if problem is not None:
+        raise BadInput(f"{type(task).__name__}.{method}: phase {phase!r}: {problem}")
 
 
 # --- parameter groups --------------------------------------------------------------------------------------------
@@ -47,11 +50,10 @@ def completed_groups(
     """The task's groups without empty ones, each with a weight decay. Raises BadInput for what a group must not say."""
     groups = [group | {"params": list(group["params"])} for group in task.param_groups(objective, phase)]
     groups = [{"weight_decay": weight_decay, **group} for group in groups if group["params"]]
-    problem = None if groups else "trains no parameters; leave the phase out"
+    if not groups:
+        _refuse(task, "param_groups", phase, "trains no parameters; leave the phase out")
     for group in groups:
-        problem = problem or _problem_of_group(group, sparse)
-    if problem is not None:
-        raise BadInput(f"{type(task).__name__}.param_groups: phase {phase!r}: {problem}")
+        _refuse(task, "param_groups", phase, _problem_of_group(group, sparse))
     return groups
 
 
@@ -167,7 +169,9 @@ class ZeroStartSGD(torch.optim.SGD):
 def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
     """What is wrong with what `Task.build_optimizers` returned for these groups and this rate."""
     if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
-        return f"must return a list of torch.optim.Optimizer, or None for those of --optimizer, not {own!r}"
+        return (
+            f"must return a list of torch.optim.Optimizer, or None for those of --optimizer, not {type(own).__name__}"
+        )
     for optimizer in own:
         name = type(optimizer).__name__
         rates = [group["lr"] for group in optimizer.param_groups if group["lr"] != lr]
