@@ -32,7 +32,6 @@ WRONG_COMMAND_LINES = [
             "--nesterov: needs --momentum above 0",
         ],
     ),
-    ("--optimizer muon --nesterov", ["--nesterov: --optimizer muon has no such setting"]),
     ("--no-amp --amp bf16", ["--no-amp and --amp bf16: exclude each other"]),
     ("--dtype float64 --amp bf16", ["--amp bf16: is for --dtype float32"]),
     ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),

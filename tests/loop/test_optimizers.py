@@ -11,6 +11,8 @@ from trainer.loading.errors import BadInput
 from trainer.loop.optimizers import ZeroStartSGD, build_optimizers, hidden_matrices, moments_of, without_wrappers
 from trainer.loop.precision import Precision, _step_on_device
 from trainer.loop.schedule import LearningFlags
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import MultiDeviceFlags
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or newer")
 
@@ -215,6 +217,13 @@ def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message)
         built(task_type, **flags)
     assert message in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_nccl_carries_no_sparse_gradients():
+    parallel = Distributed.__new__(Distributed)  # one that needs neither a GPU nor others to meet
+    parallel.backend, parallel._flags = "nccl", MultiDeviceFlags(multi_gpu="ddp")
+    with pytest.raises(BadInput, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
+        parallel.wrap(nn.Sequential(nn.Embedding(2, 2, sparse=True)), {}, "train")
 
 
 def test_weight_decay_of_zero_lets_sparse_embeddings_stay_with_the_others():
