@@ -274,9 +274,9 @@ class Task(ABC):
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:
-    """Those whose gradients are sparse: of embeddings built with sparse=True."""
+    """Those whose gradients are sparse: of embeddings built with sparse=True, unless they are frozen."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
-    return [embedding.weight for embedding in embeddings]
+    return [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
 
 
 def check_batch(batch: Batch) -> None:
