@@ -32,7 +32,7 @@ class Stating(Weighted):
     headline = ("loss", "hits@1")
 
     def param_groups(self, objective, phase):
-        return [{**group, "betas": BETAS, "lr": 1e9} for group in super().param_groups(objective, phase)]
+        return [{**group, "betas": BETAS} for group in super().param_groups(objective, phase)]
 
     def summarise(self, sums):
         metrics = super().summarise(sums)
@@ -66,7 +66,7 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
     with pytest.raises(SystemExit):
         parse(["--task", "stating", "--help"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "learning rate after warm-up (AdamW) (default: 0.02)" in shown
+    assert "learning rate after warm-up (default: 0.02)" in shown
     assert "epochs of linear warm-up (default: 1.0)" in shown
 
 
@@ -75,6 +75,13 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
     assert read("--warmup_steps=3").learning.warmup_epochs is None
     assert read("--grad-accum-steps", "2").batch.global_batch_size is None
     assert read("--no-amp").precision.amp == "auto"
+
+
+def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
+    defaults = {"optimizer": "sgd", "momentum": 0.9}
+    monkeypatch.setitem(TASKS, "stating", lambda: type("Pushing", (Weighted,), {"defaults": defaults}))
+    assert read("--lr", "0.1").learning.momentum == 0.9
+    assert read("--optimizer", "adam").learning.momentum is None
 
 
 @pytest.mark.parametrize(
@@ -179,9 +186,9 @@ def test_settings_of_a_parameter_group_reach_the_optimizer_and_survive_a_resume(
     train(tmp_path, "--epochs", "1")
     train(tmp_path, "--epochs", "2")
     for name in ("checkpoint_1.pth", "checkpoint_2.pth"):
-        groups = load(tmp_path / name)["optimizers"]["train"][0]["param_groups"]
+        (optimizer,) = load(tmp_path / name)["optimizers"]["train"]
+        groups = optimizer["param_groups"]
         assert [tuple(group["betas"]) for group in groups] == [BETAS] * 2
-        assert all(group["lr"] < 0.02 for group in groups)  # the schedule's, whatever the group says
 
 
 @pytest.mark.parametrize(("eval_every", "last"), [(1, 4), (2, 6), (4, 8)])

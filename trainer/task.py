@@ -262,8 +262,9 @@ class Task(ABC):
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Parameters that the phase trains. A group without "weight_decay" gets that of the command line.
 
-        A group may carry any other setting of AdamW too, such as "betas" or "eps", except "lr": the schedule sets that
-        of every group before each step. Settings are taken from here when a run resumes, not from its checkpoint.
+        A group may carry any other setting of its optimizer too, such as "betas", and "lr_scale", at least 0: a factor
+        on the learning rate of every step, 0 freezes. Not "lr", which the schedule sets. Settings are taken from here
+        when a run resumes, not from its checkpoint. Parameters of sparse embeddings must not decay.
 
         By default biases and normalisation gains (everything of fewer than two dimensions) are not decayed.
         """
@@ -272,6 +273,32 @@ class Task(ABC):
         vectors = [p for p in trained if p.dim() < 2]
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
+    def build_optimizers(
+        self, phase: str, groups: list[ParamGroup], lr: float
+    ) -> Sequence[torch.optim.Optimizer] | None:
+        """The optimizers of the phase, which together train each parameter of its groups once.
+
+        groups: of `param_groups`, each with its "weight_decay"; may be divided, and "lr_scale" must stay with its
+        parameters. lr: `--lr`, to pass on as it is, since the schedule sets every group's rate before each step.
+
+        None, as by default, if the flags shall say: `--optimizer`, with SparseAdam for parameters of sparse embeddings.
+        """
+        return None
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of the objective's `model`, in the order in which they run; by default none."""
+        return ()
+
+    def lr_factor(self, step: int, total: int) -> float | None:
+        """The factor on `--lr` at an optimizer step, at least 0, warm-up included.
+
+        step: optimizer steps done before it, over all phases. total: of the whole run. A function of nothing else, or
+        a resumed run would learn something else.
+
+        None, as by default, if the flags shall say: `--schedule`, the warm-up and `--min-lr`.
+        """
+        return None
+
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
         """Computes before an epoch what the model keeps in persistent buffers.
 
@@ -279,6 +306,12 @@ class Task(ABC):
         must give the same. Not called again when a run resumes in mid-epoch. progress: `progress(items, "what")` goes
         through the items with a bar on the console.
         """
+
+
+def sparse_parameters(module: nn.Module) -> list[Tensor]:
+    """Those whose gradients are sparse: of embeddings built with sparse=True, unless they are frozen."""
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
+    return [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
 
 
 def check_batch(batch: Batch) -> None:

@@ -15,6 +15,23 @@ WRONG_COMMAND_LINES = [
     ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: the whole run has 6 steps"]),
     ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs and --warmup-steps: exclude each other"]),
     ("--min-lr 1", ["--min-lr 1.0: must not be above --lr 0.01"]),
+    ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never comes down"]),
+    (
+        "--momentum 0 --nesterov",
+        [
+            "--momentum 0.0: --optimizer adamw has no such setting; leave it out, or take sgd or muon",
+            "--nesterov: --optimizer adamw has no such setting; leave it out, or take sgd",
+        ],
+    ),
+    (
+        "--optimizer sgd --betas 0.9 --eps 1e-6 --nesterov",
+        [
+            "--betas 0.9: --optimizer sgd has no such setting",
+            "--betas 0.9: must be two values",
+            "--eps 1e-06: --optimizer sgd has no such setting; leave it out, or take adamw or adam or muon",
+            "--nesterov: needs --momentum above 0",
+        ],
+    ),
     ("--no-amp --amp bf16", ["--no-amp and --amp bf16: exclude each other"]),
     ("--dtype float64 --amp bf16", ["--amp bf16: is for --dtype float32"]),
     ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),
@@ -115,3 +132,8 @@ def test_recorded_values_give_the_flags_back(argv):
     assert flag_values(group_from_values(type(flags.task), {})) == flag_values(type(flags.task)())
     with pytest.raises(ValueError, match=r"--dropout -1.0: must be at least 0"):
         group_from_values(type(flags.task), {"--dropout": -1.0})
+
+
+def test_muon_needs_a_torch_that_has_it(refused, monkeypatch, tmp_path):
+    monkeypatch.delattr("torch.optim.Muon", raising=False)
+    refused(["--optimizer muon: torch ", "--lr 0: "], *TINY, "--save-dir", tmp_path, "--optimizer", "muon", "--lr", 0)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.conftest import (
     REFUSAL,
@@ -55,6 +56,43 @@ def test_changed_flags_are_listed(train, tmp_path):
     out = train(tmp_path, "--epochs", 2, "--lr", 0.02, "--dropout", 0.1)
     changes = [line for line in out.splitlines() if line.startswith("Changed since the checkpoint: ")]
     assert {line.split(": ")[1] for line in changes} == {"--epochs 1 -> 2", "--lr 0.01 -> 0.02", "--dropout 0.0 -> 0.1"}
+
+
+def test_another_optimizer_does_not_go_on_with_the_moments(train, refused, tmp_path):
+    train(tmp_path)
+    before = contents(tmp_path, REFUSAL)
+    refused(
+        ["--optimizer sgd: the checkpoint holds the moments of adamw; go on with that one, or begin with the weights"],
+        *TINY, "--epochs", 2, "--optimizer", "sgd", "--save-dir", tmp_path,
+    )  # fmt: skip
+    assert contents(tmp_path, REFUSAL) == before
+
+
+def test_other_parameter_groups_do_not_go_on_with_the_moments(cli, refused, tmp_path):
+    """A dense embedding that became a sparse one, and so another optimizer's."""
+    file = ROOT / "tests" / "helpers" / "token_task.py"
+    argv = ["--save-dir", tmp_path, "--weight-decay", 0, "--task"]
+    assert cli(*argv, f"{file}:Tokens", "--epochs", 1)[0] == 0
+    state = load(tmp_path / "last.pth") | {"task": f"{file}:Sparse"}
+    torch.save(state, tmp_path / "other.pth")
+    refused(
+        [
+            "the optimizers of phase 'train' have parameter groups of [[4], [1]] tensors, and those of the checkpoint "
+            "[[3, 2]]: undo what changed"
+        ],
+        "--save-dir", tmp_path / "other", "--resume-from", tmp_path / "other.pth", "--task", f"{file}:Sparse",
+    )  # fmt: skip
+
+
+def test_a_checkpoint_of_a_version_with_one_optimizer_a_phase_still_goes_on(train, tmp_path):
+    train(tmp_path / "run")
+    state = load(tmp_path / "run" / "last.pth")
+    state["optimizers"] = {phase: own for phase, (own,) in state["optimizers"].items()}
+    del state["config"]["--optimizer"]
+    torch.save(state, tmp_path / "old.pth")
+    train(tmp_path / "run", "--epochs", 2)
+    train(tmp_path / "again", "--epochs", 2, "--resume-from", tmp_path / "old.pth")
+    assert_same_bits(load(tmp_path / "run" / "last.pth"), load(tmp_path / "again" / "last.pth"))
 
 
 def test_fresh_moves_the_old_run_aside(train, tmp_path):

@@ -33,6 +33,8 @@ CASES = {
     "seqrec": ["--task", "seqrec"],
     "seqrec bce": ["--task", "seqrec", "--loss", "bce", "--no-time", "--no-mhc"],
     "batch norm": ["--model", "tinyhar"],
+    "adam": ["--optimizer", "adam"],
+    "sgd": ["--optimizer", "sgd", "--momentum", "0.9", "--nesterov"],
     "weighted": ["--task", WEIGHTED, "--num-train", "2000", "--batch-size", "8"],
 }
 
@@ -75,7 +77,9 @@ def is_from_host(tensor: torch.Tensor) -> bool:
 def numberless(monkeypatch):
     """The device, with what refuses it by its name alone made to accept it."""
     monkeypatch.setitem(ranking._CHUNK_ELEMENTS, "meta", 2**26)
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda parameter: None)
+    for name in ("torch.optim.adam", "torch.optim.sgd"):
+        monkeypatch.setattr(sys.modules[name], "_device_dtype_check_for_fused", lambda parameter: None)
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **settings: None)  # torch has it for no such device
     return Numberless()
 
 

@@ -1,11 +1,27 @@
-"""The optimizer without torch's wrappers is torch's optimizer."""
+"""Which optimizers a run has, what each of them trains, and that one without torch's wrappers is torch's own."""
 
 import copy
 
 import pytest
 import torch
+from torch import nn
 
-from trainer.loop.optimizers import without_wrappers
+from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
+from trainer.loading.errors import BadInput
+from trainer.loop.optimizers import (
+    ZeroStartSGD,
+    build_optimizers,
+    completed_groups,
+    hidden_matrices,
+    moments_of,
+    without_wrappers,
+)
+from trainer.loop.precision import Precision, _step_on_device
+from trainer.loop.schedule import LearningFlags
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import MultiDeviceFlags
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or newer")
 
 
 def trained(optimizer_type, num_steps, hook=None, state=None):
@@ -27,17 +43,292 @@ def trained(optimizer_type, num_steps, hook=None, state=None):
     return torch.cat([weight.detach().flatten() for weight in weights]), optimizer.state_dict(), seen
 
 
+def momentum_sgd(*args, **settings):
+    return torch.optim.SGD(*args, momentum=0.9, **settings)
+
+
+def our_momentum_sgd(*args, **settings):
+    return without_wrappers(ZeroStartSGD)(*args, momentum=0.9, **settings)
+
+
 @pytest.mark.parametrize("hook", [None, "register_step_pre_hook", "register_step_post_hook"])
-def test_same_bits_and_the_same_hooks(hook):
-    plain = without_wrappers(torch.optim.AdamW)
-    expected, ours = trained(torch.optim.AdamW, 5, hook), trained(plain, 5, hook)
+@pytest.mark.parametrize(
+    ("torchs", "plain"),
+    [
+        (torch.optim.AdamW, without_wrappers(torch.optim.AdamW)),
+        (torch.optim.Adam, without_wrappers(torch.optim.Adam)),
+        (momentum_sgd, our_momentum_sgd),
+    ],
+    ids=["adamw", "adam", "sgd"],
+)
+def test_same_bits_and_the_same_hooks(torchs, plain, hook):
+    expected, ours = trained(torchs, 5, hook), trained(plain, 5, hook)
     assert torch.equal(ours[0], expected[0])
     assert ours[2] == expected[2] and len(ours[2]) == (5 if hook else 0)
     assert str(ours[1]) == str(expected[1])
-    on = [trained(kind, 3, state=expected[1])[0] for kind in (torch.optim.AdamW, plain)]
+    on = [trained(kind, 3, state=expected[1])[0] for kind in (torchs, plain)]
     assert torch.equal(*on)
 
 
 def test_a_step_builds_no_graph():
     weights, _, _ = trained(without_wrappers(torch.optim.AdamW), 2)
     assert not weights.requires_grad
+
+
+# --- what trains what --------------------------------------------------------------------------------------------
+
+
+def built(task_type, **flags):
+    """The optimizers of a task's only phase, and its model."""
+    task = task_type(TokenFlags(), seed=0, cache_dir=None)
+    objective = task.build_objective()
+    learning = LearningFlags(**flags)
+    groups = completed_groups(task, objective, "train", learning.weight_decay)
+    return build_optimizers(learning, task, objective, "train", groups), objective.model
+
+
+def names_trained(optimizer, model):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_sparse_embeddings_are_sparse_adams():
+    (dense, sparse), model = built(Sparse, betas=(0.5, 0.6), eps=1e-3)
+    assert isinstance(dense, torch.optim.AdamW) and isinstance(sparse, torch.optim.SparseAdam)
+    assert names_trained(sparse, model) == ["embedding.weight"]
+    assert "embedding.weight" not in names_trained(dense, model)
+    for optimizer in (dense, sparse):
+        assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in optimizer.param_groups)
+
+
+@needs_muon
+def test_muon_trains_hidden_matrices_and_adamw_the_rest():
+    (muon, adamw), model = built(Tokens, optimizer="muon", momentum=0.8, betas=(0.5, 0.6), weight_decay=0.3)
+    assert names_trained(muon, model) == ["hidden.weight"]
+    assert {name for name, _ in model.named_parameters()} == {"hidden.weight", *names_trained(adamw, model)}
+    (group,) = muon.param_groups
+    assert (group["momentum"], group["adjust_lr_fn"], group["weight_decay"]) == (0.8, "match_rms_adamw", 0.3)
+    assert all(group["betas"] == (0.5, 0.6) for group in adamw.param_groups)
+    kinds = [type(optimizer).__name__ for optimizer in built(Sparse, optimizer="muon")[0]]
+    assert kinds == ["Muon", "AdamW", "SparseAdam"]
+
+
+@needs_muon
+def test_muon_takes_the_matrices_of_the_blocks_that_a_task_names():
+    class Blocks(Tokens):
+        def blocks(self, model):
+            return [model.head]
+
+    (muon, _), model = built(Blocks, optimizer="muon")
+    assert names_trained(muon, model) == ["head.weight"]
+
+
+def test_muon_needs_a_hidden_matrix():
+    task = Tokens(TokenFlags(), seed=0, cache_dir=None)
+    with pytest.raises(BadInput, match="--optimizer muon: trains hidden matrices, and this model has none"):
+        hidden_matrices(task, nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 2)))
+
+
+@needs_muon
+def test_a_step_of_muon_is_torchs():
+    """In float64, to the bit: the same gradients, the same products in bfloat16."""
+    (muon, adamw), model = built(Tokens, optimizer="muon")
+    _, twin = built(Tokens)
+    twin.load_state_dict(model.state_dict())
+    matrices = {"params": [twin.hidden.weight], "weight_decay": 0.01}
+    theirs = [torch.optim.Muon([matrices], lr=1e-3, adjust_lr_fn="match_rms_adamw")]
+    for step in range(3):
+        for each in (model, twin):
+            each.zero_grad()
+            each(torch.arange(8).view(2, 4) + step).square().sum().backward()
+        muon.step()
+        theirs[0].step()
+        assert torch.equal(model.hidden.weight, twin.hidden.weight)
+    assert adamw.state == {}
+
+
+# --- mistakes of a task ------------------------------------------------------------------------------------------
+
+
+def with_groups(make):
+    """A task whose parameter groups are those of a model's weights."""
+
+    class Wrong(Tokens):
+        sparse = True
+
+        def param_groups(self, objective, phase):
+            return make(objective.model)
+
+    return Wrong
+
+
+def own(make):
+    """A task with optimizers of its own, made of the groups and the rate."""
+
+    class Wrong(Tokens):
+        def build_optimizers(self, phase, groups, lr):
+            return make(groups, lr)
+
+    return Wrong
+
+
+@pytest.mark.parametrize(
+    ("task_type", "flags", "message"),
+    [
+        (
+            with_groups(lambda model: [{"params": model.head.parameters(), "lr": 0.3}]), {},
+            'Wrong.param_groups: phase \'train\': a group has "lr" 0.3, but the schedule sets its rate; '
+            'give it "lr_scale"',
+        ),
+        (
+            with_groups(lambda model: [{"params": model.head.parameters(), "lr_scale": -1}]), {},
+            'a group has "lr_scale" -1; it must be a finite number, at least 0',
+        ),
+        (
+            with_groups(lambda model: [{"params": model.parameters()}]), {"weight_decay": 0.1},
+            'a group with weight decay 0.1 holds parameters of sparse embeddings, of which a step sees only some rows; '
+            'put them into a group with "weight_decay": 0.0, or give --weight-decay 0',
+        ),
+        (
+            with_groups(lambda model: [{"params": [], "weight_decay": 0.0}]), {},
+            "phase 'train': trains no parameters",
+        ),
+        (
+            LayerWise, {"optimizer": "sgd"},
+            'LayerWise.param_groups: phase \'train\': a group has "betas", which is no setting of --optimizer sgd',
+        ),
+        (
+            own(lambda groups, lr: torch.optim.SGD(groups, lr=lr)), {},
+            "Wrong.build_optimizers: phase 'train': must return a list of torch.optim.Optimizer, or None for those of "
+            "--optimizer, not SGD",
+        ),
+        (
+            own(lambda groups, lr: [torch.optim.SGD(groups, lr=10 * lr)]), {"lr": 0.5},
+            'SGD has the rate 5.0, not the 0.5 it was given, but the schedule sets it; pass that one on, and give the '
+            'group "lr_scale"',
+        ),
+        (
+            own(lambda groups, lr: [torch.optim.SGD(groups[:1], lr=lr)]), {},
+            "must train each of the 5 parameters of param_groups once; they have 3, of which 3 are in param_groups",
+        ),
+        (
+            own(lambda groups, lr: [torch.optim.SGD(groups, lr=lr), torch.optim.SGD(groups[:1], lr=lr)]), {},
+            "must train each of the 5 parameters of param_groups once; they have 8, of which 5",
+        ),
+        (
+            own(lambda groups, lr: [torch.optim.LBFGS(groups[0]["params"] + groups[1]["params"], lr=lr)]), {},
+            "LBFGS evaluates the loss itself",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message):
+    with pytest.raises(BadInput) as raised:
+        built(task_type, **flags)
+    assert message in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_nccl_carries_no_sparse_gradients():
+    parallel = Distributed.__new__(Distributed)  # one that needs neither a GPU nor others to meet
+    parallel.backend, parallel._flags = "nccl", MultiDeviceFlags(multi_gpu="ddp")
+    with pytest.raises(BadInput, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
+        parallel.wrap(nn.Sequential(nn.Embedding(2, 2, sparse=True)), {}, "train")
+
+
+def test_weight_decay_of_zero_lets_sparse_embeddings_stay_with_the_others():
+    task_type = with_groups(lambda model: [{"params": model.parameters()}])
+    optimizers, _ = built(task_type, weight_decay=0.0)
+    assert [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers] == [4, 1]
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+def test_momentum_starts_at_zero_although_the_first_step_is_left_out(monkeypatch):
+    """As on a GPU, where the fused kernel leaves it out; fresh memory is NaN here, and may be anything elsewhere."""
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+
+    def weights_after(optimizer_type, gradients):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = optimizer_type([weight], lr=0.1, momentum=0.9, fused=True)
+        for value in gradients:
+            weight.grad = torch.full((3,), value)
+            _step_on_device([optimizer], [weight.grad], weight.grad.norm(), 0.0)
+        return weight.detach()
+
+    spoilt, finite = [torch.inf, 1.0, 2.0], [1.0, 2.0]
+    assert weights_after(torch.optim.SGD, spoilt).isnan().all()
+    assert torch.equal(weights_after(ZeroStartSGD, spoilt), weights_after(torch.optim.SGD, finite))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
+@pytest.mark.parametrize("step", ["on host", "on device"])
+def test_a_sparse_gradient_is_clipped_by_the_norm_of_its_rows(step, max_grad_norm):
+    """Rows 1 and 1 count as their sum."""
+    embedding = nn.Embedding(5, 2, sparse=True)
+    dense = nn.Parameter(torch.ones(2))
+    params = [embedding.weight, dense]
+    (embedding(torch.tensor([1, 1, 3])).sum() + dense.sum()).backward()
+    expected = torch.cat([embedding.weight.grad.to_dense().flatten(), dense.grad])
+    sgd = torch.optim.SGD(params, lr=1.0)
+    before = torch.cat([p.detach().flatten().clone() for p in params])
+    if step == "on host":
+        norm = Precision("off", torch.float32, torch.device("cpu")).step([sgd], params, max_grad_norm).grad_norm
+        assert norm.item() == pytest.approx(expected.norm().item())
+    else:
+        embedding.weight.grad = embedding.weight.grad.coalesce()
+        grads = [embedding.weight.grad.values(), dense.grad]
+        assert _step_on_device([sgd], grads, expected.norm(), max_grad_norm)
+    moved = before - torch.cat([p.detach().flatten() for p in params])
+    factor = max_grad_norm / expected.norm() if max_grad_norm else 1.0
+    torch.testing.assert_close(moved, expected * factor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_on_a_device_an_optimizer_without_fused_kernels_is_not_called_for_a_bad_gradient(bad):
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(weights[:1], fused=True), torch.optim.RMSprop(weights[1:])]
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    weights[0].grad[0] = torch.nan if bad else 1.0
+    applied = _step_on_device(optimizers, [w.grad for w in weights], weights[0].grad.norm(), 1.0)
+    assert bool(applied) != bad
+    assert all(torch.equal(weight, torch.ones(2)) == bad for weight in weights)
+    assert all(bool(optimizer.state) != bad for optimizer in optimizers)
+
+
+def test_the_gradient_scaler_unscales_what_each_optimizer_trains():
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    precision = Precision("fp16", torch.float32, torch.device("cpu"))
+    precision.backward(sum(weight.sum() for weight in weights), 1.0)
+    outcome = precision.step(optimizers, weights, 0.0)
+    assert outcome.applied and outcome.grad_norm.item() == pytest.approx(2)
+    assert all(torch.equal(weight, torch.zeros(2)) for weight in weights)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "moments"),
+    [({}, 2), ({"optimizer": "adam"}, 2), ({"optimizer": "sgd"}, 0), ({"optimizer": "sgd", "momentum": 0.9}, 1)],
+)
+def test_estimated_moments_are_those_that_there_are_after_a_step(flags, moments):
+    optimizers, model = built(Tokens, **flags)
+    estimated = moments_of(optimizers)
+    assert len(estimated) == moments * len(list(model.parameters()))
+    model(torch.arange(8).view(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    kept = [value for o in optimizers for state in o.state.values() for value in state.values() if value.dim()]
+    assert sum(value.nbytes for value in kept) == sum(p.nbytes for p in estimated)
+    if moments:
+        assert moments_of(optimizers, only_to_come=True) == []
+
+
+@needs_muon
+def test_muon_keeps_one_moment():
+    (muon, adamw), _ = built(Tokens, optimizer="muon")
+    assert (len(moments_of([muon])), len(moments_of([adamw]))) == (1, 8)

@@ -1,8 +1,12 @@
 import math
+import typing
 
 import pytest
 
-from trainer.loop.schedule import LearningRate, device_scaling_factor, lr_factor
+from trainer.loading.errors import BadInput
+from trainer.loop.schedule import LearningRate, Schedule, device_scaling_factor, lr_factor
+
+SCHEDULES = typing.get_args(Schedule)
 
 
 def test_warm_up_is_linear_and_cosine_ends_at_the_floor():
@@ -30,6 +34,44 @@ def test_learning_rate_runs_between_peak_and_floor():
     rate = LearningRate(peak=0.4, floor=0.1, warmup=0, total=2)
     assert rate.at(0) == pytest.approx(0.4)
     assert rate.at(2) == pytest.approx(0.1)
+
+
+def test_schedules_after_warm_up():
+    """Warm-up is the first of ten epochs; wsd comes down over the last two."""
+    at = {name: [lr_factor(p, 1, 10, 0.2, name) for p in (0.5, 1, 5.5, 8, 8.5, 10)] for name in SCHEDULES}
+    assert at["constant"] == [0.5, 1, 1, 1, 1, 1]
+    assert at["linear"] == pytest.approx([0.5, 1, 0.6, 1 - 0.8 * 7 / 9, 1 - 0.8 * 7.5 / 9, 0.2])
+    assert at["wsd"] == pytest.approx([0.5, 1, 1, 1, 0.6, 0.2])
+    assert at["cosine"] == [lr_factor(p, 1, 10, 0.2) for p in (0.5, 1, 5.5, 8, 8.5, 10)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1.5, 9, 10])
+def test_every_schedule_rises_then_falls(schedule, warmup):
+    """A warm-up into what would be the decay shortens that."""
+    curve = [lr_factor(i / 100, warmup, 10, 0.1, schedule) for i in range(1001)]
+    peak = curve.index(max(curve))
+    assert max(curve) == 1
+    assert curve[: peak + 1] == sorted(curve[: peak + 1])
+    assert curve[peak:] == sorted(curve[peak:], reverse=True)
+    assert curve[-1] == pytest.approx(1 if schedule == "constant" or warmup == 10 else 0.1)
+
+
+def test_a_task_s_factor_comes_before_the_schedule():
+    def half_of_the_first_steps(step, total):
+        assert total == 7
+        return 0.5 if step < 3 else None
+
+    rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=half_of_the_first_steps)
+    assert rate.at(1, 2) == 0.2
+    assert rate.at(1, 3) == pytest.approx(0.4 * lr_factor(1, 0, 2, 0))
+
+
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
+def test_a_factor_that_is_none_is_refused(factor):
+    rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: factor)
+    with pytest.raises(BadInput, match=rf"lr_factor\(2, 7\) is {factor}; it must be a finite number, at least 0"):
+        rate.at(1, 2)
 
 
 def test_scaling_by_devices():

@@ -25,7 +25,7 @@ from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
-from trainer.loop.optimizers import build_optimizers
+from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
 from trainer.loop.orders import SampleOrder, ShuffledOrder, TaskOrder
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.precision import choose_precision, in_precision
@@ -37,7 +37,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
-from trainer.task import Objective, ParamGroup, Task, check_batch
+from trainer.task import Task, check_batch
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -125,21 +125,14 @@ def prepare_training(run: Run, flags: Flags) -> None:
     All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
     """
     task, learner = run.task, run.learner
-    groups = {phase: trained_groups(task, learner.objective, phase) for phase in task.phases}
+    groups = {
+        phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
+    }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for index, phase in enumerate(task.phases):
         learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
         try_phase(run, phase, example_batch(task, index))
-    learner.optimizers = build_optimizers(flags.learning, groups)
-
-
-def trained_groups(task: Task, objective: Objective, phase: str) -> list[ParamGroup]:
-    """The parameter groups of a phase, without empty ones."""
-    groups = [{**group, "params": list(group["params"])} for group in task.param_groups(objective, phase)]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise BadInput(f"{type(task).__name__}.param_groups: names no parameter for the phase {phase!r}")
-    return groups
+        learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
 
 
 def assemble_run(
@@ -158,7 +151,7 @@ def assemble_run(
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
     plan = build_plan(flags, task, batches)
-    learning_rate = build_learning_rate(flags, plan, lr_factor)
+    learning_rate = build_learning_rate(flags, task, plan, lr_factor)
     return Run(
         task=task,
         parallel=parallel,
@@ -194,7 +187,8 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
     """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
     directory = run.directory
     weights = sum(value.nbytes for value in run.learner.objective.state_dict().values())
-    directory.require_space(weights * (4 if run.learner.ema.enabled else 3))  # weights, two moments, average
+    moments = sum(p.nbytes for several in run.learner.optimizers.values() for p in moments_of(several))
+    directory.require_space(weights * (2 if run.learner.ema.enabled else 1) + moments)
     if starts_over(directory, flags):
         directory.start_over()
     delete(directory.path / RESULTS)
@@ -252,12 +246,12 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
     return ShuffledOrder(flags.run.seed, phase, num_samples, global_batch_size, num_samples - rest)
 
 
-def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate:
+def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
     learning, total = flags.learning, float(plan.epochs)
     warmup = total / 10 if learning.warmup_epochs is None else learning.warmup_epochs
+    num_steps = plan.epochs * plan.steps_per_epoch
     if learning.warmup_steps is not None:
-        num_steps = plan.epochs * plan.steps_per_epoch
         if learning.warmup_steps > num_steps:
             raise BadInput(
                 f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
@@ -266,8 +260,16 @@ def build_learning_rate(flags: Flags, plan: Plan, factor: float) -> LearningRate
         # A short last batch of a single phase counts as a step too.
         steps = plan.steps_per_epoch
         per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size if len(plan.orders) == 1 else steps
-        warmup = min(learning.warmup_steps / per_epoch, total)
-    return LearningRate(peak=learning.lr * factor, floor=learning.min_lr, warmup=warmup, total=total)
+        warmup = learning.warmup_steps / per_epoch
+    return LearningRate(
+        peak=learning.lr * factor,
+        floor=learning.min_lr,
+        warmup=min(warmup, total),
+        total=total,
+        schedule=learning.schedule,
+        num_steps=num_steps,
+        factor_of_step=task.lr_factor,
+    )
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, names_given, parse_flags
 from trainer.loading.errors import BadInput
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
-from trainer.loop.schedule import LearningFlags
+from trainer.loop.schedule import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.task import Task
 from trainer.tasks import TASKS, find_task
@@ -204,6 +206,9 @@ def _task_defaults(task_type: type[Task], argv: Sequence[str]) -> dict[str, Any]
     except (TypeError, ValueError) as error:
         raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
     given = names_given(argv)
+    if "--optimizer" in given:
+        for setting in OPTIMIZER_SETTINGS:
+            defaults.pop(setting, None)
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
             if flag_name(one) in given:
@@ -217,6 +222,8 @@ def _contradictions(flags: Flags) -> list[str]:
     warmup, device = flags.learning.warmup_epochs, flags.devices.device
     if warmup is not None and warmup > flags.run.epochs:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {flags.run.epochs}")
+    if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; take torch 2.9, or another optimizer")
     if flags.prediction.predict is not None:
         given = flags.checkpoint
         others = {"--fresh": given.fresh, "--init-from": given.init_from, "--eval-only": given.eval_only}

@@ -70,6 +70,7 @@ def take_weights(run: Run, state: Mapping[str, Any]) -> None:
     """Those of a checkpoint to go on from. Raises BadInput when it does not fit."""
     if state["task"] != run.facts["task"]:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
+    _refuse_another_optimizer(state["config"], run.facts["config"])
     advice = "choose another --save-dir, or start over with --fresh"
     check_weights_fit(run.learner.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
     restore_weights(run, state)
@@ -105,6 +106,15 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if different:
         notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
     return notes
+
+
+def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, name = then.get("--optimizer", "adamw"), now["--optimizer"]
+    if name != before:
+        raise BadInput(
+            f"--optimizer {name}: the checkpoint holds the moments of {before}; go on with that one, or begin with the "
+            "weights alone: --init-from, in another --save-dir"
+        )
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

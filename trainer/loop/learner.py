@@ -69,10 +69,10 @@ class Learner:
             net.train()
 
     def set_learning_rate(self, phase: str, learning_rate: float) -> None:
-        """That of the phase's next step."""
+        """That of the phase's next step, before each group's own factor on it."""
         for optimizer in self.optimizers[phase]:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Weights to begin with; those of a checkpoint that is only used are averaged already, if at all."""

@@ -9,13 +9,14 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.checkpoint.records import write_json
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
+from trainer.loop.optimizers import moments_of
 from trainer.loop.plan import BatchSplit
 from trainer.loop.run import Run
 from trainer.loop.windows import WeightedBatch, Window, weighted
@@ -194,8 +195,7 @@ def _fits(run: Run, phase: int) -> bool:
 def _forward_and_backward(run: Run, phase: int) -> None:
     """With the gradients of an earlier micro-batch and the moments in memory."""
     name = run.task.phases[phase]
-    optimizers = run.learner.optimizers[name]
-    held = [torch.empty_like(p) for opt in optimizers for p in _without_moments(opt) for _ in range(2)]
+    held = [torch.empty_like(p) for p in moments_of(run.learner.optimizers[name], only_to_come=True)]
     index = run.task.largest_samples(name, run.batches[phase].micro_batch_size)
     loader = BatchLoader(run.task.training_data(name), run.task.collate)
     (batch,) = loader([SampleKeys(index, epoch=0, phase=phase)])
@@ -205,7 +205,3 @@ def _forward_and_backward(run: Run, phase: int) -> None:
         with run.parallel.gradient_sync(net, enabled=False):
             run.learner.precision.backward(net(run.parallel.to_device(batch), name)["loss"], 1.0)
     del held
-
-
-def _without_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)]

@@ -1,26 +1,222 @@
 """The optimizers of a run."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from trainer.loading.errors import BadInput
 from trainer.loop.schedule import LearningFlags
-from trainer.task import ParamGroup
+from trainer.task import Objective, ParamGroup, Task, sparse_parameters
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 
 
 def build_optimizers(
-    learning: LearningFlags, groups: Mapping[str, list[ParamGroup]]
-) -> dict[str, list[torch.optim.Optimizer]]:
-    """One AdamW for each phase. groups: what each phase trains."""
-    return {
-        phase: [
-            without_wrappers(torch.optim.AdamW)(own, lr=learning.lr, weight_decay=learning.weight_decay, fused=True)
-        ]
-        for phase, own in groups.items()
+    learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
+) -> list[Optimizer]:
+    """Those of a phase: the task's own, or by the flags. Raises BadInput for a mistake of the task's author.
+
+    groups: its `completed_groups`.
+    """
+    own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
+    if own is not None:
+        _refuse(task, "build_optimizers", phase, _problem_of_own(own, groups, learning.lr))
+        return list(own)
+    hidden = hidden_matrices(task, objective.model) if learning.optimizer == "muon" else set[Tensor]()
+    optimizers = by_flags(learning, groups, set(sparse_parameters(objective)), hidden)
+    _refuse(task, "param_groups", phase, _unknown_setting(learning, optimizers))
+    return optimizers
+
+
+def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
+    if problem is not None:
+        raise BadInput(f"{type(task).__name__}.{method}: phase {phase!r}: {problem}")
+
+
+# --- parameter groups --------------------------------------------------------------------------------------------
+
+
+def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
+    """The task's groups without empty ones, each with a weight decay. Raises BadInput for what a group must not say."""
+    sparse = set(sparse_parameters(objective))
+    groups = [group | {"params": list(group["params"])} for group in task.param_groups(objective, phase)]
+    groups = [{"weight_decay": weight_decay, **group} for group in groups if group["params"]]
+    if not groups:
+        _refuse(task, "param_groups", phase, "trains no parameters; leave the phase out")
+    for group in groups:
+        _refuse(task, "param_groups", phase, _problem_of_group(group, sparse))
+    return groups
+
+
+def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | None:
+    if "lr" in group:
+        return f'a group has "lr" {group["lr"]}, but the schedule sets its rate; give it "lr_scale", a factor on --lr'
+    scale = group.get("lr_scale", 1.0)
+    if not 0 <= scale < math.inf:
+        return f'a group has "lr_scale" {scale}; it must be a finite number, at least 0'
+    if group["weight_decay"] and any(p in sparse for p in group["params"]):
+        return (
+            f"a group with weight decay {group['weight_decay']} holds parameters of sparse embeddings, of which a step "
+            'sees only some rows; put them into a group with "weight_decay": 0.0, or give --weight-decay 0'
+        )
+    return None
+
+
+def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """The groups with the chosen parameters alone, and with the others alone; empty ones are left out."""
+
+    def part(of_chosen: bool) -> list[ParamGroup]:
+        parts = [group | {"params": [p for p in group["params"] if (p in chosen) == of_chosen]} for group in groups]
+        return [group for group in parts if group["params"]]
+
+    return part(True), part(False)
+
+
+# --- by the flags ------------------------------------------------------------------------------------------------
+
+
+def by_flags(
+    learning: LearningFlags,
+    groups: Sequence[ParamGroup],
+    sparse: Collection[Tensor],
+    hidden: Collection[Tensor],
+) -> list[Optimizer]:
+    """What `--optimizer` says, with SparseAdam beside it for the parameters in `sparse`.
+
+    hidden: what Muon trains, the rest being AdamW's; of no other optimizer.
+    """
+    rows, dense = _divided(groups, sparse)
+    matrices, others = _divided(dense, hidden)
+    adam = _given(learning, "betas", "eps")
+    sgd = _given(learning, "momentum", "nesterov")
+    types: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, adam),
+        "adam": (torch.optim.Adam, adam),
+        "sgd": (ZeroStartSGD, sgd),
+        "muon": (torch.optim.AdamW, adam),
     }
+    optimizer_type, settings = types[learning.optimizer]
+    parts = [(others, optimizer_type, settings | {"fused": True}), (rows, torch.optim.SparseAdam, adam)]
+    if matrices:
+        momentum = _given(learning, "momentum")
+        # Updates as large as AdamW's, so that both take the same rate (Liu et al., 2025, arXiv:2502.16982, section 2).
+        parts.insert(0, (matrices, torch.optim.Muon, momentum | {"adjust_lr_fn": "match_rms_adamw"}))
+    return [without_wrappers(kind)(part, lr=learning.lr, **its) for part, kind, its in parts if part]
+
+
+def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:
+    """Those of the flags that do not leave the setting to the optimizer's own default."""
+    return {name: value for name in names if (value := getattr(learning, name)) is not None}
+
+
+def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
+    """What Muon trains (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): a model's inner matrices.
+
+    Those within its blocks, where the task names blocks; otherwise all but embeddings and the last linear layer. Raises
+    BadInput if there are none.
+    """
+    blocks = list(task.blocks(model))
+    outer: list[nn.Module] = []
+    if not blocks:
+        outer += [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+        outer += [module for module in model.modules() if isinstance(module, EMBEDDINGS)]
+    found: set[Tensor] = {p for block in blocks or [model] for p in block.parameters() if p.dim() == 2}
+    found -= {p for module in outer for p in module.parameters()}
+    if not found:
+        raise BadInput(
+            "--optimizer muon: trains hidden matrices, and this model has none: all of its parameters are vectors, "
+            "tensors of more dimensions, embeddings or the last linear layer; take --optimizer adamw"
+        )
+    return found
+
+
+def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -> str | None:
+    """torch keeps what it does not know in a group, and says nothing."""
+    known = OF_EVERY_GROUP.union(*(optimizer.defaults for optimizer in optimizers))
+    unknown = [name for optimizer in optimizers for group in optimizer.param_groups for name in group.keys() - known]
+    if unknown:
+        return f'a group has "{unknown[0]}", which is no setting of --optimizer {learning.optimizer}; leave it out'
+    return None
+
+
+class ZeroStartSGD(torch.optim.SGD):
+    """SGD whose momentum starts at zero.
+
+    torch's fused kernels start it with the first gradient, in memory that is not initialised before. If that step is
+    left out for a gradient that is not finite, the next one takes what the memory happens to hold for momentum.
+    """
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
+        has_sparse_grad = super()._init_group(group, params, grads, momentum_buffer_list)
+        for i, buffer in enumerate(momentum_buffer_list):
+            if buffer is None:
+                momentum_buffer_list[i] = torch.zeros_like(params[i])
+        return has_sparse_grad
+
+
+# --- the task's own ----------------------------------------------------------------------------------------------
+
+
+def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
+    """What is wrong with what `Task.build_optimizers` returned for these groups and this rate."""
+    if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
+        return (
+            f"must return a list of torch.optim.Optimizer, or None for those of --optimizer, not {type(own).__name__}"
+        )
+    for optimizer in own:
+        name = type(optimizer).__name__
+        rates = [group["lr"] for group in optimizer.param_groups if group["lr"] != lr]
+        if rates:
+            return (
+                f"{name} has the rate {rates[0]}, not the {lr} it was given, but the schedule sets it; pass that one "
+                'on, and give the group "lr_scale", a factor on --lr'
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            return f"{name} evaluates the loss itself, several times a step, which this trainer does not do"
+    trained = [p for optimizer in own for group in optimizer.param_groups for p in group["params"]]
+    expected = {p for group in groups for p in group["params"]}
+    if set(trained) != expected or len(trained) > len(expected):
+        return (
+            f"the optimizers must train each of the {len(expected)} parameters of param_groups once; they have "
+            f"{len(trained)}, of which {len(expected & set(trained))} are in param_groups"
+        )
+    return None
+
+
+# --- what optimizers keep ----------------------------------------------------------------------------------------
+
+
+def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
+    """For each tensor of a parameter's size that the optimizers keep between steps, that parameter.
+
+    Of optimizers that are not among those of `--optimizer` two are assumed, the most that is usual. only_to_come:
+    leave those out that are in memory already.
+    """
+    return [
+        p
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if not (only_to_come and optimizer.state.get(p))
+        for _ in range(_num_moments(optimizer, group))
+    ]
+
+
+def _num_moments(optimizer: Optimizer, group: ParamGroup) -> int:
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1 if group["momentum"] else 0
+    return 1 if type(optimizer).__name__ == "Muon" else 2  # a class that torch 2.8 does not have
+
+
+# --- torch's wrappers --------------------------------------------------------------------------------------------
 
 
 def without_wrappers(optimizer_type: type[torch.optim.Optimizer]) -> Any:

@@ -96,17 +96,21 @@ class Precision:
     ) -> StepOutcome:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
-        optimizer: with fused kernels, at least on a GPU. max_grad_norm: 0 does not clip.
+        params: all that the optimizers train; the norm is that of their whole gradient. max_grad_norm: 0 does not clip.
 
-        A step that was not applied raises the alarm, unless a lower scale of the gradients may help.
+        A step that was not applied raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
+        waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,
+        or if a gradient is sparse.
         """
-        (optimizer,) = optimizers
-        self.scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            grads = _coalesced_values(params)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
         grad_norm = gradient_norm(grads) if grads else torch.zeros((), device=params[0].device)
         step = _step_on_host if grad_norm.device.type == "cpu" else _step_on_device
-        applied = step(optimizer, grads, grad_norm, max_grad_norm)
+        applied = step(optimizers, grads, grad_norm, max_grad_norm)
         alarm = applied.logical_not() if isinstance(applied, Tensor) else not applied
         if self.scaler.is_enabled():
             alarm = self._update_scale(grad_norm) & alarm
@@ -128,8 +132,23 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
 
+def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients; of a sparse one its values, (rows, columns), which are its own memory.
+
+    Sparse gradients are coalesced first. Until then a row may be there several times, and their norm be another one.
+    """
+    grads = []
+    for parameter in params:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            grads.append(parameter.grad.values())
+        elif parameter.grad is not None:
+            grads.append(parameter.grad)
+    return grads
+
+
 def _step_on_host(
-    optimizer: torch.optim.Optimizer, grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
+    optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> bool:
     """Looks at the norm, and does what is needed. A gradient that is short enough is not multiplied by one."""
     norm = grad_norm.numpy()[()]  # a number of the gradient's own precision
@@ -138,22 +157,32 @@ def _step_on_host(
     factor = 1 / (norm + norm.dtype.type(1e-6)) * norm.dtype.type(max_grad_norm)
     if 0 < factor < 1:
         torch._foreach_mul_(grads, float(factor))
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return True
 
 
 def _step_on_device(
-    optimizer: torch.optim.Optimizer, grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
+    optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> Tensor:
-    """The same without waiting for the norm."""
+    """The same without waiting for the norm, unless there are optimizers that cannot leave a step out themselves."""
     if max_grad_norm:
         torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
     applied = torch.isfinite(grad_norm)
-    # Fused kernels read this where it is, as they do for a gradient scaler.
-    optimizer.found_inf = applied.logical_not().float()  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.step()
+    if not all(map(_reads_found_inf, optimizers)) and not bool(applied):
+        return applied
+    found_inf = applied.logical_not().float()
+    for optimizer in optimizers:
+        if _reads_found_inf(optimizer):
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.step()
     return applied
+
+
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its kernels look at `found_inf` where it is, as they do for a gradient scaler: fused ones."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:

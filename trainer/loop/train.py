@@ -60,7 +60,7 @@ def train_window(run: Run, window: Window, total_weight: float) -> None:
     progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
     start = progress.position
     run.parallel.phase.step = progress.step + 1
-    learning_rate = run.learning_rate.at(step.progress)
+    learning_rate = run.learning_rate.at(step.progress, run.plan.steps_done(start))
     if total_weight > 0:
         run.learner.set_learning_rate(phase, learning_rate)
         result = train_within_memory(

@@ -126,7 +126,7 @@ class Parallel:
         """Weights and moments, whole and without any wrapper's prefix. All processes call it."""
         return {
             "model": objective.model.state_dict(),
-            "optimizers": {phase: [one.state_dict() for one in own] for phase, own in optimizers.items()},
+            "optimizers": {phase: [each.state_dict() for each in several] for phase, several in optimizers.items()},
         }
 
     def load_weights(self, weights: Mapping[str, Any], objective: Objective) -> None:
@@ -134,11 +134,19 @@ class Parallel:
         objective.model.load_state_dict(weights)
 
     def load_moments(self, state: Mapping[str, Any], optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]) -> None:
-        """Those of a `full_state`, or of an older one, which has a single optimizer for a phase and no list of them."""
-        for phase, own in optimizers.items():
-            states = state[phase] if isinstance(state[phase], list) else [state[phase]]
-            for optimizer, saved in zip(own, states, strict=True):
-                _load_moments(saved, optimizer)
+        """Those of a `full_state`. Raises BadInput for moments of optimizers that train other parameters."""
+        for phase, several in optimizers.items():
+            saved = state.get(phase, [])
+            saved = saved if isinstance(saved, list) else [saved]  # a single one in checkpoints of earlier versions
+            own = [optimizer.state_dict() for optimizer in several]
+            if _shapes(saved) != _shapes(own):
+                raise BadInput(
+                    f"the optimizers of phase {phase!r} have parameter groups of {_shapes(own)} tensors, and those of "
+                    f"the checkpoint {_shapes(saved)}: undo what changed the parameter groups or the optimizers, or "
+                    "begin with its weights alone by --init-from"
+                )
+            for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
+                optimizer.load_state_dict(_with_settings_of(its_own, its_saved))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -167,17 +175,21 @@ class SingleDevice(Parallel):
         super().__init__([device])
 
 
+def _shapes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Of each optimizer's state: how many parameters are in each of its groups."""
+    return [[len(group["params"]) for group in state["param_groups"]] for state in optimizers]
+
+
+def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Moments come from the checkpoint, but weight decay and the like from this command line."""
+    kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
+    groups = [settings | its for settings, its in zip(own["param_groups"], kept, strict=True)]
+    return {"state": saved["state"], "param_groups": groups}
+
+
 def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """(result, None), or (None, what a BadInput said)."""
     try:
         return function(), None
     except BadInput as error:
         return None, str(error)
-
-
-def _load_moments(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Moments come from the checkpoint, but weight decay and the like from this command line."""
-    saved, own = state["param_groups"], optimizer.state_dict()["param_groups"]
-    kept = ({name: group[name] for name in ("params", "lr")} for group in saved)
-    groups = [options | its for options, its in zip(own, kept, strict=True)]
-    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})

@@ -21,6 +21,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.phase import EXCHANGE
+from trainer.task import sparse_parameters
 
 T = TypeVar("T")
 
@@ -91,6 +92,12 @@ class Distributed(Parallel):
         return f"DistributedDataParallel over {self.backend}{places}: {kinds}"
 
     def wrap(self, net: nn.Module) -> nn.Module:
+        has_sparse = bool(sparse_parameters(net))
+        if has_sparse and self.backend == "nccl":
+            raise BadInput(
+                "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
+                "--backend gloo, or build those embeddings without sparse=True"
+            )
         if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         wrapped = nn.parallel.DistributedDataParallel(
@@ -102,7 +109,7 @@ class Distributed(Parallel):
         # Buffers are agreed before evaluating and saving. The option of this name became another one after torch 2.8.
         wrapped.broadcast_buffers = False
         num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-        if self.device.type == "cpu" and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES:
+        if self.device.type == "cpu" and not has_sparse and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES:
             wrapped.register_comm_hook(None, self._average_directly)
         return wrapped
 
