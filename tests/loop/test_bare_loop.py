@@ -21,7 +21,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.token_task import NUM_TRAIN, Classifier, Samples
 from trainer.cli import main
-from trainer.loading.order import epoch_permutation
+from trainer.loading.order import EpochOrder
 from trainer.parallel.launch import launch
 
 FILE = ROOT / "tests" / "helpers" / "token_task.py"
@@ -159,7 +159,7 @@ def learnt(case, bad_sample=-1):
     tokens, label, count = map(torch.from_numpy, (data.tokens, data.label, data.count))
     step = num_updates = 0
     for epoch in range(EPOCHS):
-        order = torch.from_numpy(epoch_permutation(0, epoch, 0, NUM_TRAIN))
+        order = torch.from_numpy(EpochOrder(0, epoch, 0, NUM_TRAIN).take(0, NUM_TRAIN))
         for index in order.split(GLOBAL_BATCH):
             losses = F.cross_entropy(model(tokens[index]), label[index], reduction="none")
             model.zero_grad()
@@ -282,7 +282,7 @@ def test_every_case_in_every_world(world_size, key, world):
 @pytest.mark.parametrize("name", ["momentum", "sparse"])
 def test_steps_that_are_not_finite_are_left_out(name, run_here, tmp_path):
     """The very first one too, when there are no moments yet."""
-    bad = int(epoch_permutation(0, 0, 0, NUM_TRAIN)[0])
+    bad = int(EpochOrder(0, 0, 0, NUM_TRAIN).take(0, 1)[0])
     expected = learnt(CASES[name], bad)
     assert expected.num_skipped == EPOCHS
     more = ("--on-nonfinite", "skip", "--bad-sample", bad, "--ema-decay", EMA_DECAY)

@@ -332,16 +332,13 @@ def test_the_average_advances_on_applied_steps_only(without_waiting):
     for applied in map(torch.tensor, (True, False, True, False, *[True] * 10)):
         with torch.no_grad():
             model.weight.add_(torch.randn_like(model.weight))
-        if without_waiting:
-            average._update_without_waiting(applied)
-        else:
-            average.update(applied)
+        average.update(applied if without_waiting else bool(applied), "train", list(model.parameters()))
         if applied:
-            expected.update(applied)
+            expected.update(True, "train", list(model.parameters()))
     states = [{"model": model.state_dict()} for _ in range(2)]
     for state, each in zip(states, (average, expected), strict=True):
         each.put_into(state)
-    assert states[0]["average_updates"] == states[1]["average_updates"] == 12
+    assert states[0]["average_updates"] == states[1]["average_updates"] == {"train": 12}
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-14, atol=0)
 
 

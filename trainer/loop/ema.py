@@ -1,6 +1,6 @@
 """An exponential moving average of the weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,63 +12,62 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class ExponentialMovingAverage:
     """The moving average of a model's parameters; with decay 0 it is off and costs nothing.
 
-    The decay grows with the number of updates, min(decay, (1 + n) / (10 + n)), so that short runs do not evaluate
-    their initial weights (the `num_updates` rule of TensorFlow's ExponentialMovingAverage).
+    A step averages the parameters that its phase trains. The decay grows with the number of the phase's updates,
+    min(decay, (1 + n) / (10 + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of
+    TensorFlow's ExponentialMovingAverage).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.enabled = decay > 0
         self._model = model
         self._decay = decay
-        self._updates: int | Tensor = 0
-        self._average: list[Tensor] = []
+        self._updates: dict[str, int | Tensor] = {}
+        self._updates_before = 0
+        """Of a phase that is not in `_updates`."""
+        self._average: dict[nn.Parameter, Tensor] = {}
         self.restart()
 
     def restart(self) -> None:
         """Begins anew with the weights that the model has now."""
-        self._updates = 0
-        self._average = [p.detach().clone() for p in self._model.parameters()] if self.enabled else []
+        self._updates, self._updates_before = {}, 0
+        self._average = {p: p.detach().clone() for p in self._model.parameters()} if self.enabled else {}
 
-    def update(self, applied: bool | Tensor) -> None:
-        """After an optimizer step. applied: whether it was; see `StepResult`."""
+    def update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
+        """After an optimizer step. applied: whether it was; see `StepResult`. params: what the phase trains."""
         if self.enabled:
-            self._update(applied)
+            self._update(applied, phase, params)
 
     @torch.no_grad()
-    def _update(self, applied: bool | Tensor) -> None:
+    def _update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
+        average, updates = [self._average[p] for p in params], self._updates.get(phase, self._updates_before)
         if isinstance(applied, Tensor):
-            self._update_without_waiting(applied)
+            self._updates[phase] = self._update_without_waiting(average, params, updates, applied)
         elif applied:
-            decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
-            get_ema_multi_avg_fn(decay)(self._average, list(self._model.parameters()), self._updates)
-            self._updates += 1
+            decay = min(self._decay, (1 + updates) / (10 + updates))
+            get_ema_multi_avg_fn(decay)(average, list(params), updates)
+            self._updates[phase] = updates + 1
 
-    def _update_without_waiting(self, applied: Tensor) -> None:
+    def _update_without_waiting(
+        self, average: list[Tensor], params: Sequence[nn.Parameter], updates: int | Tensor, applied: Tensor
+    ) -> Tensor:
         """The same where the host does not know whether: the number of updates is kept on the device."""
-        updates = self._updates
         if not isinstance(updates, Tensor):
             updates = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
-        changes = torch._foreach_sub(list(self._model.parameters()), self._average)
+        changes = torch._foreach_sub(list(params), average)
         torch._foreach_mul_(changes, weight.to(changes[0].dtype))
-        torch._foreach_add_(self._average, changes)
-        self._updates = updates + applied
+        torch._foreach_add_(average, changes)
+        return updates + applied
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within it the model's weights are the average."""
-        weights = [p.detach().clone() for p in self._model.parameters()] if self.enabled else []
-        self._copy(self._average)
+        weights = {p: p.detach().clone() for p in self._average}
+        _copy(self._average)
         try:
             yield
         finally:
-            self._copy(weights)
-
-    @torch.no_grad()
-    def _copy(self, values: list[Tensor]) -> None:
-        if self.enabled:
-            for parameter, value in zip(self._model.parameters(), values, strict=True):
-                parameter.copy_(value)
+            _copy(weights)
 
     def put_into(self, state: dict[str, Any]) -> None:
         """`model` becomes the average, which is what is worth deploying; `training_model` what training needs."""
@@ -76,10 +75,20 @@ class ExponentialMovingAverage:
             state["training_model"] = state["model"]
             with self.applied():
                 state["model"] = {name: value.clone() for name, value in self._model.state_dict().items()}
-            state["average_updates"] = int(self._updates)
+            state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Call with the average in the model; the training weights are loaded afterwards."""
         if self.enabled:
             self.restart()
-            self._updates = state.get("average_updates", 0)
+            updates = state.get("average_updates", 0)
+            if isinstance(updates, int):  # of a checkpoint that does not tell phases apart
+                self._updates_before = updates
+            else:
+                self._updates = dict(updates)
+
+
+@torch.no_grad()
+def _copy(values: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, value in values.items():
+        parameter.copy_(value)

@@ -113,7 +113,7 @@ def train_step(
     parallel.phase.enter(OPTIMIZER)
     outcome = learner.precision.step(learner.optimizers[phase], learner.params[phase], learner.max_grad_norm)
     learner.batch_norm.undo_unless(outcome.applied)
-    learner.ema.update(outcome.applied)
+    learner.ema.update(outcome.applied, phase, learner.params[phase])
     return StepResult(sums, *outcome)
 
 
