@@ -49,6 +49,7 @@ def average_not_restored() -> None:
 def sums_not_restored() -> None:
     def forget(run: Run, state: Any) -> None:
         run.progress.totals = {phase: Totals() for phase in run.task.phases}
+        run.progress.reported = dict.fromkeys(run.task.phases, (0.0, 0.0))
 
     _after(trainer.commands.resume, "restore_progress", forget)
 

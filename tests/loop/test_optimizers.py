@@ -232,7 +232,7 @@ def test_nccl_carries_no_sparse_gradients():
     parallel = Distributed.__new__(Distributed)  # one that needs neither a GPU nor others to meet
     parallel.backend, parallel._flags = "nccl", MultiDeviceFlags(multi_gpu="ddp")
     with pytest.raises(BadInput, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
-        parallel.wrap(nn.Sequential(nn.Embedding(2, 2, sparse=True)), {}, "train")
+        parallel.wrap(nn.Sequential(nn.Embedding(2, 2, sparse=True)))
 
 
 def test_weight_decay_of_zero_lets_sparse_embeddings_stay_with_the_others():
