@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer.loading.counter_random import normal, random_bits, uniform
     from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
-    from trainer.task import ConfusionMatrix, Objective, ParamGroup, Picture, Sums, Task
+    from trainer.task import ConfusionMatrix, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
     "trainer.config": ("FlagGroup", "flag"),
@@ -22,7 +22,7 @@ _HOMES = {
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
     "trainer.loading.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
-    "trainer.task": ("ConfusionMatrix", "Objective", "ParamGroup", "Picture", "Sums", "Task"),
+    "trainer.task": ("ConfusionMatrix", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]

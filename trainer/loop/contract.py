@@ -35,7 +35,7 @@ def check_forward(run: Run, phase: str, example: Batch) -> None:
 
 def _problem(sums: object) -> str | None:
     if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
-        return "must return a dict of tensors"
+        return "must return a dict of tensors, sums all of them"
     if "loss" not in sums:
         return f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
     if sums["loss"].dim() > 0:

@@ -95,6 +95,10 @@ class Parallel:
         """The value of every process, on every process."""
         return [value]
 
+    def gather_on_main(self, value: T) -> list[T]:
+        """The value of every process, in order of rank, on the main one; nothing on the others."""
+        return [value]
+
     def together(self, function: Callable[[], T]) -> T:
         """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
         result, refusal = result_or_refusal(function)

@@ -177,6 +177,12 @@ class Distributed(Parallel):
         dist.all_gather_object(values, value, group=self._host_group)
         return values
 
+    def gather_on_main(self, value: T) -> list[T]:
+        self.phase.enter(EXCHANGE)
+        values: list[Any] | None = [None] * self.shard[1] if self.is_main else None
+        dist.gather_object(value, values, group=self._host_group)
+        return values or []
+
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]
         if self.is_main:
