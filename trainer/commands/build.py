@@ -18,7 +18,7 @@ from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog
-from trainer.loop.contract import check_forward, check_phases
+from trainer.loop.contract import check_forward, check_phases, check_single_samples
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
@@ -128,6 +128,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
         net, example = learner.enter(phase), example_batch(task, index)
         check_forward(run, phase, example)
         learner.nets[phase] = run.parallel.wrap(net, example, phase)
+        check_single_samples(run, index, example)
     learner.optimizers = build_optimizers(flags.learning, groups)
 
 

@@ -91,6 +91,10 @@ class Parallel:
     def sum_in_place(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
 
+    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+        """The same without waiting: the function that it returns waits for the sum."""
+        return lambda: None
+
     def gather(self, value: T) -> list[T]:
         """The value of every process, on every process."""
         return [value]
@@ -112,7 +116,7 @@ class Parallel:
         return function()
 
     def sync_buffers(self, objective: nn.Module) -> None:
-        """Gives every process the buffers (running statistics) of the main one, before evaluating and saving."""
+        """Gives every process the buffers of the main one, before evaluating and saving."""
 
     def seed_dropout(self, *key: int) -> None:
         """Makes what follows on the devices' generators a function of the key, of this process and of the device.

@@ -171,6 +171,15 @@ class Distributed(Parallel):
         self.phase.enter(EXCHANGE)
         dist.all_reduce(values)
 
+    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+        work = dist.all_reduce(values, async_op=True)
+
+        def wait() -> None:
+            self.phase.enter(EXCHANGE)
+            work.wait()
+
+        return wait
+
     def gather(self, value: T) -> list[T]:
         self.phase.enter(EXCHANGE)
         values: list[Any] = [None] * self.shard[1]
