@@ -79,7 +79,13 @@ class Gan(Task):
     Config = GanFlags
     monitor = ("val/near", "max")
     phases, turns = ("discriminator", "generator"), (1, 1)
-    defaults: Mapping[str, object] = {"lr": 2e-3, "batch_size": 128, "betas": (0.5, 0.9), "weight_decay": 0.0, "schedule": "constant"}
+    defaults: Mapping[str, object] = {
+        "lr": 2e-3,
+        "batch_size": 128,
+        "betas": (0.5, 0.9),
+        "weight_decay": 0.0,
+        "schedule": "constant",
+    }
 
     def splits(self) -> dict[str, Points]:
         sizes = {"train": self.config.num_points, "val": 2000, "test": 2000}

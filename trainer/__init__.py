@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
-    from trainer.task import Objective, ParamGroup, Picture, Sums, Task
+    from trainer.task import Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
     "trainer.config": ("FlagGroup", "flag"),
@@ -26,7 +26,7 @@ _HOMES = {
     "trainer.loading.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
-    "trainer.task": ("Objective", "ParamGroup", "Picture", "Sums", "Task"),
+    "trainer.task": ("Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,19 @@ from trainer.loading.order import SampleKeys
 Sums = dict[str, Tensor]
 ParamGroup = dict[str, Any]
 ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+class PerSample(NamedTuple):
+    """What an objective returns in eval mode beside sums, for metrics that do not add up: AUC, F1, BLEU.
+
+    values: (B, ...), a row for each sample of the batch, equally shaped in all batches; any type.
+    """
+
+    values: Tensor
+
+
+Outputs = Mapping[str, Tensor | PerSample]
+"""What an objective returns, by name; in train mode `Sums`."""
 Picture = np.ndarray
 """What TensorBoard can show: (height, width, 3) uint8, red, green, blue."""
 
@@ -27,7 +40,8 @@ class Objective(nn.Module):
     model without any trainer.
 
     In train mode `forward(batch, phase)` returns sums over the batch's samples, "loss" among them; in eval mode
-    `forward(batch)` returns addable statistics. A sum has any shape without a batch dimension.
+    `forward(batch)` returns addable statistics, and `PerSample` what does not add up. A sum has any shape without a
+    batch dimension.
     """
 
     model: nn.Module
@@ -36,7 +50,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+    def forward(self, batch: Batch, phase: str = "train") -> Outputs:
         raise NotImplementedError
 
 
@@ -149,7 +163,9 @@ class Task(ABC):
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Turns reduced sums (float64, CPU) into metrics. The trainer adds "weight", the number of loss terms.
 
-        Gets the statistics of eval mode, and those of train mode too unless `summarise_training` does.
+        Gets the statistics of eval mode, and those of train mode too unless `summarise_training` does. What eval mode
+        returns as `PerSample` comes as one tensor (n, ...) on the CPU, each sample of the data set once, in order of
+        index. Called on the main process alone, whose metrics count on all of them.
         """
 
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:

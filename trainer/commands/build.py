@@ -20,7 +20,7 @@ from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.run_log import RunLog
-from trainer.loop.contract import check_phases, try_phase
+from trainer.loop.contract import check_phases, check_single_samples, try_phase
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
@@ -130,8 +130,10 @@ def prepare_training(run: Run, flags: Flags) -> None:
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for index, phase in enumerate(task.phases):
+        example = example_batch(task, index)
         learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
-        try_phase(run, phase, example_batch(task, index))
+        try_phase(run, phase, example)
+        check_single_samples(run, index, example)
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
 
 

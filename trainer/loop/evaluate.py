@@ -1,33 +1,40 @@
 """Evaluation: every sample of a data set counted once, over all processes."""
 
 import torch
+from torch import Tensor
 
 from trainer.loading.batches import Batch
 from trainer.loop.memory import evaluate_within_memory
+from trainer.loop.per_sample import PerSampleOutputs
 from trainer.loop.run import Run
 from trainer.loop.totals import Totals, counted
 from trainer.loop.windows import agree_ahead, evaluation_batches
-from trainer.task import Sums
+from trainer.task import Outputs, Sums
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
-    """The statistics of a data set over all processes, float64 on the CPU.
+    """The statistics of a data set over all processes: sums in float64 on the CPU.
 
-    Raises StopRequested if the run was asked to stop meanwhile.
+    On the main process outputs per sample are among them, (n, ...) in order of index.
+
+    Raises StopRequested if the run was asked to stop meanwhile; BadInput for outputs that cannot be put together.
     """
-    learner, totals = run.learner, Totals()
+    learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
     run.parallel.sync_buffers(learner.objective)
     net = run.parallel.evaluation_module(learner.net)
 
-    def forward(batch: Batch, weight: float) -> Sums:
-        return counted(net(run.parallel.to_device(batch)), weight)
+    def forward(batch: Batch) -> Outputs:
+        return net(run.parallel.to_device(batch))
 
     net.eval()
     with learner.ema.applied():
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.phase.enter("evaluation")
-            for sums, weight in evaluate_within_memory(run, batch, forward):
-                totals.add(sums, weight)
+            for (part, weight), outputs in evaluate_within_memory(run, batch, forward):
+                sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+                totals.add(counted(sums, weight), weight)
+                per_sample.add(part["index"], outputs)
     net.train()
-    return totals.reduced(run.parallel)
+    sums = totals.reduced(run.parallel)
+    return sums | per_sample.gathered(run.parallel, len(run.task.splits()[split]))

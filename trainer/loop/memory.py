@@ -22,7 +22,6 @@ from trainer.loop.run import Run
 from trainer.loop.windows import WeightedBatch, Window, weighted
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.errors import RestartNeeded
-from trainer.task import Sums
 
 T = TypeVar("T")
 
@@ -131,15 +130,15 @@ def _remember(run: Run, limit: MemoryLimit) -> None:
 
 
 def evaluate_within_memory(
-    run: Run, batch: WeightedBatch, forward: Callable[[Batch, float], Sums]
-) -> list[tuple[Sums, float]]:
-    """forward(part, weight) of each part of a batch, with its weight; a single part unless memory is short.
+    run: Run, batch: WeightedBatch, forward: Callable[[Batch], T]
+) -> list[tuple[WeightedBatch, T]]:
+    """Each part of a batch with forward(part); a single part unless memory is short.
 
-    Sums add up whatever the parts are, so each process does this by itself.
+    The parts add up to the whole, whatever they are, so each process does this by itself.
     """
     while True:
         try:
-            return [(forward(*part), part.weight) for part in _parts(batch, run.eval_micro_batch_size)]
+            return [(part, forward(part.batch)) for part in _parts(batch, run.eval_micro_batch_size)]
         except torch.OutOfMemoryError:
             pass
         _free()

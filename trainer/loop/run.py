@@ -66,10 +66,11 @@ class Run:
         return self.memory_limit.samples_per_eval_forward * self.parallel.num_replicas
 
     def metrics(self, split: str, sums: Sums) -> dict[str, float]:
-        """A data set's metrics by name, such as "val/accuracy", from reduced sums."""
+        """A data set's metrics by name, such as "val/accuracy"; all processes call it. sums: of `evaluate`."""
         if not sums:
             return {}
-        return {f"{split}/{name}": value for name, value in self.task.summarise(sums).items()}
+        metrics = self.parallel.on_main(lambda: self.task.summarise(sums))
+        return {f"{split}/{name}": value for name, value in metrics.items()}
 
     def training_metrics(self) -> dict[str, float]:
         """Those of the current epoch so far, by name, such as "train/loss". All processes call it."""

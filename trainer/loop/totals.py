@@ -42,7 +42,7 @@ class Totals:
         if not self._kept:
             return
         counts = torch.stack(self._applied) if self._applied else None
-        device = next(iter(self._kept[0].values())).device
+        device = next((value.device for value in self._kept[0].values()), torch.device("cpu"))
         parts = {name: torch.stack([sums[name] for sums in self._kept]) for name in self._kept[0]}
         weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device.type == "cuda")
         parts["weight"] = weights.to(device, non_blocking=True)

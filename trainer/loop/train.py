@@ -101,15 +101,20 @@ def train_step(
     learner.batch_norm.keep()
     for i, (batch, weight) in enumerate(window):
         parallel.seed_dropout(*dropout_key, i)
+        is_last = i == len(window) - 1
         # Gradients travel to the other processes in the last backward of the window only.
-        with parallel.gradient_sync(net, enabled=i == len(window) - 1):
+        with parallel.gradient_sync(net, enabled=is_last):
             parallel.phase.enter("forward")
-            part = counted(net(parallel.to_device(batch), phase), weight)
+            with learner.batch_norm.of_samples(len(batch["weight"]) if weight > 0 else 0):
+                part = counted(net(parallel.to_device(batch), phase), weight)
+            if is_last:
+                learner.batch_norm.start_agreement(parallel)
             parallel.phase.enter("backward")
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         for name, value in part.items():
             value = value.detach() if value.requires_grad else value
             sums[name] = sums[name] + value if name in sums else value
+    learner.batch_norm.agree()
     parallel.phase.enter(OPTIMIZER)
     outcome = learner.precision.step(learner.optimizers[phase], learner.params[phase], learner.max_grad_norm)
     learner.batch_norm.undo_unless(outcome.applied)

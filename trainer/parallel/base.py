@@ -89,8 +89,16 @@ class Parallel:
     def sum_in_place(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
 
+    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+        """The same without waiting: the function that it returns waits for the sum."""
+        return lambda: None
+
     def gather(self, value: T) -> list[T]:
         """The value of every process, on every process."""
+        return [value]
+
+    def gather_on_main(self, value: T) -> list[T]:
+        """The value of every process, in order of rank, on the main one; nothing on the others."""
         return [value]
 
     def together(self, function: Callable[[], T]) -> T:
@@ -106,7 +114,7 @@ class Parallel:
         return function()
 
     def sync_buffers(self, objective: nn.Module) -> None:
-        """Gives every process the buffers (running statistics) of the main one, before evaluating and saving."""
+        """Gives every process the buffers of the main one, before evaluating and saving."""
 
     def seed_dropout(self, *key: int) -> None:
         """Makes what follows on the devices' generators a function of the key, of this process and of the device.

@@ -3,19 +3,25 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
-from trainer.task import Sums
+from trainer.task import Outputs, PerSample
 
 
 class SummedReplicas(nn.DataParallel):
-    """Adds up the sums of its replicas, where nn.DataParallel would concatenate them."""
+    """Adds up the sums of its replicas, where nn.DataParallel would concatenate them, as here what is per sample."""
 
-    def gather(self, outputs: Sequence[Sums], output_device: int | torch.device) -> Sums:
-        return {name: torch.stack([sums[name].to(output_device) for sums in outputs]).sum(0) for name in outputs[0]}
+    def gather(self, outputs: Sequence[Outputs], output_device: int | torch.device) -> Outputs:
+        return {name: _together([part[name] for part in outputs], output_device) for name in outputs[0]}
+
+
+def _together(parts: Sequence[Tensor | PerSample], device: int | torch.device) -> Tensor | PerSample:
+    if isinstance(parts[0], PerSample):
+        return PerSample(torch.cat([part.values.to(device) for part in parts]))  # type: ignore[union-attr]
+    return torch.stack([part.to(device) for part in parts]).sum(0)  # type: ignore[union-attr]
 
 
 class DataParallel(Parallel):

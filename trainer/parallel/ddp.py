@@ -160,11 +160,26 @@ class Distributed(Parallel):
         self.phase.enter(EXCHANGE)
         dist.all_reduce(values)
 
+    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+        work = dist.all_reduce(values, async_op=True)
+
+        def wait() -> None:
+            self.phase.enter(EXCHANGE)
+            work.wait()
+
+        return wait
+
     def gather(self, value: T) -> list[T]:
         self.phase.enter(EXCHANGE)
         values: list[Any] = [None] * self.shard[1]
         dist.all_gather_object(values, value, group=self._host_group)
         return values
+
+    def gather_on_main(self, value: T) -> list[T]:
+        self.phase.enter(EXCHANGE)
+        values: list[Any] | None = [None] * self.shard[1] if self.is_main else None
+        dist.gather_object(value, values, group=self._host_group)
+        return values or []
 
     def on_main(self, function: Callable[[], T]) -> T:
         answer: list[Any] = [None, None]

@@ -1,0 +1,113 @@
+"""What docs/own_task.md shows of metrics and mixup runs, and does what it says."""
+
+import json
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.own_task import SpiralData, SpiralFlags, Spirals
+from tests.conftest import ROOT, load
+from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task
+from trainer.tasks import TASKS
+
+
+def recipe(heading: str) -> dict:
+    """The names that the code below a heading defines."""
+    _, _, text = (ROOT / "docs" / "own_task.md").read_text().partition(f"### {heading}\n")
+    names = {"np": np, "torch": torch, "F": F, "Tensor": Tensor, "Batch": Batch, "SampleKeys": SampleKeys,
+             "Sums": Sums, "SpiralData": SpiralData}  # fmt: skip
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    return names
+
+
+@dataclass
+class NoFlags(FlagGroup):
+    """Task: of a recipe"""
+
+
+class Points:
+    def __init__(self, num: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.points = rng.normal(size=(num, 2)).round(1).astype(np.float32)
+        self.labels = (self.points.sum(1) + rng.normal(size=num) > 0).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys):
+        return {"point": self.points[keys.index], "label": self.labels[keys.index]}
+
+
+def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
+    names = recipe("Metrics that do not add up")
+    objective = type("RecipeObjective", (Objective,), {"forward": names["forward"]})
+    splits = {"train": Points(50, 0), "val": Points(21, 1), "test": Points(30, 2)}
+    members = {
+        "Config": NoFlags, "monitor": ("val/auc", "max"), "splits": lambda self: splits,
+        "build_objective": lambda self: objective(nn.Linear(2, 1)), "summarise": names["summarise"],
+    }  # fmt: skip
+    monkeypatch.setitem(TASKS, "recipe", lambda: type("Recipe", (Task,), members))
+    run_here("--task", "recipe", "--epochs", 2, "--batch-size", 4, "--dtype", "float64", "--save-dir", tmp_path)
+    model = load(tmp_path / "best.pth")["model"]
+    scores = [float(model["weight"][0] @ torch.from_numpy(p).double() + model["bias"]) for p in splits["test"].points]
+    metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
+    assert metrics["test/auc"] == slow_auc(scores, splits["test"].labels)
+
+
+def slow_auc(scores, labels):
+    pairs = [(a, b) for a, i in zip(scores, labels, strict=True) for b, j in zip(scores, labels, strict=True) if i > j]
+    return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_area_under_curve_with_ties(seed):
+    rng = np.random.default_rng(seed)
+    scores, labels = rng.integers(0, 5, 40), rng.integers(0, 2, 40)
+    found = recipe("Metrics that do not add up")["area_under_curve"](torch.tensor(scores), torch.tensor(labels))
+    assert found == slow_auc(scores, labels)
+
+
+def test_mixup_is_that_of_the_sample():
+    names = recipe("Mixup")
+    plain = SpiralData(100, 0.1, 0)
+    mixed = names["Mixed"](plain, seed=3)
+    together = mixed.__getitems__(SampleKeys(np.arange(100), 2))
+    for i in (0, 41, 99):
+        alone = mixed.__getitems__(SampleKeys(np.array([i]), 2))
+        assert all(np.array_equal(alone[name][0], together[name][i]) for name in together)
+        (other,) = [j for j in range(100) if np.allclose(mix(plain, i, j, together["share"][i]), together["point"][i])]
+        assert together["arm"][i] == plain.arms[i]
+        assert together["other_arm"][i] == plain.arms[other]
+    assert not np.array_equal(mixed.__getitems__(SampleKeys(np.arange(100), 3))["share"], together["share"])
+    assert 0 <= together["share"].min() < 0.1 < 0.9 < together["share"].max() < 1
+
+
+def mix(data, i, j, share):
+    return share * data.points[i] + (1 - share) * data.points[j]
+
+
+def test_mixup_trains(monkeypatch, run_here, tmp_path):
+    names = recipe("Mixup")
+
+    class Mixed(Spirals):
+        Config = SpiralFlags
+        monitor = ("val/loss", "min")
+
+        def splits(self):
+            splits = super().splits()
+            return {**splits, "train": names["Mixed"](splits["train"], self.seed)}
+
+        def build_objective(self):
+            return type("MixedObjective", (Objective,), {"forward": names["forward"]})(super().build_objective().model)
+
+        def summarise(self, sums):
+            return {"loss": float(sums["loss"] / sums["weight"])}
+
+    monkeypatch.setitem(TASKS, "mixed", lambda: Mixed)
+    run_here("--task", "mixed", "--num-points", 100, "--epochs", 1, "--save-dir", tmp_path)
+    assert (tmp_path / "results.json").exists()

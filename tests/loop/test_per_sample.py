@@ -1,0 +1,210 @@
+"""Outputs per sample reach `summarise` once each and in order, on any devices and in any batches."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import ROOT, launcher, load
+from tests.helpers.replicas import ReplicasOnCpu
+from tests.helpers.scored_task import Points, Scored
+from trainer.commands.build import assemble_run, build_task
+from trainer.commands.flags import parse
+from trainer.loading.errors import BadInput
+from trainer.loop.evaluate import evaluate
+from trainer.loop.per_sample import PerSampleOutputs, in_order, joined
+from trainer.parallel.base import SingleDevice
+from trainer.task import PerSample
+from trainer.tasks import TASKS
+
+CPU = torch.device("cpu")
+SCORED = f"{ROOT / 'tests' / 'helpers' / 'scored_task.py'}:Scored"
+RUN = ["--task", SCORED, "--dtype", "float64", "--epochs", 2, "--global-batch-size", 6, "--num-threads", 1]
+
+
+def slow_auc(scores, labels):
+    """A count of pairs, one after the other."""
+    pairs = [(a, b) for a, i in zip(scores, labels, strict=True) for b, j in zip(scores, labels, strict=True) if i > j]
+    return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
+
+
+def expected_scores(model, split, num=7):
+    """One sample after the other, with these weights."""
+    data = Points(num, {"val": 1, "test": 2}[split])
+    with torch.no_grad():
+        points = torch.from_numpy(data.points).double()
+        scores = [float(F.linear(point[None], model["weight"], model["bias"])[0, 0]) for point in points]
+    return scores, data.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "eval_batch_size", "more"),
+    [
+        (1, 1, []),
+        (1, 3, ["--ema-decay", 0.9]),
+        (1, 100, []),
+        (2, 3, ["--ema-decay", 0.9]),
+        (3, 1, []),
+        pytest.param(2, 1, [], marks=pytest.mark.slow),
+        pytest.param(2, 100, [], marks=pytest.mark.slow),
+        pytest.param(3, 2, ["--num-test", 2], marks=pytest.mark.slow),
+        pytest.param(3, 100, [], marks=pytest.mark.slow),
+    ],
+)
+def test_area_under_curve_of_a_run_is_that_of_all_samples(world_size, eval_batch_size, more, command, tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    run = [*launcher(world_size), *RUN, *more, "--device", "cpu", "--batch-size", 2, "--eval-batch-size"]
+    command(*run, eval_batch_size, "--save-dir", tmp_path / "run", LOCKSTEP_RECORD=str(seen))
+    num = 2 if "--num-test" in more else 7
+    scores, labels = expected_scores(load(tmp_path / "run" / "best.pth")["model"], "test", num)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["scores"] == pytest.approx(scores, rel=1e-12)
+    assert results["metrics"]["test/auc"] == slow_auc(scores, labels)
+    assert results["best"]["value"] == max(r["val/auc"] for r in epochs(tmp_path / "run"))
+    processes = sorted(path.name.split("-")[0] for path in seen.iterdir())
+    assert processes == ["drawn", "summarised"]  # by one process each
+
+
+def epochs(directory):
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == "epoch"]
+
+
+def test_eval_only_scores_them_on_all_devices(run_here, command, tmp_path):
+    run_here(*RUN, "--save-dir", tmp_path)
+    metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
+    out = command(*launcher(2), *RUN, "--device", "cpu", "--eval-only", "--save-dir", tmp_path).stdout
+    assert re.findall(r"auc[ =]+([\d.]+)", out)[-1] == f"{metrics['test/auc']:.4f}"
+
+
+def test_an_ensemble_is_scored_by_them(command, tmp_path):
+    command("main.py", *RUN, "--device", "cpu", "--seeds", 2, "--save-dir", tmp_path)
+    models = [load(path)["model"] for path in sorted(tmp_path.glob("*/best.pth"))]
+    scores = np.mean([expected_scores(model, "test")[0] for model in models], axis=0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ensemble"]["test/auc"] == slow_auc(scores.tolist(), expected_scores(models[0], "test")[1])
+
+
+# --- one evaluation ----------------------------------------------------------------------------------------------
+
+
+def evaluated(parallel, *argv, change=lambda run: None):
+    flags, problems = parse(["--task", SCORED, "--dtype", "float64", *argv], several_devices=False)
+    assert problems == []
+    run = assemble_run(flags, build_task(flags), parallel)
+    change(run)
+    return run, evaluate(run, "val")
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("eval_batch_size", [1, 2, 5])
+def test_those_of_replicas_are_put_behind_each_other(num_replicas, eval_batch_size):
+    argv = ("--eval-batch-size", str(eval_batch_size))
+    run, sums = evaluated(ReplicasOnCpu(num_replicas), *argv, change=on_replicas)
+    _, expected = evaluated(SingleDevice(CPU))
+    assert run.task.summarise(sums)["auc"] == run.task.summarise(expected)["auc"]
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+
+
+def on_replicas(run):
+    run.parallel.evaluation_module = lambda net: run.parallel.wrap(net, {}, "train")
+
+
+def test_parts_of_a_batch_that_found_no_room_count_once():
+    sizes = []
+
+    def little_room(run):
+        forward = run.learner.objective.forward
+
+        def tight(batch, phase="train"):
+            sizes.append(len(batch["weight"]))
+            if sizes[-1] > 3 or len(sizes) == 3:  # the second part of the second attempt too
+                raise torch.OutOfMemoryError
+            return forward(batch, phase)
+
+        run.learner.objective.forward = tight
+
+    run, sums = evaluated(SingleDevice(CPU), "--eval-batch-size", "6", change=little_room)
+    _, expected = evaluated(SingleDevice(CPU))
+    assert sizes[:4] == [6, 3, 3, 2]
+    assert run.task.summarise(sums)["auc"] == run.task.summarise(expected)["auc"]
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+
+
+def test_samples_without_loss_terms_count_too():
+    """A batch of weight 0 is not a placeholder's for that."""
+
+    def weightless(run):
+        collate = run.task.collate
+        run.loaders["val"]._batches.collate = lambda samples, keys: (
+            collate(samples, keys) | {"weight": torch.zeros(len(keys.index))}
+        )
+
+    _, sums = evaluated(SingleDevice(CPU), "--eval-batch-size", "2", change=weightless)
+    _, expected = evaluated(SingleDevice(CPU))
+    assert sums["weight"] == sums["loss"] == 0
+    assert torch.equal(sums["label"], expected["label"])
+
+
+def test_nothing_but_outputs_per_sample():
+    def only(run):
+        forward = run.learner.objective.forward
+        run.learner.objective.forward = lambda batch: {"score": forward(batch)["score"]}
+
+    _, sums = evaluated(SingleDevice(CPU), change=only)
+    assert {name: len(value.view(-1)) for name, value in sums.items()} == {"weight": 1, "score": 11}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+def test_their_type_stays(dtype):
+    outputs = PerSampleOutputs()
+    for index in ([2, 0], [1]):
+        outputs.add(torch.tensor(index), {"x": PerSample(torch.tensor(index).to(dtype)), "sum": torch.tensor(1)})
+    (x,) = outputs.gathered(SingleDevice(CPU), 3).values()
+    assert x.dtype == dtype
+    assert torch.equal(x, torch.arange(3).to(dtype))
+
+
+def test_a_slice_does_not_keep_the_whole():
+    outputs = PerSampleOutputs()
+    outputs.add(torch.arange(5), {"x": PerSample(torch.zeros(5, 1000)[:, :1])})
+    assert outputs._parts[0]["x"].untyped_storage().nbytes() == 20
+
+
+# --- mistakes of a task's author ---------------------------------------------------------------------------------
+
+
+def test_rows_must_be_those_of_the_batch():
+    for values in (torch.zeros(2, 3), torch.tensor(1.0)):
+        outputs = PerSampleOutputs()
+        outputs.add(torch.arange(3), {"x": PerSample(values)})
+        with pytest.raises(BadInput, match=r"PerSample 'x': .* for a batch of 3 samples; it must return a row for"):
+            outputs.gathered(SingleDevice(CPU), 3)
+
+
+def test_rows_must_be_alike():
+    with pytest.raises(BadInput, match=r"PerSample 'x': .* rows of the shape \(3,\) and of \(4,\)"):
+        joined([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
+
+
+def test_index_must_name_every_sample():
+    share = torch.tensor([0, 0, 2]), {"x": torch.zeros(3)}
+    with pytest.raises(BadInput, match=r"names 2 of the 3 samples"):
+        in_order([share], 3)
+
+
+def test_training_takes_sums_alone(refused, monkeypatch, tmp_path):
+    class AlwaysPerSample(Scored):
+        def build_objective(self):
+            objective = super().build_objective()
+            forward = objective.forward
+            objective.forward = lambda *args: {**forward(*args), "x": PerSample(args[0]["label"])}
+            return objective
+
+    monkeypatch.setitem(TASKS, "always", lambda: AlwaysPerSample)
+    message = "in train mode must return a dict of tensors, sums all of them"
+    refused([message], "--task", "always", "--save-dir", tmp_path)

@@ -1,0 +1,80 @@
+"""Outputs per sample of an evaluation: collected in host memory, and put in order on the main process."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.loading.errors import BadInput
+from trainer.parallel.base import Parallel
+from trainer.task import Outputs, PerSample, Sums
+
+
+class PerSampleOutputs:
+    """What the objective returned as `PerSample` for this process's samples; nothing, at no cost, where it did not."""
+
+    def __init__(self) -> None:
+        self._index: list[Tensor] = []
+        self._parts: list[Sums] = []
+
+    def add(self, index: Tensor, outputs: Outputs) -> None:
+        """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's."""
+        found = {name: value.values for name, value in outputs.items() if isinstance(value, PerSample)}
+        if found:
+            self._index.append(index)
+            # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
+            self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
+
+    def gathered(self, parallel: Parallel, num_samples: int) -> Sums:
+        """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
+
+        All processes call it; all have added outputs or none has. Raises BadInput on all of them.
+        """
+        if not self._index:
+            return {}
+        if parallel.device.type == "cuda":
+            torch.cuda.current_stream(parallel.device).synchronize()
+        shares = parallel.gather_on_main((torch.cat(self._index), parallel.together(self._joined)))
+        whole: Sums = {}
+        parallel.on_main(lambda: whole.update(in_order(shares, num_samples)))
+        return whole
+
+    def _joined(self) -> Sums:
+        for index, part in zip(self._index, self._parts, strict=True):
+            for name, values in part.items():
+                if values.shape[:1] != index.shape:
+                    raise BadInput(
+                        f"PerSample {name!r}: the objective returned the shape {tuple(values.shape)} for a batch of "
+                        f"{len(index)} samples; it must return a row for each of them"
+                    )
+        return joined(self._parts)
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """Outputs of the same names, one behind the other. Raises BadInput where the rows are unlike."""
+    for name in parts[0]:
+        kinds = {(tuple(part[name].shape[1:]), part[name].dtype) for part in parts}
+        if len(kinds) > 1:
+            (one, _), (other, _) = sorted(kinds, key=str)[:2]
+            raise BadInput(
+                f"PerSample {name!r}: the objective returned rows of the shape {one} and of {other}, or of two types; "
+                "they must be alike in all batches: pad them to a length that does not depend on the batch"
+            )
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def in_order(shares: Sequence[tuple[Tensor, Sums]], num_samples: int) -> Sums:
+    """Each output in order of index, each sample once. shares: (index, outputs) of each process. Raises BadInput.
+
+    Of the rows of a sample the first one counts, which is never a placeholder's: those repeat the first samples of a
+    global batch, behind the batch of the process whose they are, or on a later process.
+    """
+    samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
+    if len(samples) != num_samples:
+        raise BadInput(
+            f"PerSample: batch['index'] names {len(samples)} of the {num_samples} samples of the data set; it must be "
+            "`keys.index` as `collate` gets it"
+        )
+    outputs = joined([share for _, share in shares])
+    return {name: values[torch.from_numpy(first)] for name, values in outputs.items()}
