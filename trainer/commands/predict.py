@@ -23,7 +23,7 @@ from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
-from trainer.tasks import find_task
+from trainer.tasks import find_task, is_same_task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""
@@ -59,8 +59,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
-    The command line need not repeat the flags of the run, but must not contradict them; a task of a user's own may have
-    moved to another file. Raises BadInput.
+    The command line need not repeat the flags of the run, but must not contradict them; the file of a task of a
+    user's own may have moved to another folder. Raises BadInput.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
@@ -69,8 +69,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     defaults = flag_values(type(flags.task)())
     stated = {flag: value for flag, value in flag_values(flags.task).items() if value != defaults[flag]}
     if flags.run.task != RunFlags.task:
-        # Classes of one name are taken for the same one, in whichever file.
-        if flags.run.task.rpartition(":")[1:] == name.rpartition(":")[1:]:
+        if is_same_task(flags.run.task, name):
             name = flags.run.task
         else:
             stated = {"--task": flags.run.task}

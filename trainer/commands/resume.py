@@ -14,6 +14,7 @@ from trainer.loading.order import Position
 from trainer.loop.checkpointing import finish_saving, restore_progress, restore_weights, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
+from trainer.tasks import is_same_task
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
 
@@ -68,7 +69,7 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
 
 def take_weights(run: Run, state: Mapping[str, Any]) -> None:
     """Those of a checkpoint to go on from. Raises BadInput when it does not fit."""
-    if state["task"] != run.facts["task"]:
+    if not is_same_task(state["task"], run.facts["task"]):
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     _refuse_another_optimizer(state["config"], run.facts["config"])
     advice = "choose another --save-dir, or start over with --fresh"
@@ -119,11 +120,14 @@ def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Flags of two starts of a run whose value differs, but for those that say how to start: (then, now)."""
-    return {
+    changed = {
         name: (then[name], value)
         for name, value in now.items()
         if name in then and name not in START_FLAGS and then[name] != value
     }
+    if "--task" in changed and is_same_task(*changed["--task"]):
+        del changed["--task"]
+    return changed
 
 
 def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
