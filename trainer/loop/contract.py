@@ -1,13 +1,24 @@
-"""What of a task's contract can be checked before training: one sentence with the method's name, not a traceback."""
+"""What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
-from trainer.loop.run import Run
+from trainer.loop.learner import Learner
+from trainer.parallel.base import Parallel
 from trainer.parallel.buffers import kept_buffers
 from trainer.task import Task
+
+
+def check_task(task: Task) -> None:
+    """Raises BadInput for what a task's attributes and data sets alone show to be wrong."""
+    check_phases(task)
+    check_monitor(task)
+    check_data_sets(task)
 
 
 def check_phases(task: Task) -> None:
@@ -19,19 +30,84 @@ def check_phases(task: Task) -> None:
         raise BadInput(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
 
 
-def try_phase(run: Run, phase: str, example: Batch) -> None:
+def check_monitor(task: Task) -> None:
+    """Raises BadInput for a `monitor` that cannot be judged by; whether there is such a metric, only a score tells."""
+    monitor: Any = getattr(task, "monitor", None)
+    is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
+    if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
+        name = type(task).__name__
+        raise BadInput(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
+
+
+def check_data_sets(task: Task) -> None:
+    """Raises BadInput for data sets that are not there, or of unknown size."""
+    name, splits = type(task).__name__, task.splits()
+    if not isinstance(splits, Mapping):
+        raise BadInput(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
+    for split in ("train", "test"):
+        if split not in splits:
+            raise BadInput(f"{name}.splits: returns {', '.join(splits) or 'nothing'} and no {split!r}")
+    own = {f"training_data({phase!r})": task.training_data(phase) for phase in task.phases}
+    for origin, dataset in {**{f"splits()[{split!r}]": dataset for split, dataset in splits.items()}, **own}.items():
+        if not hasattr(dataset, "__len__"):
+            raise BadInput(f"{name}.{origin}: {type(dataset).__name__} has no `__len__`, the number of its samples")
+
+
+def check_batch(task: Task, batch: Batch, size: int) -> None:
+    """Raises BadInput when `collate` breaks the rule on batches. size: samples that it was given.
+
+    DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
+    """
+    problem = _problem_of_batch(batch, size)
+    if problem is not None:
+        raise BadInput(f"{type(task).__name__}.collate {problem}; see Task.collate in trainer/task.py")
+
+
+def _problem_of_batch(batch: object, size: int) -> str | None:
+    if not isinstance(batch, dict):
+        return f"must return a dict of tensors, not a {type(batch).__name__}"
+    for name in ("index", "weight"):
+        if name not in batch:
+            return f"must put {name!r} into the batch"
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            return f"must make a tensor of batch[{name!r}], not a {type(value).__name__}"
+        if value.dim() == 0 or len(value) != size:
+            return f"must make batch[{name!r}] with the {size} samples on dim 0: its shape is {tuple(value.shape)}"
+    weight = batch["weight"]
+    if weight.dim() > 1 or not weight.is_floating_point():
+        found = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        return f"must make batch['weight'] one floating-point number for each sample, not {found}"
+    return None
+
+
+def check_blocks(task: Task, model: nn.Module) -> None:
+    """Raises BadInput for `blocks` that are no part of the model, or overlap."""
+    name, own = f"{type(task).__name__}.blocks", set(model.modules())
+    seen: set[nn.Module | Tensor] = set()
+    for block in task.blocks(model):
+        kind = type(block).__name__
+        if block not in own:
+            raise BadInput(f"{name}: names a {kind} that is no submodule of the model")
+        parts: set[nn.Module | Tensor] = {*block.modules(), *block.parameters()}
+        if parts & seen:
+            raise BadInput(f"{name}: names a {kind} that shares modules or parameters with another block")
+        seen |= parts
+
+
+def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
     """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
     step unbroken.
     """
-    objective, device = run.learner.objective, run.parallel.device
-    net = run.learner.enter(phase)
+    objective, device = learner.objective, parallel.device
+    net = learner.enter(phase)
     net.train()
     with kept_buffers(objective), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        sums = net(run.parallel.to_device(example), phase)
-        problem = _problem(sums)
+        sums = net(parallel.to_device(example), phase)
+        problem = _problem_of_sums(sums)
         if problem is not None:
             name = f"{type(objective).__name__}.forward"
             raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
@@ -39,7 +115,7 @@ def try_phase(run: Run, phase: str, example: Batch) -> None:
     objective.zero_grad(set_to_none=True)
 
 
-def _problem(sums: object) -> str | None:
+def _problem_of_sums(sums: object) -> str | None:
     if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
         return "must return a dict of tensors"
     if "loss" not in sums:
@@ -51,3 +127,22 @@ def _problem(sums: object) -> str | None:
     if "weight" in sums:
         return "returns 'weight', which is the trainer's own name for the number of loss terms"
     return None
+
+
+def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
+    """What that method returned, if it is numbers by name. Raises BadInput."""
+    name = f"{type(task).__name__}.{method}"
+    if not isinstance(metrics, dict):
+        raise BadInput(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
+    for metric, value in metrics.items():
+        if not isinstance(value, int | float):
+            raise BadInput(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
+    return metrics
+
+
+def monitored(task: Task, metrics: Mapping[str, float]) -> float:
+    """The metric that says what is best. Raises BadInput where there is no such metric."""
+    name, _ = task.monitor
+    if name not in metrics:
+        raise BadInput(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")
+    return metrics[name]
