@@ -59,11 +59,11 @@ BEFORE_TRAINING = {
     "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: returns a list, not a mapping"),
     "no length": (
         with_splits(lambda splits: {**splits, "val": Unsized()}),
-        "Broken.splits()['val']: Unsized has no `__len__`",
+        "--task broken: its data set 'val': Unsized has no `__len__`, the number of its samples",
     ),
     "no length of a phase": (
         broken(training_data=lambda self, phase: Unsized()),
-        "Broken.training_data('train'): Unsized has no `__len__`",
+        "--task broken: its data set of the phase 'train': Unsized has no `__len__`",
     ),
     "no batch": (broken(collate=lambda *_: [1]), "Broken.collate must return a dict of tensors, not a list"),
     "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),

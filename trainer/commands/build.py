@@ -72,7 +72,7 @@ def build_task(flags: Flags) -> Task:
     task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
     check_task(task)
     splits = task.splits()
-    phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases[1:]}
+    phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
     for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
         require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
         if len(dataset) == 0:

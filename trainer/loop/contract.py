@@ -15,10 +15,10 @@ from trainer.task import Task
 
 
 def check_task(task: Task) -> None:
-    """Raises BadInput for what a task's attributes and data sets alone show to be wrong."""
+    """Raises BadInput for what a task alone shows to be wrong, without its model."""
     check_phases(task)
     check_monitor(task)
-    check_data_sets(task)
+    check_splits(task)
 
 
 def check_phases(task: Task) -> None:
@@ -39,18 +39,14 @@ def check_monitor(task: Task) -> None:
         raise BadInput(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
 
 
-def check_data_sets(task: Task) -> None:
-    """Raises BadInput for data sets that are not there, or of unknown size."""
+def check_splits(task: Task) -> None:
+    """Raises BadInput for data sets that are not there."""
     name, splits = type(task).__name__, task.splits()
     if not isinstance(splits, Mapping):
         raise BadInput(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
     for split in ("train", "test"):
         if split not in splits:
             raise BadInput(f"{name}.splits: returns {', '.join(splits) or 'nothing'} and no {split!r}")
-    own = {f"training_data({phase!r})": task.training_data(phase) for phase in task.phases}
-    for origin, dataset in {**{f"splits()[{split!r}]": dataset for split, dataset in splits.items()}, **own}.items():
-        if not hasattr(dataset, "__len__"):
-            raise BadInput(f"{name}.{origin}: {type(dataset).__name__} has no `__len__`, the number of its samples")
 
 
 def check_batch(task: Task, batch: Batch, size: int) -> None:
