@@ -13,7 +13,8 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.flags import Flags
-from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over, take_weights
+from trainer.commands.resume import choose_start, resume, starts_over, take_over, take_weights
+from trainer.commands.weights import initialise
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors

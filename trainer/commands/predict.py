@@ -12,8 +12,9 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.weights import TrainedRun, find_weights, load_weights
+from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import Flags, RunFlags
+from trainer.commands.weights import restore_weights
 from trainer.config import flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
@@ -41,7 +42,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         raise BadInput(f"--predict {path}: holds nothing to label")
     precision = choose_precision(flags.precision, parallel.device)
     objective = task.build_objective().to(parallel.device, precision.dtype)
-    load_weights(objective.model, run.state, "the checkpoint", "the task's code has changed since")
+    hint = "the task's code has changed since"
+    restore_weights(objective.model, run.state["model"], parallel, "the checkpoint", hint)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, parallel, precision, batch_size)
     # A bar and a table on one terminal would overwrite each other.
