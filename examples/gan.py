@@ -6,7 +6,6 @@ Every sample is a function of (seed, epoch, index), so the data are endless and 
 the discriminator sees is blurred at the beginning, and less and less so until the end (Sønderby et al., 2017).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +61,8 @@ def multilayer(num_inputs: int, width: int, num_outputs: int) -> nn.Sequential:
 
 
 class GanObjective(Objective):
+    model: Halves
+
     def forward(self, batch: Batch, phase: str = "generator") -> Sums:
         drawn = self.model.generator(batch["latent"])
         if not self.training:
@@ -79,13 +80,7 @@ class Gan(Task):
     Config = GanFlags
     monitor = ("val/near", "max")
     phases, turns = ("discriminator", "generator"), (1, 1)
-    defaults: Mapping[str, object] = {
-        "lr": 2e-3,
-        "batch_size": 128,
-        "betas": (0.5, 0.9),
-        "weight_decay": 0.0,
-        "schedule": "constant",
-    }
+    defaults = {"lr": 2e-3, "batch_size": 128, "betas": (0.5, 0.9), "weight_decay": 0.0}
 
     def splits(self) -> dict[str, Points]:
         sizes = {"train": self.config.num_points, "val": 2000, "test": 2000}

@@ -281,6 +281,24 @@ def test_library_stays_in_its_rooms(library):
     assert not offenders, f"{library} belongs to {', '.join(sorted(HOMES[library]))} alone:\n{report(offenders)}"
 
 
+def test_weights_reach_a_model_in_one_place():
+    """The scaler's state, and a part of a fresh model that a task brings in `initialise`, are other things."""
+    homes = {
+        "load_state_dict": {"trainer.parallel.base", "trainer.loop.checkpointing", "trainer.tasks.har_encoder"},
+        "load_weights": {"trainer.commands.weights"},
+    }
+    callers = {
+        name: {
+            module
+            for module, path in modules().items()
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute) and node.attr == name and room_of(module).startswith("trainer")
+        }
+        for name in homes
+    }
+    assert callers == homes
+
+
 def test_rank_variables_stay_in_their_room():
     offenders = [
         Found(module, path, node.lineno, node.value)

@@ -302,7 +302,10 @@ class Task(ABC):
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated blocks of the objective's `model`, in the order in which they run; by default none."""
+        """The repeated blocks of the objective's `model`, in the order in which they run; by default none.
+
+        Each is a submodule that a forward calls as a whole, as `block(x)`. No two share a module or a parameter.
+        """
         return ()
 
     def lr_factor(self, step: int, total: int) -> float | None:
@@ -328,17 +331,3 @@ def sparse_parameters(module: nn.Module) -> list[Tensor]:
     """Those whose gradients are sparse: of embeddings built with sparse=True, unless they are frozen."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     return [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
-
-
-def check_batch(batch: Batch) -> None:
-    """Raises TypeError when a task's collate breaks the rule on batches.
-
-    DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
-    """
-    for name in ("index", "weight"):
-        if name not in batch:
-            raise TypeError(f"collate must put {name!r} into the batch; see Task.collate")
-    size = len(batch["weight"])
-    for name, tensor in batch.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != size:
-            raise TypeError(f"batch[{name!r}] must be a tensor with the {size} samples on dim 0")

@@ -33,6 +33,11 @@ class DeepConvLstm(nn.Module):
         make_recurrence_orthogonal(self.lstm1)
         make_recurrence_orthogonal(self.lstm2)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The convolutions, and each of the LSTMs."""
+        return [self.encoder, self.lstm1, self.lstm2]
+
     def forward(self, x: Tensor) -> Tensor:
         features = self.encoder(x.unsqueeze(1))  # (B, filters, channels, steps)
         steps = features.permute(0, 3, 2, 1).flatten(2)

@@ -58,6 +58,11 @@ class HarNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return log_mean_probabilities(self.member_logits(self.features(x)))
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The encoder, which holds the convolutions of all members side by side, and the members' heads."""
+        return [self.encoder, *self.heads]
+
     def features(self, x: Tensor) -> Tensor:
         """What the members' heads see of the windows: (B, num_members, num_features)."""
         features: Tensor

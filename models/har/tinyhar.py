@@ -41,6 +41,11 @@ class TinyHar(nn.Module):
         self.classifier = nn.Linear(width, num_classes)
         self.dropout = Dropout(dropout)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The convolutions, the attention between channels, and the LSTM."""
+        return [self.encoder, self.channel_attention, self.lstm]
+
     def forward(self, x: Tensor) -> Tensor:
         features = self.encoder(x.unsqueeze(1))  # (B, filters, channels, steps)
         mixed = self.dropout(self.channel_attention(features.permute(0, 3, 2, 1)))

@@ -1,5 +1,6 @@
 """`--predict` with a task of a user's own: it labels its own files, or says that it cannot."""
 
+import os
 import signal
 import sys
 
@@ -47,8 +48,7 @@ def own_run(on_cpu, tmp_path):
     on_cpu("--task", f"{task}:Labelling", "--hidden-units", 7, "--num-points", 64, "--epochs", 1, "--num-threads", 1,
            "--save-dir", tmp_path / "run")  # fmt: skip
     yield task, tmp_path / "run", points
-    for name in ("first_place", "second_place"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("first_place", None)
 
 
 def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
@@ -64,7 +64,11 @@ def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
     _, err = on_cpu("--predict", bare, "--save-dir", run, status=2)
     assert len(err) == 1 and "bare.txt: ndarray has no `__getitems__(keys)`; return trainer.from_dataset(" in err[0]
     bare.rename(points)
-    moved = task.rename(tmp_path / "second_place.py")
+    relative = ["--task", f"{os.path.relpath(task)}:Labelling"]
+    assert on_cpu("--predict", points, "--save-dir", run, *relative, "--num-threads", 1) == (out, [])
+    (tmp_path / "elsewhere").mkdir()
+    moved = task.rename(tmp_path / "elsewhere" / "first_place.py")
+    sys.modules.pop("first_place")
     _, err = on_cpu("--predict", points, "--save-dir", run, status=2)
     assert len(err) == 1 and "there is no file" in err[0] and "say by --task where it is now" in err[0]
     there = ["--task", f"{moved}:Labelling"]

@@ -1,6 +1,7 @@
 """Every way to start again: the same command, other flags, another run's file; what does not fit changes nothing."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.conftest import (
     load,
     read_metrics,
 )
+from trainer.tasks import is_same_task
 
 # --- the same command again --------------------------------------------------------------------------------------
 
@@ -104,6 +106,38 @@ def test_fresh_moves_the_old_run_aside(train, tmp_path):
         assert "Resuming" not in out
         assert load(tmp_path / f"previous-{number}" / "final.pth")["step"] == STEPS_PER_EPOCH
     assert contents(tmp_path / "previous-1") == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("har", "har", True),
+        ("har", "seqrec", False),
+        ("tasks/mine.py:Mine", "/home/me/tasks/mine.py:Mine", True),
+        ("./mine.py:Mine", "../old/mine.py:Mine", True),
+        ("mine.py:Mine", "yours.py:Mine", False),
+        ("mine.py:Mine", "mine.py:Other", False),
+        ("har", "har.py:har", False),
+    ],
+)
+def test_a_task_is_its_class_and_the_name_of_its_file(one, other, same):
+    assert is_same_task(one, other) is is_same_task(other, one) is same
+
+
+def test_a_run_goes_on_and_is_scored_however_its_task_is_spelled(train, cli, tmp_path):
+    train(tmp_path)
+    respelled = ["--task", os.path.relpath(WEIGHTED)]
+    out = train(tmp_path, "--epochs", 2, *respelled)
+    assert f"Resuming after optimizer step {STEPS_PER_EPOCH}:" in out
+    assert [line for line in out.splitlines() if "Changed" in line] == ["Changed since the checkpoint: --epochs 1 -> 2"]
+    assert "This run is finished" in train(tmp_path, "--epochs", 2)
+    assert train(tmp_path, "--eval-only") == train(tmp_path, "--eval-only", *respelled)
+
+
+def test_several_runs_are_finished_however_their_task_is_spelled(train, tmp_path):
+    train(tmp_path, "--seeds", 2)
+    out = train(tmp_path, "--seeds", 2, "--task", os.path.relpath(WEIGHTED))
+    assert "finished already: 2" in out and "instead of" not in out
 
 
 # --- from another file -------------------------------------------------------------------------------------------

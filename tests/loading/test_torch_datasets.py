@@ -14,7 +14,8 @@ from trainer import BadInput, SampleKeys, from_dataset, random_bits
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import EpochOrder, split_global_batch
 from trainer.loading.torch_datasets import require_keyed
-from trainer.task import Task, check_batch
+from trainer.loop.contract import check_batch
+from trainer.task import Task
 
 SEED = 7
 SIZE = 23
@@ -69,7 +70,7 @@ def test_an_item_is_that_of_a_plain_loop_whoever_makes_it():
                     )
                 ]
                 for batch in load(keys):
-                    check_batch(batch)
+                    check_batch(None, batch, len(batch["index"]))
                     for i, number in enumerate(batch["number"].tolist()):
                         assert batch["index"][i] == number
                         assert torch.equal(batch["draws"][i], expected[epoch][number]["draws"])
@@ -130,7 +131,7 @@ EXPECTED = {"image": torch.stack([IMAGE, IMAGE]), "label": torch.tensor([4, 4])}
 def test_parts_of_an_item_get_names(item, names):
     keys = SampleKeys(np.array([1, 0]), 0)
     batch = collate(from_dataset([item] * 2, seed=0, names=names).__getitems__(keys), keys)
-    check_batch(batch)
+    check_batch(None, batch, len(batch["index"]))
     expected = EXPECTED | {"index": torch.tensor([1, 0]), "weight": torch.ones(2)}
     assert batch.keys() == expected.keys()
     assert all(torch.equal(batch[name], value) and batch[name].dtype == value.dtype for name, value in expected.items())
@@ -152,7 +153,7 @@ def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
     dataset = from_dataset([torch.ones(i) for i in range(5)], pad, seed=0, names=names)
     keys = SampleKeys(np.array([2, 4]), 0)
     batch = collate(dataset.__getitems__(keys), keys)
-    check_batch(batch)
+    check_batch(None, batch, len(batch["index"]))
     assert batch["row"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch["len"].tolist() == [2, 4]
 

@@ -26,7 +26,8 @@ FOLDER_ATTRIBUTE = 0x10
 def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
-    label: what a message calls the file. only_weights: its `model` entry is enough. verified: its sha256 is known and
+    label: what a message calls the file. only_weights: its `model` entry is enough, or a state dict that would be that
+    entry. verified: its sha256 is known and
     right, so that its checksums need no look. Raises BadInput when it is damaged, holds anything else, or
     lacks what is needed.
     """
@@ -47,13 +48,21 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         raise BadInput(f"{label}: {flaw}; nothing in it was run") from None
     except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
         raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
-    weights = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise BadInput(f"{label}: is no checkpoint: it has no entry `model` with the weights")
+    if only_weights and _are_weights(state):
+        return {"model": state}
+    if not isinstance(state, dict) or not _are_weights(state.get("model")):
+        also = ", and is no state dict either" if only_weights else ""
+        raise BadInput(f"{label}: is no checkpoint: it has no entry `model` with the weights{also}")
     missing = [] if only_weights else [name for name in RESUMABLE if name not in state]
     if missing:
         raise BadInput(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
     return state
+
+
+def _are_weights(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(weight, torch.Tensor) for name, weight in value.items()
+    )
 
 
 def _refuse_changed_bits(path: Path) -> None:

@@ -14,7 +14,12 @@ class CheckpointFlags(FlagGroup):
     save_every_steps: int = flag(0, "also save every so many steps; 0 saves at epoch ends only", at_least=0)
     keep_checkpoints: int = flag(3, "checkpoints to keep beside best and final; 0 keeps all", metavar="N", at_least=0)
     resume_from: Path | None = flag(None, "go on from this checkpoint file instead of the newest in --save-dir")
-    init_from: Path | None = flag(None, "start with the weights of this checkpoint file, and nothing else of it")
+    init_from: Path | None = flag(
+        None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do"
+    )
+    init_from_partial: Path | None = flag(
+        None, "the same with as many of its weights as the model has by name and shape; says which these are"
+    )
     fresh: bool = flag(False, "start over; what --save-dir holds is moved to a folder previous-N inside it")
     take_over_lock: bool = flag(
         False, "use --save-dir although a job on another host left its lock there: that job must have ended"
@@ -25,11 +30,23 @@ class CheckpointFlags(FlagGroup):
 
     def problems(self) -> list[str]:
         found = []
-        for name, path in (("--resume-from", self.resume_from), ("--init-from", self.init_from)):
+        files = {
+            "--resume-from": self.resume_from,
+            "--init-from": self.init_from,
+            "--init-from-partial": self.init_from_partial,
+        }
+        for name, path in files.items():
             if path is not None and not path.is_file():
                 found.append(f"{name} {path}: {'is not a file' if path.exists() else 'does not exist'}")
         if self.resume_from is not None and self.init_from is not None:
             found.append("--resume-from and --init-from: exclude each other; the first goes on, the second starts anew")
+        if self.init_from_partial is not None:
+            others = {"--resume-from": self.resume_from, "--init-from": self.init_from, "--eval-only": self.eval_only}
+            found += [
+                f"{name} and --init-from-partial: exclude each other; give one"
+                for name, value in others.items()
+                if value
+            ]
         if self.fresh and self.resume_from is not None:
             found.append("--fresh and --resume-from: exclude each other; to start from weights use --init-from")
         if self.eval_only and self.fresh:

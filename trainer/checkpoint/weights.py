@@ -1,11 +1,12 @@
 """The weights of a checkpoint: found in a run that is to be used, and compared with the model that is to take them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.file import CheckpointReader, read_checkpoint
 from trainer.checkpoint.recovery import find_checkpoints
@@ -48,27 +49,47 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
     raise BadInput(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
 
 
-def load_weights(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
-    """Gives a model the weights of a checkpoint. Raises BadInput when they are of another one."""
-    check_weights_fit(model, state, source, hint)
-    model.load_state_dict(state["model"])
+@dataclass(frozen=True)
+class Comparison:
+    """Weights beside a model that is to take them, buffers among them.
 
-
-def check_weights_fit(model: nn.Module, state: Mapping[str, Any], source: str, hint: str) -> None:
-    """Raises BadInput when a checkpoint's weights are of another model.
-
-    source: what the message calls the checkpoint. hint: what to do about it.
+    fitting: those that it can take, by its names. missing: names that it has alone; unknown: names that it does not
+    have; unlike: of those with another shape, what to say of it by name.
     """
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in state["model"].items()}
-    differences = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    differences += [f"{name} is unknown" for name in found.keys() - expected.keys()]
-    differences += [
-        f"{name} has shape {found[name]}, not {expected[name]}"
-        for name in expected.keys() & found.keys()
-        if expected[name] != found[name]
-    ]
-    if differences:
-        shown = "; ".join(sorted(differences)[:3])
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise BadInput(f"{source} is of another model: {shown}{more}; {hint}")
+
+    fitting: dict[str, Tensor]
+    missing: list[str]
+    unknown: list[str]
+    unlike: dict[str, str]
+
+    @property
+    def differences(self) -> list[str]:
+        """A few words for each, in order of their names."""
+        missing = [f"{name} is missing" for name in self.missing]
+        unknown = [f"{name} is unknown" for name in self.unknown]
+        return sorted([*missing, *unknown, *self.unlike.values()])
+
+
+def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> Comparison:
+    """Compares names and shapes. A prefix that all names of the weights share need not be one of the model's."""
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = _without_prefix(weights, shapes)
+    return Comparison(
+        fitting={name: value for name, value in found.items() if shapes.get(name) == tuple(value.shape)},
+        missing=[name for name in shapes if name not in found],
+        unknown=[name for name in found if name not in shapes],
+        unlike={
+            name: f"{name} has shape {tuple(value.shape)}, not {shapes[name]}"
+            for name, value in found.items()
+            if name in shapes and shapes[name] != tuple(value.shape)
+        },
+    )
+
+
+def _without_prefix(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, Tensor]:
+    """The weights by the model's names, where a wrapper has put "module.", "model." or the like before all of them."""
+    first = next(iter(weights), "")
+    prefixes = ["", *accumulate(f"{part}." for part in first.split(".")[:-1])]
+    shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in weights)]
+    prefix = max(shared, key=lambda prefix: sum(name.removeprefix(prefix) in known for name in weights))
+    return {name.removeprefix(prefix): value for name, value in weights.items()}

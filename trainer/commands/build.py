@@ -13,14 +13,15 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.flags import Flags
-from trainer.commands.resume import choose_start, initialise, resume, starts_over, take_over, take_weights
+from trainer.commands.resume import choose_start, resume, starts_over, take_over, take_weights
+from trainer.commands.weights import initialise
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.run_log import RunLog
-from trainer.loop.contract import check_phases, check_single_samples, try_phase
+from trainer.loop.contract import check_batch, check_blocks, check_single_samples, check_task, try_phase
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
@@ -37,7 +38,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
-from trainer.task import Task, check_batch
+from trainer.task import Task
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -70,9 +71,9 @@ def build_task(flags: Flags) -> Task:
     """The task with its data loaded. Raises BadInput."""
     assert flags.task_type is not None
     task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
-    check_phases(task)
+    check_task(task)
     splits = task.splits()
-    phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases[1:]}
+    phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
     for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
         require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
         if len(dataset) == 0:
@@ -125,6 +126,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
     All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
     """
     task, learner = run.task, run.learner
+    check_blocks(task, learner.objective.model)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
@@ -132,8 +134,8 @@ def prepare_training(run: Run, flags: Flags) -> None:
     for index, phase in enumerate(task.phases):
         example = example_batch(task, index)
         learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
-        try_phase(run, phase, example)
-        check_single_samples(run, index, example)
+        try_phase(learner, run.parallel, phase, example)
+        check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
 
 
@@ -306,9 +308,9 @@ def example_batch(task: Task, phase: int) -> Batch:
     """A small checked batch of a phase that does not count."""
     dataset = task.training_data(task.phases[phase])
     keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, phase=phase, placeholder=True)
-    batch = next(BatchLoader(dataset, task.collate)([keys]))
-    check_batch(batch)
-    return batch
+    batch = task.collate(dataset.__getitems__(keys), keys)
+    check_batch(task, batch, len(keys.index))
+    return batch | {"weight": torch.zeros_like(batch["weight"])}
 
 
 # --- what the user is told ---------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint.records import RESULTS, write_json
-from trainer.checkpoint.weights import check_weights_fit, find_weights, load_best_weights, load_weights
+from trainer.checkpoint.weights import find_weights, load_best_weights
 from trainer.commands.build import assemble_run, describe_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
+from trainer.commands.weights import restore_weights, use_weights
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate
@@ -48,7 +49,7 @@ def _take_best_weights(run: Run) -> bool:
     if best is None:
         run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
         return False
-    run.learner.load_weights(best)
+    use_weights(run, best, "the best checkpoint", "choose another --save-dir")
     return True
 
 
@@ -84,8 +85,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
     label, state = trained.label, trained.state
     run = assemble_run(flags, task, parallel)
-    check_weights_fit(run.learner.objective.model, state, f"the checkpoint ({label})", undo_hint(run, state))
-    run.learner.load_weights(state["model"])
+    use_weights(run, state["model"], f"the checkpoint ({label})", undo_hint(run, state))
     lines = [*describe_run(run, flags), f"Evaluating {label}."]
     for split in [name for name in ("val", "test") if name in run.loaders and (name != "test" or flags.run.test)]:
         lines.append(scores_text(run.metrics(split, evaluate(run, split))))
@@ -106,7 +106,7 @@ def ensemble_metrics(
         device = torch.device("cuda", flags.multi.gpu_ids[0])
     parallel = SingleDevice(device)
     set_up_torch(flags, parallel)
-    ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
+    ensemble = task.ensemble([_trained_objective(flags, task, parallel, directory) for directory in directories])
     if ensemble is None:
         return None
     run = assemble_run(flags, task, parallel)
@@ -121,9 +121,10 @@ def ensemble_metrics(
     return run.metrics("test", evaluate(run, "test"))
 
 
-def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
+def _trained_objective(flags: Flags, task: Task, parallel: Parallel, directory: Path) -> Objective:
     """On the CPU, since there may be many."""
     state = load_best_weights(directory, print)
     objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
-    load_weights(objective.model, state, str(directory), "give the flags that it was trained with")
+    hint = "give the flags that it was trained with"
+    restore_weights(objective.model, state["model"], parallel, str(directory), hint)
     return objective

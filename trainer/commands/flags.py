@@ -226,7 +226,10 @@ def _contradictions(flags: Flags) -> list[str]:
         found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; take torch 2.9, or another optimizer")
     if flags.prediction.predict is not None:
         given = flags.checkpoint
-        others = {"--fresh": given.fresh, "--init-from": given.init_from, "--eval-only": given.eval_only}
+        others = {
+            "--fresh": given.fresh, "--init-from": given.init_from, "--init-from-partial": given.init_from_partial,
+            "--eval-only": given.eval_only,
+        }  # fmt: skip
         found += [f"--predict and {name}: exclude each other; give one" for name, value in others.items() if value]
         if flags.multi is not None:
             found.append("--predict: runs on one device; use main.py")

@@ -12,8 +12,9 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.weights import TrainedRun, find_weights, load_weights
+from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import Flags, RunFlags
+from trainer.commands.weights import restore_weights
 from trainer.config import flag_values, group_from_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
@@ -23,7 +24,7 @@ from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
-from trainer.tasks import find_task
+from trainer.tasks import find_task, is_same_task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""
@@ -41,7 +42,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         raise BadInput(f"--predict {path}: holds nothing to label")
     precision = choose_precision(flags.precision, parallel.device)
     objective = task.build_objective().to(parallel.device, precision.dtype)
-    load_weights(objective.model, run.state, "the checkpoint", "the task's code has changed since")
+    hint = "the task's code has changed since"
+    restore_weights(objective.model, run.state["model"], parallel, "the checkpoint", hint)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, parallel, precision, batch_size)
     # A bar and a table on one terminal would overwrite each other.
@@ -59,8 +61,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
-    The command line need not repeat the flags of the run, but must not contradict them; a task of a user's own may have
-    moved to another file. Raises BadInput.
+    The command line need not repeat the flags of the run, but must not contradict them; the file of a task of a
+    user's own may have moved to another folder. Raises BadInput.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
@@ -69,8 +71,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     defaults = flag_values(type(flags.task)())
     stated = {flag: value for flag, value in flag_values(flags.task).items() if value != defaults[flag]}
     if flags.run.task != RunFlags.task:
-        # Classes of one name are taken for the same one, in whichever file.
-        if flags.run.task.rpartition(":")[1:] == name.rpartition(":")[1:]:
+        if is_same_task(flags.run.task, name):
             name = flags.run.task
         else:
             stated = {"--task": flags.run.task}

@@ -6,16 +6,19 @@ from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.weights import check_weights_fit
 from trainer.commands.flags import Flags
+from trainer.commands.weights import go_on_with_weights
 from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
-from trainer.loop.checkpointing import finish_saving, restore_progress, restore_weights, save
+from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
+from trainer.tasks import is_same_task
 
-START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--take-over-lock", "--eval-only")
+START_FLAGS = (
+    "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--eval-only"
+)  # fmt: skip
 
 
 def take_over(run: Run, flags: Flags) -> None:
@@ -68,12 +71,11 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
 
 def take_weights(run: Run, state: Mapping[str, Any]) -> None:
     """Those of a checkpoint to go on from. Raises BadInput when it does not fit."""
-    if state["task"] != run.facts["task"]:
+    if not is_same_task(state["task"], run.facts["task"]):
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     _refuse_another_optimizer(state["config"], run.facts["config"])
     advice = "choose another --save-dir, or start over with --fresh"
-    check_weights_fit(run.learner.objective.model, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
-    restore_weights(run, state)
+    go_on_with_weights(run, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
 
 
 def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
@@ -119,11 +121,14 @@ def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Flags of two starts of a run whose value differs, but for those that say how to start: (then, now)."""
-    return {
+    changed = {
         name: (then[name], value)
         for name, value in now.items()
         if name in then and name not in START_FLAGS and then[name] != value
     }
+    if "--task" in changed and is_same_task(*changed["--task"]):
+        del changed["--task"]
+    return changed
 
 
 def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
@@ -131,18 +136,3 @@ def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
     changed = changed_flags(state.get("config", {}), run.facts["config"])
     own = [f"{name} (was {shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
     return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
-
-
-def initialise(run: Run, flags: Flags) -> list[str]:
-    """Completes fresh weights; `--init-from` takes those of another run. Raises BadInput when they do not fit."""
-    learner = run.learner
-    run.parallel.together(lambda: run.task.initialise(learner.objective))
-    learner.ema.restart()
-    source = flags.checkpoint.init_from
-    if source is None:
-        return []
-    label = f"--init-from {source}"
-    state = run.parallel.on_main(lambda: {"model": read_checkpoint(source, label, only_weights=True)["model"]})
-    check_weights_fit(run.learner.objective.model, state, label, "take the weights of a model with the same flags")
-    learner.load_weights(state["model"])
-    return [f"Starting with the weights of {source}."]

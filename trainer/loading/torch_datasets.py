@@ -68,6 +68,8 @@ def require_keyed(dataset: Any, where: str) -> None:
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
             "trainer.from_dataset(dataset, seed=self.seed) instead"
         )
+    if not hasattr(dataset, "__len__"):
+        raise BadInput(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")
 
 
 def _iterable(where: str) -> str:

@@ -90,15 +90,6 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
         )
 
 
-def restore_weights(run: Run, state: Mapping[str, Any]) -> None:
-    """Weights and buffers of a checkpoint; they must fit: see `check_weights_fit`."""
-    learner = run.learner
-    run.parallel.load_weights(state["model"], learner.objective)
-    learner.ema.restore(state)
-    if "training_model" in state:
-        run.parallel.load_weights(state["training_model"], learner.objective)
-
-
 def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
     learner, first = run.learner, run.task.phases[0]

@@ -1,4 +1,7 @@
-"""What of a task's contract can be checked before training: one sentence with the method's name, not a traceback."""
+"""What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -7,11 +10,19 @@ from torch import Tensor, nn
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import split_global_batch
-from trainer.loop.orders import ShuffledOrder
-from trainer.loop.run import Run
+from trainer.loop.learner import Learner
+from trainer.loop.orders import SampleOrder, ShuffledOrder
+from trainer.loop.plan import BatchSplit
 from trainer.parallel.base import Parallel
 from trainer.parallel.buffers import kept_buffers
 from trainer.task import Task
+
+
+def check_task(task: Task) -> None:
+    """Raises BadInput for what a task alone shows to be wrong, without its model."""
+    check_phases(task)
+    check_monitor(task)
+    check_splits(task)
 
 
 def check_phases(task: Task) -> None:
@@ -23,37 +34,99 @@ def check_phases(task: Task) -> None:
         raise BadInput(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
 
 
-def try_phase(run: Run, phase: str, example: Batch) -> None:
+def check_monitor(task: Task) -> None:
+    """Raises BadInput for a `monitor` that cannot be judged by; whether there is such a metric, only a score tells."""
+    monitor: Any = getattr(task, "monitor", None)
+    is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
+    if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
+        name = type(task).__name__
+        raise BadInput(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
+
+
+def check_splits(task: Task) -> None:
+    """Raises BadInput for data sets that are not there."""
+    name, splits = type(task).__name__, task.splits()
+    if not isinstance(splits, Mapping):
+        raise BadInput(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
+    for split in ("train", "test"):
+        if split not in splits:
+            raise BadInput(f"{name}.splits: returns {', '.join(splits) or 'nothing'} and no {split!r}")
+
+
+def check_batch(task: Task, batch: Batch, size: int) -> None:
+    """Raises BadInput when `collate` breaks the rule on batches. size: samples that it was given.
+
+    DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
+    """
+    problem = _problem_of_batch(batch, size)
+    if problem is not None:
+        raise BadInput(f"{type(task).__name__}.collate {problem}; see Task.collate in trainer/task.py")
+
+
+def _problem_of_batch(batch: object, size: int) -> str | None:
+    if not isinstance(batch, dict):
+        return f"must return a dict of tensors, not a {type(batch).__name__}"
+    for name in ("index", "weight"):
+        if name not in batch:
+            return f"must put {name!r} into the batch"
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            return f"must make a tensor of batch[{name!r}], not a {type(value).__name__}"
+        if value.dim() == 0 or len(value) != size:
+            return f"must make batch[{name!r}] with the {size} samples on dim 0: its shape is {tuple(value.shape)}"
+    weight = batch["weight"]
+    if weight.dim() > 1 or not weight.is_floating_point():
+        found = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        return f"must make batch['weight'] one floating-point number for each sample, not {found}"
+    return None
+
+
+def check_blocks(task: Task, model: nn.Module) -> None:
+    """Raises BadInput for `blocks` that are no part of the model, or overlap."""
+    name, own = f"{type(task).__name__}.blocks", set(model.modules())
+    seen: set[nn.Module | Tensor] = set()
+    for block in task.blocks(model):
+        kind = type(block).__name__
+        if block not in own:
+            raise BadInput(f"{name}: names a {kind} that is no submodule of the model")
+        parts: set[nn.Module | Tensor] = {*block.modules(), *block.parameters()}
+        if parts & seen:
+            raise BadInput(f"{name}: names a {kind} that shares modules or parameters with another block")
+        seen |= parts
+
+
+def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
     """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
     step unbroken.
     """
-    outputs = _forward(run, run.learner.enter(phase), phase, run.parallel.to_device(example))
-    problem = _problem(outputs)
+    outputs = _forward(learner, learner.enter(phase), phase, parallel.to_device(example))
+    problem = _problem_of_sums(outputs)
     if problem is not None:
-        name = f"{type(run.learner.objective).__name__}.forward"
+        name = f"{type(learner.objective).__name__}.forward"
         raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
     (outputs["loss"] * 0).backward()
-    run.learner.objective.zero_grad(set_to_none=True)
+    learner.objective.zero_grad(set_to_none=True)
 
 
-def check_single_samples(run: Run, phase: int, example: Batch) -> None:
+def check_single_samples(
+    learner: Learner, parallel: Parallel, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
+) -> None:
     """Raises BadInput where a forward of training gets a single sample and a batch norm, now wrapped, refuses that.
 
     A batch norm over more than the samples, such as BatchNorm2d, takes it. All processes call it.
     """
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.learner.objective.modules()):
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in learner.objective.modules()):
         return
-    order, split = run.plan.orders[phase], run.batches[phase]
     sizes = {end - start for start, end in order.bounds(0, 0)}
-    refused = sorted(size for size in sizes if leaves_a_single_sample(run.parallel, size, split.micro_batch_size))
+    refused = sorted(size for size in sizes if leaves_a_single_sample(parallel, size, split.micro_batch_size))
     if not refused:
         return
     try:
-        single = {name: tensor[:1].to(run.parallel.device) for name, tensor in example.items()}
-        _forward(run, run.learner.net, run.task.phases[phase], single)
+        single = {name: tensor[:1].to(parallel.device) for name, tensor in example.items()}
+        _forward(learner, learner.net, phase, single)
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
             raise
@@ -76,15 +149,15 @@ def leaves_a_single_sample(parallel: Parallel, global_batch_size: int, micro_bat
     return any(len(part[-1]) == 1 for part in parts)
 
 
-def _forward(run: Run, net: nn.Module, phase: str, batch: Batch) -> dict[str, Tensor]:
+def _forward(learner: Learner, net: nn.Module, phase: str, batch: Batch) -> dict[str, Tensor]:
     """In train mode; buffers and random states stay as they were."""
-    device = run.parallel.device
     net.train()
-    with kept_buffers(run.learner.objective), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = {parameter.device for parameter in learner.objective.parameters() if parameter.is_cuda}
+    with kept_buffers(learner.objective), torch.random.fork_rng(list(devices)):
         return net(batch, phase)
 
 
-def _problem(sums: object) -> str | None:
+def _problem_of_sums(sums: object) -> str | None:
     if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
         return "must return a dict of tensors, sums all of them"
     if "loss" not in sums:
@@ -96,3 +169,22 @@ def _problem(sums: object) -> str | None:
     if "weight" in sums:
         return "returns 'weight', which is the trainer's own name for the number of loss terms"
     return None
+
+
+def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
+    """What that method returned, if it is numbers by name. Raises BadInput."""
+    name = f"{type(task).__name__}.{method}"
+    if not isinstance(metrics, dict):
+        raise BadInput(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
+    for metric, value in metrics.items():
+        if not isinstance(value, int | float):
+            raise BadInput(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
+    return metrics
+
+
+def monitored(task: Task, metrics: Mapping[str, float]) -> float:
+    """The metric that says what is best. Raises BadInput where there is no such metric."""
+    name, _ = task.monitor
+    if name not in metrics:
+        raise BadInput(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")
+    return metrics[name]

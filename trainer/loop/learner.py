@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -73,8 +72,3 @@ class Learner:
         for optimizer in self.optimizers[phase]:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("lr_scale", 1.0)
-
-    def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Weights to begin with; those of a checkpoint that is only used are averaged already, if at all."""
-        self.objective.model.load_state_dict(weights)
-        self.ema.restart()

@@ -7,6 +7,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
+from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.plan import BatchSplit, Plan
@@ -69,17 +70,19 @@ class Run:
         """A data set's metrics by name, such as "val/accuracy"; all processes call it. sums: of `evaluate`."""
         if not sums:
             return {}
-        metrics = self.parallel.on_main(lambda: self.task.summarise(sums))
+        metrics = self.parallel.on_main(lambda: checked_metrics(self.task, "summarise", self.task.summarise(sums)))
         return {f"{split}/{name}": value for name, value in metrics.items()}
 
     def training_metrics(self) -> dict[str, float]:
         """Those of the current epoch so far, by name, such as "train/loss". All processes call it."""
         totals = {phase: self.progress.totals[phase].reduced(self.parallel) for phase in self.task.phases}
+        is_own = type(self.task).summarise_training is not Task.summarise_training
+        method = "summarise_training" if is_own else "summarise"
         return {
             self.of_phase(f"train/{name}", phase): value
             for phase, sums in totals.items()
             if sums
-            for name, value in self.task.summarise_training(sums, phase).items()
+            for name, value in checked_metrics(self.task, method, self.task.summarise_training(sums, phase)).items()
         }
 
     def of_phase(self, metric: str, phase: str) -> str:

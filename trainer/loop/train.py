@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from trainer.loop.checkpointing import finish_saving, report_saving, save
+from trainer.loop.contract import monitored
 from trainer.loop.epoch_start import start_epoch
 from trainer.loop.evaluate import evaluate
 from trainer.loop.learner import Learner
@@ -144,9 +145,8 @@ def finish_epoch(run: Run) -> None:
     if progress.skipped_steps:
         metrics["train/skipped_steps"] = progress.skipped_steps
     progress.start_epoch(num_epochs, run.task.phases)
-    name, mode = run.task.monitor
-    value = metrics[name] if validation else None
-    is_best = value is not None and progress.judge(value, mode)
+    value = monitored(run.task, metrics) if validation else None
+    is_best = value is not None and progress.judge(value, run.task.monitor[1])
     run.log.epoch(progress.step, progress.position, metrics)
     if validation:
         log_pictures(run, "val", validation)

@@ -137,9 +137,9 @@ class Parallel:
             "optimizers": {phase: [each.state_dict() for each in several] for phase, several in optimizers.items()},
         }
 
-    def load_weights(self, weights: Mapping[str, Any], objective: Objective) -> None:
-        """Those of a `full_state`."""
-        objective.model.load_state_dict(weights)
+    def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Those of a `full_state`, or some of them; the others stay as they are. All processes call it."""
+        model.load_state_dict(weights, strict=False)
 
     def load_moments(self, state: Mapping[str, Any], optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]) -> None:
         """Those of a `full_state`. Raises BadInput for moments of optimizers that train other parameters."""

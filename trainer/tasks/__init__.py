@@ -43,6 +43,16 @@ def find_task(name: str) -> type[Task]:
     return found
 
 
+def is_same_task(one: str, other: str) -> bool:
+    """Whether two values of `--task` name the same task: its class and its file's name count, not the folder."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(name: str) -> tuple[str, str]:
+    file, _, class_name = name.rpartition(":")
+    return Path(file).name, class_name
+
+
 def _import_file(path: Path, flag_value: str) -> object:
     """Imports a file as a module of its own name, so that data-loading processes find it again by that name.
 

@@ -255,6 +255,12 @@ class HarTask(Task):
                 network.freeze_encoder()
         return HarObjective(Standardised(network, len(SIGNALS)), config.label_smoothing)
 
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Those of the network; see `blocks` of each."""
+        network = model.get_submodule("network")
+        assert isinstance(network, HarNet | TinyHar | DeepConvLstm)
+        return network.blocks
+
     def initialise(self, objective: Objective) -> None:
         """The statistics of the windows that are trained on, and the encoder of `--encoder-path`."""
         assert isinstance(objective, HarObjective)

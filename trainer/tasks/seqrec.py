@@ -236,6 +236,11 @@ class SeqrecTask(Task):
             return SeqrecObjective(TiSASRec(*size, config.time_span, connections), config)
         return SeqrecObjective(SASRec(*size, connections), config)
 
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Each with its attention, its feed-forward layer and the connections around them."""
+        assert isinstance(model, SequentialRecommender)
+        return list(model.blocks)
+
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """As published: a second moment of shorter memory than Adam's default."""
         return [group | {"betas": (0.9, 0.98)} for group in super().param_groups(objective, phase)]

@@ -1,0 +1,185 @@
+"""`--init-from` and `--init-from-partial`: the weights of a file in a new run."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import TINY, assert_same_bits, contents, launcher, load
+from tests.helpers.weighted_task import Weighted
+from trainer.commands.build import assemble_run, build_task
+from trainer.commands.flags import parse
+from trainer.commands.weights import restore_weights, restore_what_fits, use_weights
+from trainer.loading.errors import BadInput
+from trainer.parallel.base import SingleDevice
+from trainer.tasks import TASKS
+
+ONE_DEVICE = SingleDevice(torch.device("cpu"))
+STILL = ["--lr", 1e-12]
+"""A learning rate that leaves weights as they are, but for the last bits."""
+
+
+@pytest.fixture(scope="module")
+def source(command, tmp_path_factory):
+    """The weights of a run, by name."""
+    directory = tmp_path_factory.mktemp("source")
+    command("main.py", *TINY, "--seed", 3, "--save-dir", directory)
+    return load(directory / "final.pth")["model"]
+
+
+def save(weights, path):
+    torch.save(weights, path)
+    return path
+
+
+def difference(weights, others):
+    """The largest of any number."""
+    assert weights.keys() == others.keys()
+    return max(float((value - others[name]).abs().max()) for name, value in weights.items())
+
+
+# --- all of them -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module.", "module.model.", "my.own."])
+def test_a_plain_state_dict_does_what_a_checkpoint_does(prefix, source, train, tmp_path):
+    checkpoint = save({"model": source}, tmp_path / "checkpoint.pth")
+    plain = save({f"{prefix}{name}": value for name, value in source.items()}, tmp_path / "plain.pth")
+    for name, file in (("a", checkpoint), ("b", plain)):
+        assert f"Starting with the weights of {file}." in train(tmp_path / name, "--init-from", file)
+    assert_same_bits(load(tmp_path / "a" / "final.pth"), load(tmp_path / "b" / "final.pth"))
+
+
+def test_a_plain_state_dict_is_scored(source, train, tmp_path):
+    checkpoint = save({"model": source}, tmp_path / "checkpoint.pth")
+    plain = save({f"module.{name}": value for name, value in source.items()}, tmp_path / "plain.pth")
+    scores = [
+        [line for line in train(tmp_path, "--eval-only", "--init-from", file).splitlines() if "val/" in line]
+        for file in (checkpoint, plain)
+    ]
+    assert scores[0] == scores[1] and len(scores[0]) == 1
+
+
+@pytest.mark.parametrize("flag", ["--init-from", "--init-from-partial"])
+@pytest.mark.parametrize("content", [{"a": torch.ones(1), "b": 3}, {"model": 3}, {0: torch.ones(1)}, [torch.ones(1)]])
+def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
+    file = save(content, tmp_path / "x.pth")
+    message = f"{flag} {file}: is no checkpoint: it has no entry `model` with the weights, and is no state dict either"
+    refused([message], *TINY, flag, file, "--save-dir", tmp_path / "run")
+    assert not contents(tmp_path / "run", ("lock", "state.json"))
+
+
+def test_all_or_nothing():
+    """A prefix is dropped only where that makes names known, and buffers count like parameters."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    theirs = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    theirs[1].running_mean.fill_(5)
+    weights = theirs.state_dict()
+    wrong = [
+        ({**weights, "2.bias": torch.ones(3)}, "2.bias is unknown"),
+        ({name: value for name, value in weights.items() if name != "1.running_mean"}, "1.running_mean is missing"),
+        ({**weights, "0.weight": torch.ones(3, 1)}, r"0.weight has shape \(3, 1\), not \(3, 2\)"),
+        ({f"a{name}": value for name, value in weights.items()}, "and 11 more; try another"),
+        ({}, "is missing; .* and 4 more; try another"),
+    ]
+    for other, message in wrong:
+        with pytest.raises(BadInput, match=f"that is of another model: .*{message}"):
+            restore_weights(model, other, ONE_DEVICE, "that", "try another")
+        assert_same_bits(own, model.state_dict())
+    restore_weights(model, weights, ONE_DEVICE, "that", "")
+    assert_same_bits(weights, model.state_dict())
+    outer = nn.Sequential(model)  # "0." is a part of its names, and that of a wrapper too
+    restore_weights(outer, {f"0.{name}": value for name, value in own.items()}, ONE_DEVICE, "that", "")
+    assert_same_bits(own, model.state_dict())
+
+
+def test_scores_are_of_the_weights_that_are_to_be_scored(source):
+    """Also where a moving average is kept: not of the one so far."""
+    flags, _ = parse([*map(str, TINY), "--ema-decay", "0.9"], several_devices=False)
+    run = assemble_run(flags, build_task(flags), ONE_DEVICE)
+    use_weights(run, source, "that", "")
+    with run.learner.ema.applied():
+        assert_same_bits(source, run.learner.objective.model.state_dict())
+
+
+# --- what fits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def partial(source, tmp_path):
+    """(file of a trunk with another head, names that fit)"""
+    weights = dict(source)
+    del weights["layers.1.bias"]
+    weights["layers.4.weight"] = torch.zeros(7, 16)
+    weights["layers.5.bias"] = torch.zeros(2)
+    return save(weights, tmp_path / "trunk.pth"), ["layers.0.weight", "layers.1.weight", "layers.4.bias"]
+
+
+@pytest.mark.parametrize("more", [[], ["--ema-decay", 0.9]])
+def test_what_fits_is_taken_and_told(more, source, partial, train, tmp_path):
+    file, fitting = partial
+    out = train(tmp_path / "run", "--init-from-partial", file, *STILL, *more).splitlines()
+    at = out.index(f"Starting with 3 of the model's 5 weights from {file}: {', '.join(fitting)}.")
+    assert out[at + 1 : at + 4] == [
+        "Left out: layers.4.weight has shape (7, 16), not (3, 16).",
+        "Left out, unknown to the model: layers.5.bias.",
+        "Not in that file, so initialised anew: layers.1.bias.",
+    ]
+    train(tmp_path / "fresh", *STILL)
+    fresh = load(tmp_path / "fresh" / "final.pth")["model"]
+    found = load(tmp_path / "run" / "final.pth")["model"]
+    assert difference(found, fresh | {name: source[name] for name in fitting}) < 1e-6
+    assert all(difference({name: fresh[name]}, {name: source[name]}) > 1e-3 for name in fitting)
+
+
+def test_a_run_that_began_with_a_part_goes_on(partial, train, tmp_path):
+    file, _ = partial
+    train(tmp_path / "run", "--init-from-partial", file)
+    out = train(tmp_path / "run", "--epochs", 2)
+    assert [line for line in out.splitlines() if "Changed" in line or "Starting" in line] == [
+        "Changed since the checkpoint: --epochs 1 -> 2"
+    ]
+
+
+def test_a_trunk_that_no_group_names_stays_as_it_was(source, train, tmp_path, monkeypatch):
+    class Tuned(Weighted):
+        def param_groups(self, objective, phase):
+            return [{"params": objective.model.layers[4].parameters()}]
+
+    monkeypatch.setitem(TASKS, "tuned", lambda: Tuned)
+    head = ("layers.4.weight", "layers.4.bias")
+    trunk = {name: value for name, value in source.items() if name not in head}
+    file = save(trunk, tmp_path / "trunk.pth")
+    train(tmp_path / "run", "--task", "tuned", "--init-from-partial", file)
+    train(tmp_path / "still", "--task", "tuned", "--init-from-partial", file, *STILL)
+    tuned, still = (load(tmp_path / name / "final.pth")["model"] for name in ("run", "still"))
+    assert_same_bits(trunk, {name: value for name, value in tuned.items() if name not in head})
+    assert all(difference({name: tuned[name]}, {name: still[name]}) > 1e-4 for name in head)
+
+
+def test_every_process_takes_the_same(partial, train, command, tmp_path):
+    file, _ = partial
+    train(tmp_path / "one", "--init-from-partial", file, *STILL)
+    argv = [*TINY, "--init-from-partial", file, *STILL, "--save-dir", tmp_path / "two", "--device", "cpu"]
+    command(*launcher(2), *argv)
+    assert difference(*(load(tmp_path / name / "final.pth")["model"] for name in ("one", "two"))) < 1e-6
+
+
+def test_nothing_that_fits(refused, tmp_path):
+    file = save({"a.weight": torch.ones(3, 3), "a.bias": torch.ones(3)}, tmp_path / "x.pth")
+    parts = "nothing in it fits the model: the file has a.weight, a.bias, the model layers.0.weight, layers.1.weight, "
+    refused([parts], *TINY, "--init-from-partial", file, "--save-dir", tmp_path / "run")
+    assert not contents(tmp_path / "run", ("lock", "state.json"))
+
+
+def test_buffers_are_taken_like_parameters():
+    model, theirs = (nn.ModuleDict({"norm": nn.BatchNorm1d(3), "head": nn.Linear(3, out)}) for out in (2, 4))
+    theirs.norm.running_mean.fill_(5)
+    theirs.norm.num_batches_tracked.fill_(8)
+    head = model.head.weight.clone()
+    weights = {f"module.{name}": value for name, value in theirs.state_dict().items()}
+    comparison = restore_what_fits(model, weights, ONE_DEVICE, "that")
+    assert set(comparison.fitting) == {f"norm.{name}" for name in theirs.norm.state_dict()}
+    assert set(comparison.unlike) == {"head.weight", "head.bias"} and not comparison.missing and not comparison.unknown
+    assert model.norm.running_mean.tolist() == [5] * 3 and int(model.norm.num_batches_tracked) == 8
+    assert torch.equal(model.head.weight, head)

@@ -1,0 +1,149 @@
+"""A task that breaks its contract is told so in one sentence, which names the method."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import TINY, contents
+from tests.helpers.weighted_task import Weighted, WeightedObjective
+from trainer.tasks import TASKS
+
+
+def broken(**attributes):
+    """The task for tests, with these attributes instead of its own."""
+    return type("Broken", (Weighted,), attributes)
+
+
+def with_splits(change):
+    return broken(splits=lambda self: change(Weighted.splits(self)))
+
+
+def with_batch(**changes):
+    """Its batches with these entries; those that are None are left out."""
+
+    def collate(self, samples, keys):
+        batch = Weighted.collate(self, samples, keys) | changes
+        return {name: value for name, value in batch.items() if value is not None}
+
+    return broken(collate=collate)
+
+
+def with_sums(sums):
+    """Its objective returns in train mode what `sums` makes of a loss."""
+
+    class Objective(WeightedObjective):
+        def forward(self, batch, phase="train"):
+            return sums(super().forward(batch, phase)["loss"])
+
+    return broken(build_objective=lambda self: Objective(Weighted.build_objective(self).model, 0.0))
+
+
+def with_blocks(blocks):
+    return broken(blocks=lambda self, model: blocks(model.layers))
+
+
+class Unsized:
+    def __getitems__(self, keys):
+        raise AssertionError
+
+
+BEFORE_TRAINING = {
+    "no phases": (broken(phases=()), "Broken.phases (): must be names"),
+    "two phases of a name": (broken(phases=("a", "a")), "Broken.phases ('a', 'a'): must be names"),
+    "turns": (broken(turns=(1, 2)), "Broken.turns (1, 2): must be empty, or a number"),
+    "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
+    "mode": (broken(monitor=("val/loss", "least")), "Broken.monitor ('val/loss', 'least'): must be"),
+    "no train": (with_splits(lambda splits: {"test": splits["test"]}), "Broken.splits: returns test and no 'train'"),
+    "no test": (with_splits(lambda splits: {"train": splits["train"]}), "Broken.splits: returns train and no 'test'"),
+    "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: returns a list, not a mapping"),
+    "no length": (
+        with_splits(lambda splits: {**splits, "val": Unsized()}),
+        "--task broken: its data set 'val': Unsized has no `__len__`, the number of its samples",
+    ),
+    "no length of a phase": (
+        broken(training_data=lambda self, phase: Unsized()),
+        "--task broken: its data set of the phase 'train': Unsized has no `__len__`",
+    ),
+    "no batch": (broken(collate=lambda *_: [1]), "Broken.collate must return a dict of tensors, not a list"),
+    "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),
+    "no weight": (with_batch(weight=None), "Broken.collate must put 'weight' into the batch"),
+    "array": (with_batch(more=np.zeros(2)), "Broken.collate must make a tensor of batch['more'], not a ndarray"),
+    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must make batch['more'] with the 2 samples"),
+    "samples not on dim 0": (
+        with_batch(more=torch.zeros(3, 2)),
+        "Broken.collate must make batch['more'] with the 2 samples on dim 0: its shape is (3, 2)",
+    ),
+    "a sample lost": (
+        broken(collate=lambda self, samples, keys: {"index": torch.zeros(1), "weight": torch.zeros(1)}),
+        "Broken.collate must make batch['index'] with the 2 samples on dim 0: its shape is (1,)",
+    ),
+    "whole weights": (
+        with_batch(weight=torch.ones(2, dtype=torch.int64)),
+        "Broken.collate must make batch['weight'] one floating-point number for each sample, not torch.int64 of",
+    ),
+    "weights in a column": (with_batch(weight=torch.ones(2, 1)), "not torch.float32 of shape (2, 1)"),
+    "no sums": (with_sums(lambda loss: loss), "forward(batch, 'train') in train mode must return a dict of tensors"),
+    "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost and no 'loss'"),
+    "losses": (with_sums(lambda loss: {"loss": loss.repeat(2)}), "in train mode returns a loss of shape (2,)"),
+    "no gradient": (with_sums(lambda loss: {"loss": loss.detach()}), "depends on none of the parameters"),
+    "weight of its own": (with_sums(lambda loss: {"loss": loss, "weight": loss}), "in train mode returns 'weight'"),
+    "foreign block": (
+        with_blocks(lambda layers: [nn.Linear(1, 1)]),
+        "Broken.blocks: names a Linear that is no submodule of the model",
+    ),
+    "block within another": (with_blocks(lambda layers: [layers, layers[0]]), "Broken.blocks: names a Linear that sha"),
+    "block twice": (with_blocks(lambda layers: [layers[0], layers[0]]), "Broken.blocks: names a Linear that shares"),
+}
+
+
+@pytest.mark.parametrize(("task", "message"), BEFORE_TRAINING.values(), ids=BEFORE_TRAINING)
+def test_what_the_start_can_see_is_refused_before_training(task, message, refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "broken", lambda: task)
+    refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
+    assert not contents(tmp_path, ("lock", "state.json"))
+
+
+def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):
+    class Tied(Weighted):
+        def build_objective(self):
+            objective = super().build_objective()
+            norm = objective.model.layers[1]
+            objective.model.twin = nn.LayerNorm(norm.normalized_shape)
+            objective.model.twin.weight = norm.weight
+            return objective
+
+        def blocks(self, model):
+            return [model.layers[1], model.twin]
+
+    monkeypatch.setitem(TASKS, "tied", lambda: Tied)
+    message = "Tied.blocks: names a LayerNorm that shares modules or parameters with another block"
+    refused([message], *TINY, "--task", "tied", "--save-dir", tmp_path / "run")
+
+
+AFTER_AN_EPOCH = {
+    "no such metric": (
+        broken(monitor=("val/acuracy", "max")),
+        "Broken.monitor: there is no metric 'val/acuracy' among train/loss, train/accuracy",
+    ),
+    "tensors": (broken(summarise=lambda self, sums: sums), "Broken.summarise: returns a Tensor for 'loss': must be"),
+    "a number of numpy": (
+        broken(summarise=lambda self, sums: {"loss": np.float32(1)}),
+        "Broken.summarise: returns a float32 for 'loss'",
+    ),
+    "no dict": (broken(summarise=lambda self, sums: 1.0), "Broken.summarise: must return a dict of numbers, not a flo"),
+    "tensors of training": (
+        broken(summarise_training=lambda self, sums, phase: sums),
+        "Broken.summarise_training: returns a Tensor for 'loss'",
+    ),
+    "tensors of evaluation": (
+        broken(summarise=lambda self, sums: sums, summarise_training=lambda self, sums, phase: {"loss": 1.0}),
+        "Broken.summarise: returns a Tensor for 'loss'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("task", "message"), AFTER_AN_EPOCH.values(), ids=AFTER_AN_EPOCH)
+def test_what_only_scores_show_is_one_sentence_too(task, message, refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "broken", lambda: task)
+    refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")

@@ -1,0 +1,41 @@
+"""`Task.blocks`: which modules the tasks that come with the trainer name."""
+
+import pytest
+import torch
+
+from trainer.commands.build import build_task, example_batch
+from trainer.commands.flags import parse
+from trainer.loop.contract import check_blocks
+
+HAR = ["--model", "harnet", "--num-members", "2"]
+HAR_BLOCKS = ["network.encoder", "network.heads.0", "network.heads.1"]
+SMALL = ["--task", "seqrec", "--hidden-units", "8", "--maxlen", "8"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (HAR, HAR_BLOCKS),
+        ([*HAR, "--mode", "flatten"], HAR_BLOCKS),
+        (["--model", "tinyhar"], ["network.encoder", "network.channel_attention", "network.lstm"]),
+        (["--model", "deepconvlstm"], ["network.encoder", "network.lstm1", "network.lstm2"]),
+        ([*SMALL, "--no-time", "--no-mhc", "--num-blocks", "3"], ["blocks.0", "blocks.1", "blocks.2"]),
+        ([*SMALL, "--no-mhc"], ["blocks.0", "blocks.1"]),
+        ([*SMALL], ["blocks.0", "blocks.1"]),
+    ],
+)  # fmt: skip
+def test_blocks_are_submodules_that_a_forward_calls_in_order(argv, names, cache_dir):
+    flags, problems = parse([*argv, "--cache-dir", str(cache_dir)], several_devices=False)
+    assert problems == []
+    task = build_task(flags)
+    objective = task.build_objective()
+    model = objective.model
+    blocks = task.blocks(model)
+    assert all(block is model.get_submodule(name) for name, block in zip(names, blocks, strict=True))
+    check_blocks(task, model)
+    called = []
+    for name, block in zip(names, blocks, strict=True):
+        block.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    torch.manual_seed(0)
+    objective(example_batch(task, 0))
+    assert called == names
