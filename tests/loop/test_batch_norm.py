@@ -12,7 +12,7 @@ from trainer.commands.build import build_run, build_task
 from trainer.commands.flags import parse
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
-from trainer.loading.order import SampleKeys, epoch_permutation, num_micro_batches
+from trainer.loading.order import EpochOrder, SampleKeys, num_micro_batches
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.contract import leaves_a_single_sample
 from trainer.loop.schedule import lr_factor
@@ -67,7 +67,7 @@ class BareLoop:
     def weights(self):
         num, self.num_tracked = 13, 0
         for epoch in range(EPOCHS):
-            order = epoch_permutation(0, epoch, 0, num)
+            order = EpochOrder(0, epoch, 0, num).take(0, num)
             for start in range(0, num, self.whole):
                 end = min(start + self.whole, num)
                 progress = epoch + (start + end) // 2 / num
