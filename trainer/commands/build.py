@@ -132,10 +132,10 @@ def prepare_training(run: Run, flags: Flags) -> None:
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for index, phase in enumerate(task.phases):
-        example = example_batch(task, index)
+        example = example_batch(task, index, 2 * run.parallel.num_replicas)
         learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
-        try_phase(learner, run.parallel, phase, example)
         check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
+        try_phase(learner, run.parallel, phase, example)
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
 
 
@@ -304,10 +304,10 @@ def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str,
     }
 
 
-def example_batch(task: Task, phase: int) -> Batch:
-    """A small checked batch of a phase that does not count."""
+def example_batch(task: Task, phase: int, size: int) -> Batch:
+    """A checked batch of a phase, of so many samples if there are, that does not count."""
     dataset = task.training_data(task.phases[phase])
-    keys = SampleKeys(np.arange(min(2, len(dataset))), epoch=0, phase=phase, placeholder=True)
+    keys = SampleKeys(np.arange(min(size, len(dataset))), epoch=0, phase=phase, placeholder=True)
     batch = task.collate(dataset.__getitems__(keys), keys)
     check_batch(task, batch, len(keys.index))
     return batch | {"weight": torch.zeros_like(batch["weight"])}

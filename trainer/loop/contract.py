@@ -1,6 +1,7 @@
 """What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -102,13 +103,14 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
     step unbroken.
     """
-    outputs = _forward(learner, learner.enter(phase), phase, parallel.to_device(example))
-    problem = _problem_of_sums(outputs)
-    if problem is not None:
-        name = f"{type(learner.objective).__name__}.forward"
-        raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
-    (outputs["loss"] * 0).backward()
-    learner.objective.zero_grad(set_to_none=True)
+    net = learner.enter(phase)
+    with _leaving_no_trace(learner, net):
+        sums = net(parallel.to_device(example), phase)
+        problem = _problem_of_sums(sums)
+        if problem is not None:
+            name = f"{type(learner.objective).__name__}.forward"
+            raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
+        (sums["loss"] * 0).backward()
 
 
 def check_single_samples(
@@ -126,7 +128,8 @@ def check_single_samples(
         return
     try:
         single = {name: tensor[:1].to(parallel.device) for name, tensor in example.items()}
-        _forward(learner, learner.net, phase, single)
+        with _leaving_no_trace(learner, learner.net):
+            learner.net(single, phase)
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
             raise
@@ -149,12 +152,14 @@ def leaves_a_single_sample(parallel: Parallel, global_batch_size: int, micro_bat
     return any(len(part[-1]) == 1 for part in parts)
 
 
-def _forward(learner: Learner, net: nn.Module, phase: str, batch: Batch) -> dict[str, Tensor]:
-    """In train mode; buffers and random states stay as they were."""
+@contextmanager
+def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[None]:
+    """In train mode; gradients, buffers and random states are as before afterwards."""
     net.train()
     devices = {parameter.device for parameter in learner.objective.parameters() if parameter.is_cuda}
     with kept_buffers(learner.objective), torch.random.fork_rng(list(devices)):
-        return net(batch, phase)
+        yield
+    learner.objective.zero_grad(set_to_none=True)
 
 
 def _problem_of_sums(sums: object) -> str | None:
