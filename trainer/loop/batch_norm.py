@@ -47,7 +47,10 @@ class RunningStatistics:
             statistic.data.copy_(value)  # unseen by autograd, whose backward does not need them
 
     def start_agreement(self, parallel: Parallel) -> None:
-        """After the last forward of a step, of which samples count on some process. All call it, and then `agree`."""
+        """After the last forward of a step, so that it travels during the backward. All call it, and then `agree`.
+
+        On some process samples must have counted.
+        """
         if not self._statistics or parallel.shard[1] == 1:
             return
         changes = torch._foreach_sub(self._statistics, self._kept[: len(self._statistics)])

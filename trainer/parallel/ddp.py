@@ -178,7 +178,7 @@ class Distributed(Parallel):
     def gather_on_main(self, value: T) -> list[T]:
         self.phase.enter(EXCHANGE)
         values: list[Any] | None = [None] * self.shard[1] if self.is_main else None
-        dist.gather_object(value, values, group=self._host_group)
+        dist.gather_object(value, values, dst=0, group=self._host_group)
         return values or []
 
     def on_main(self, function: Callable[[], T]) -> T:
