@@ -1,6 +1,6 @@
 """A generative adversarial network whose two halves have turns: points on a ring of eight spots are drawn anew.
 
-    python main.py --task examples/gan.py:Gan
+    python main.py --task examples/gan.py:Gan --num-threads 1
 
 Every sample is a function of (seed, epoch, index), so the data are endless and the same on any number of devices. What
 the discriminator sees is blurred at the beginning, and less and less so until the end (Sønderby et al., 2017).
@@ -24,8 +24,8 @@ SPOTS = np.stack([np.cos(ANGLES), np.sin(ANGLES)], axis=1).astype(np.float32)
 class GanFlags(FlagGroup):
     """Task: a GAN on a ring of spots"""
 
-    num_points: int = flag(10_000, "points that the discriminator sees in an epoch", at_least=1)
-    blur: float = flag(0.5, "standard deviation of the blur at the beginning", at_least=0)
+    num_points: int = flag(50_000, "points that the discriminator sees in an epoch", at_least=1)
+    blur: float = flag(0.2, "standard deviation of the blur at the beginning", at_least=0)
 
 
 class Points:
@@ -48,7 +48,7 @@ class Points:
 class Halves(nn.Module):
     """The generator, from noise to points, and the discriminator, from points to a score that is high for real ones."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.generator = multilayer(NUM_LATENT, width, 2)
         self.discriminator = multilayer(2, width, 1)
@@ -56,7 +56,11 @@ class Halves(nn.Module):
 
 def multilayer(num_inputs: int, width: int, num_outputs: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(num_inputs, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, num_outputs)
+        nn.Linear(num_inputs, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, num_outputs),
     )
 
 
@@ -80,7 +84,7 @@ class Gan(Task):
     Config = GanFlags
     monitor = ("val/near", "max")
     phases, turns = ("discriminator", "generator"), (1, 1)
-    defaults = {"lr": 2e-3, "batch_size": 128, "betas": (0.5, 0.9), "weight_decay": 0.0}
+    defaults = {"epochs": 15, "batch_size": 128, "lr": 3e-3, "betas": (0.5, 0.99), "weight_decay": 0.0}
 
     def splits(self) -> dict[str, Points]:
         sizes = {"train": self.config.num_points, "val": 2000, "test": 2000}

@@ -74,7 +74,7 @@ def train_window(run: Run, window: Window, total_weight: float) -> None:
         run.step_results.add(StepRecord(progress.step + 1, step, result))
     progress.advance(step.after)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
-    logs = total_weight > 0 and progress.step % run.settings.log_interval == 0
+    logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = run.settings.save_every_steps > 0 and progress.step % run.settings.save_every_steps == 0
     check_steps(run, wait=logs or saves)
     if logs:
