@@ -85,7 +85,7 @@ class Plan:
         return num_epochs % self.eval_every == 0 or num_epochs == self.epochs
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Whether the last of so many steps is logged: every `interval`, and then one of each of the phases in turns."""
+        """Whether the last of so many steps is logged: every `interval`, and of phases in turns one of each then."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
