@@ -1,4 +1,4 @@
-"""Tasks that compute from the whole model between epochs, and that choose the order of their samples."""
+"""Tasks that compute from the whole model between epochs, choose the order of their samples, or note the progress."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +42,28 @@ class Refreshing(Weighted):
         scale = sum(p.square().mean() for p in progress(list(objective.parameters()), "scale"))
         rank = dist.get_rank() if self.config.differs and dist.is_initialized() else 0
         objective.model.scale.copy_(1 + scale + epoch + rank)
+
+
+class Annealed(Weighted):
+    """Sums up the progress that its samples' keys tell."""
+
+    def collate(self, samples, keys):
+        batch = super().collate(samples, keys)
+        batch["progress"] = torch.full((len(keys.index),), keys.progress, dtype=torch.float64)
+        return batch
+
+    def build_objective(self):
+        objective = super().build_objective()
+        objective.__class__ = AnnealedObjective
+        return objective
+
+    def summarise(self, sums):
+        return super().summarise(sums) | {"progress": float(sums["progress"])}
+
+
+class AnnealedObjective(WeightedObjective):
+    def forward(self, batch, phase="train"):
+        return super().forward(batch, phase) | {"progress": (batch["progress"] * (batch["weight"] > 0)).sum()}
 
 
 class Bucketed(Weighted):

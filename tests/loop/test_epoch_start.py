@@ -1,4 +1,4 @@
-"""What a task computes between epochs, and the orders that it chooses."""
+"""What a task computes between epochs, the orders that it chooses, and the progress that it is told."""
 
 import json
 
@@ -52,3 +52,18 @@ def test_every_sample_of_an_order_is_trained_on_once(run_here, tmp_path, monkeyp
         received = [line["index"] for line in lines if line["epoch"] == epoch]
         assert sorted(np.concatenate(received)) == list(range(101))
         assert all(len(index) <= 5 for index in received)
+
+
+@pytest.mark.parametrize("more", [[], TWO], ids=["one", "two"])
+def test_keys_tell_the_progress_of_their_step(more, command, tmp_path):
+    """Every sample of a step the same, at any number of devices; 0 in evaluation."""
+    script = "main_multi_gpu.py" if more else "main.py"
+    argv = ["--task", f"{FILE}:Annealed", *RUN, "--global-batch-size", 12, *more, "--save-dir", tmp_path]
+    command(script, *argv)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    epochs = [record for record in records if record["event"] == "epoch"]
+    bounds = [(start, min(start + 12, 101)) for start in range(0, 101, 12)]
+    for epoch, record in enumerate(epochs):
+        expected = sum((end - start) * (epoch + (start + end) // 2 / 101) / 3 for start, end in bounds)
+        assert record["train/progress"] == pytest.approx(expected, rel=1e-12)
+        assert record["val/progress"] == 0

@@ -95,11 +95,12 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     unknown = run.memory_limit
     limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
-    notes = initialise(run, flags) if state is None else []
-    if state is not None:
+    if state is None:
+        notes = initialise(run, flags)
+        prepare_training(run, flags)
+    else:
         take_weights(run, state)
-    prepare_training(run, flags)
-    if state is not None:
+        prepare_training(run, flags)
         notes = resume(run, state)
     return run, [*notes, *limit.note()]
 
