@@ -104,14 +104,10 @@ def evaluated(parallel, *argv, change=lambda run: None):
 @pytest.mark.parametrize("eval_batch_size", [1, 2, 5])
 def test_those_of_replicas_are_put_behind_each_other(num_replicas, eval_batch_size):
     argv = ("--eval-batch-size", str(eval_batch_size))
-    run, sums = evaluated(ReplicasOnCpu(num_replicas), *argv, change=on_replicas)
+    run, sums = evaluated(ReplicasOnCpu(num_replicas), *argv)
     _, expected = evaluated(SingleDevice(CPU))
     assert run.task.summarise(sums)["auc"] == run.task.summarise(expected)["auc"]
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
-
-
-def on_replicas(run):
-    run.parallel.evaluation_module = lambda net: run.parallel.wrap(net, {}, "train")
 
 
 def test_parts_of_a_batch_that_found_no_room_count_once():

@@ -37,5 +37,5 @@ def test_blocks_are_submodules_that_a_forward_calls_in_order(argv, names, cache_
     for name, block in zip(names, blocks, strict=True):
         block.register_forward_pre_hook(lambda *_, name=name: called.append(name))
     torch.manual_seed(0)
-    objective(example_batch(task, 0))
+    objective(example_batch(task, 0, 2))
     assert called == names
