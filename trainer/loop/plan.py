@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from trainer.config import FlagGroup, flag
@@ -61,17 +62,17 @@ class Plan:
     turns: tuple[int, ...] = ()
     eval_every: int | None = 1
 
-    @property
+    @cached_property
     def phase_sizes(self) -> list[int]:
         """Samples in an epoch of each phase."""
         return [order.size for order in self.orders]
 
-    @property
+    @cached_property
     def samples_per_epoch(self) -> int:
         """Of phases in turns those of the first one, which make the epoch."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         steps = [order.num_steps for order in self.orders]
         if not self.turns:

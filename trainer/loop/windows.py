@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import tee
 from typing import NamedTuple, TypeVar
 
 from trainer.loading.batches import Batch
@@ -42,10 +43,9 @@ def training_windows(run: Run) -> Iterator[Window]:
     """This process's part of each global batch that is left in the epoch."""
     position, (_, world_size) = run.progress.position, run.parallel.shard
     sizes = [split.micro_batch_size for split in run.batches]
-    batches = run.loaders["train"](
-        keys for step in run.plan.rest_of_epoch(position) for keys in _own_keys(run, step, sizes[step.phase])
-    )
-    for step in run.plan.rest_of_epoch(position):
+    steps, loaded_ahead = tee(run.plan.rest_of_epoch(position))
+    batches = run.loaders["train"](keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
+    for step in steps:
         run.parallel.phase.enter("data loading")
         started = time.perf_counter()
         num_batches = num_micro_batches(step.end - step.start, world_size, sizes[step.phase])
