@@ -157,6 +157,7 @@ def test_a_trunk_that_no_group_names_stays_as_it_was(source, train, tmp_path, mo
     assert all(difference({name: tuned[name]}, {name: still[name]}) > 1e-4 for name in head)
 
 
+@pytest.mark.slow
 def test_every_process_takes_the_same(partial, train, command, tmp_path):
     file, _ = partial
     train(tmp_path / "one", "--init-from-partial", file, *STILL)

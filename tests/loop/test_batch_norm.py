@@ -76,7 +76,7 @@ class BareLoop:
         return self.objective.model.state_dict()
 
 
-@pytest.mark.parametrize(("world_size", "whole"), [(1, 6), (2, 5), (3, 4)])
+@pytest.mark.parametrize(("world_size", "whole"), [(1, 6), (2, 5), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_statistics_are_those_of_all_processes(world_size, whole, command, tmp_path):
     """Accumulation, unequal shares, and a last step of one sample, of which all other processes have a placeholder."""
     command(*launcher(world_size), *TINY, "--global-batch-size", whole, "--save-dir", tmp_path)
@@ -87,6 +87,7 @@ def test_statistics_are_those_of_all_processes(world_size, whole, command, tmp_p
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_goes_on_to_the_bit_from_a_save_that_the_unbroken_run_did_not_make(command, tmp_path):
     run = [*launcher(2), *TINY, "--dtype", "float32", "--global-batch-size", 4]
     command(*run, "--save-dir", tmp_path / "whole")

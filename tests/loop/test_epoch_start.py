@@ -20,7 +20,7 @@ def assert_close(one, other):
         torch.testing.assert_close(other["model"][name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("task", ["Refreshing", "Bucketed"])
+@pytest.mark.parametrize("task", [pytest.param("Refreshing", marks=pytest.mark.slow), "Bucketed"])
 def test_is_the_same_on_two_processes_and_after_a_resume_anywhere(task, run_here, command, tmp_path):
     argv = ["--task", f"{FILE}:{task}", *RUN, "--global-batch-size", 12]
     run_here(*argv, "--save-dir", tmp_path / "whole")
@@ -54,7 +54,7 @@ def test_every_sample_of_an_order_is_trained_on_once(run_here, tmp_path, monkeyp
         assert all(len(index) <= 5 for index in received)
 
 
-@pytest.mark.parametrize("more", [[], TWO], ids=["one", "two"])
+@pytest.mark.parametrize("more", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one", "two"])
 def test_keys_tell_the_progress_of_their_step(more, command, tmp_path):
     """Every sample of a step the same, at any number of devices; 0 in evaluation."""
     script = "main_multi_gpu.py" if more else "main.py"

@@ -47,7 +47,7 @@ def expected_scores(model, split, num=7):
         (1, 3, ["--ema-decay", 0.9]),
         (1, 100, []),
         (2, 3, ["--ema-decay", 0.9]),
-        (3, 1, []),
+        pytest.param(3, 1, [], marks=pytest.mark.slow),
         pytest.param(2, 1, [], marks=pytest.mark.slow),
         pytest.param(2, 100, [], marks=pytest.mark.slow),
         pytest.param(3, 2, ["--num-test", 2], marks=pytest.mark.slow),
