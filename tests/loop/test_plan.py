@@ -85,6 +85,12 @@ def test_steps_know_where_they_lead():
             assert [step[1:] for step in seen if step[0] == 1] == [(0, 0, 2), (0, 2, 3), (1, 0, 2), (1, 2, 3)]
 
 
+@pytest.mark.parametrize(("size", "expected"), [(10, {4, 2}), (8, {4}), (3, {3})])
+def test_an_order_knows_the_sizes_of_its_steps(size, expected):
+    (order,) = plan_of(1, size).orders
+    assert order.step_sizes == expected == {end - start for start, end in order.bounds(0, 0)}
+
+
 def test_a_changed_batch_size_goes_on_where_the_old_one_stopped():
     plan = plan_of(1, 10, 5, global_batch_size=3, turns=(1, 1))
     steps = list(plan.rest_of_epoch(Position(0, 1, 4, 0, ((2, 1),))))

@@ -122,8 +122,9 @@ def check_single_samples(
     """
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in learner.objective.modules()):
         return
-    sizes = {end - start for start, end in order.bounds(0, 0)}
-    refused = sorted(size for size in sizes if leaves_a_single_sample(parallel, size, split.micro_batch_size))
+    refused = sorted(
+        size for size in order.step_sizes if leaves_a_single_sample(parallel, size, split.micro_batch_size)
+    )
     if not refused:
         return
     try:

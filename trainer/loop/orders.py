@@ -36,6 +36,11 @@ class ShuffledOrder:
         """Of an epoch."""
         return self.steps_before(0, self.size)
 
+    @property
+    def step_sizes(self) -> set[int]:
+        """How many samples the steps of an epoch have."""
+        return {min(self.global_batch_size, self.size), self.size - (self.num_steps - 1) * self.global_batch_size}
+
     def steps_before(self, epoch: int, consumed: int) -> int:
         """Steps that so many samples of an epoch make."""
         return -(-consumed // self.global_batch_size)
@@ -70,16 +75,20 @@ class TaskOrder:
     def num_steps(self) -> int:
         return self.steps_before(0, self.size)
 
+    @property
+    def step_sizes(self) -> set[int]:
+        return {end - start for start, end in self.bounds(0, 0)}
+
     def steps_before(self, epoch: int, consumed: int) -> int:
         _, ends = self._epoch(epoch)
         return bisect_left(ends, consumed) + (consumed > 0)
 
     def bounds(self, epoch: int, consumed: int) -> Iterator[tuple[int, int]]:
         _, ends = self._epoch(epoch)
-        for end in ends[bisect_right(ends, consumed) :]:
+        for number in range(bisect_right(ends, consumed), len(ends)):
             if consumed < self.size:
-                yield consumed, min(end, self.size)
-            consumed = end
+                yield consumed, min(ends[number], self.size)
+            consumed = ends[number]
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
         batches, ends = self._epoch(epoch)
