@@ -27,9 +27,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
     label: what a message calls the file. only_weights: its `model` entry is enough, or a state dict that would be that
-    entry. verified: its sha256 is known and
-    right, so that its checksums need no look. Raises BadInput when it is damaged, holds anything else, or
-    lacks what is needed.
+    entry. verified: its sha256 is known and right, so that its checksums need no look. Raises BadInput when it is
+    damaged, holds anything else, or lacks what is needed.
     """
     with refusing_disk_errors(label):
         path.open("rb").close()

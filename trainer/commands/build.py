@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.flags import Flags
-from trainer.commands.resume import choose_start, resume, starts_over, take_over, take_weights
+from trainer.commands.resume import choose_start, recorded_global_batches, resume, starts_over, take_over, take_weights
 from trainer.commands.weights import initialise
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
@@ -27,7 +27,7 @@ from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
-from trainer.loop.orders import SampleOrder, ShuffledOrder, TaskOrder
+from trainer.loop.orders import EPOCHS_KEPT, SampleOrder, ShuffledOrder, TaskOrder
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.precision import choose_precision, in_precision
 from trainer.loop.run import LoopSettings, Run
@@ -215,9 +215,8 @@ def arrange_batches(
     """
     batch, devices = flags.batch, (parallel.num_devices, parallel.shard[1])
     if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
-        kept = before.get("global_batch_sizes") or [before["global_batch_size"]]
         if before.get("batch_sizes", sizes) == sizes:
-            pairs = zip(sizes, kept, strict=True)
+            pairs = zip(sizes, recorded_global_batches(before), strict=True)
             return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
     asked = batch.global_batch_size
     wholes = [asked and max(1, round(asked * size / batch.batch_size)) for size in sizes]
@@ -239,8 +238,8 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
     """The samples of a phase in global batches. Raises BadInput."""
     name = task.phases[phase]
     num_samples = task.num_samples(name)
-    if task.order(name, 0, global_batch_size) is not None:
-        batches = partial(task.order, name, global_batch_size=global_batch_size)
+    batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
+    if batches(0) is not None:
         return TaskOrder(f"{type(task).__name__}.order({name!r})", batches, global_batch_size, num_samples)
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
     if rest == num_samples:

@@ -98,8 +98,8 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
         f"Changed since the checkpoint: {name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()
     ]
     then, now = state["environment"], run.facts["environment"]
-    wholes, kept = run.facts["global_batch_sizes"], state.get("global_batch_sizes") or [state["global_batch_size"]]
-    if then["num_devices"] != now["num_devices"] and wholes == kept:
+    wholes = recorded_global_batches(run.facts)
+    if then["num_devices"] != now["num_devices"] and wholes == recorded_global_batches(state):
         notes.append(
             f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
             f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
@@ -108,6 +108,11 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if different:
         notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
     return notes
+
+
+def recorded_global_batches(facts: Mapping[str, Any]) -> list[int]:
+    """Samples per optimizer step of each phase; older checkpoints have the number of their only phase."""
+    return facts.get("global_batch_sizes") or [facts["global_batch_size"]]
 
 
 def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

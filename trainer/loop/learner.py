@@ -31,7 +31,7 @@ class Learner:
     params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
     batch_norm: RunningStatistics = field(init=False)
-    _phase: str | None = field(default=None, init=False)
+    _phase: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.batch_norm = RunningStatistics(self.objective)
@@ -44,7 +44,7 @@ class Learner:
     def set_trained(self, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """params: what each phase trains. Whatever none of them trains gets no gradients."""
         self.params = {phase: list(own) for phase, own in params.items()}
-        self._phase = None
+        self._phase = ""
         for parameter in self.objective.parameters():
             parameter.requires_grad_(False)
         self.enter(next(iter(params)))
@@ -55,7 +55,7 @@ class Learner:
         Those that a backward of one phase leaves on the parameters of another would enter the other's next step.
         """
         if phase != self._phase:
-            for parameter in self.params.get(self._phase, ()) if self._phase else ():
+            for parameter in self.params.get(self._phase, ()):
                 parameter.requires_grad_(False)
             for parameter in self.params[phase]:
                 parameter.requires_grad_(True)

@@ -100,8 +100,9 @@ class TaskOrder:
         """The global batches, and where they end. Raises BadInput."""
         batches = self.batches(epoch) or []
         size = getattr(batches, "batch_size", None)  # of all but the last: spares making them
-        ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(map(len, batches)))
-        if not ends or ends[-1] < self.size or len(set(ends)) < len(ends):
+        sizes = [] if size else [len(batch) for batch in batches]
+        ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
+        if not ends or ends[-1] < self.size or 0 in sizes:
             raise BadInput(
                 f"{self.source} gives {ends[-1] if ends else 0} samples in epoch {epoch + 1}, or an empty batch; every "
                 f"epoch must have {self.size}, as num_samples says"
