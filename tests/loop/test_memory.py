@@ -218,6 +218,25 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     assert not any(optimizer.state for optimizer in run.learner.optimizers["train"])
 
 
+def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, monkeypatch):
+    """Its largest micro-batch is twice that of the first phase, and one sample of it fits."""
+    argv = ["--task", "tests/helpers/phased_task.py:Shared", "--batch-size", "1", "--dtype", "float64"]
+    flags, problems = parse([*argv, "--device", "cpu", "--save-dir", str(tmp_path)], several_devices=False)
+    refuse(problems)
+    run, _ = build_run(flags, build_task(flags), SingleDevice(CPU), RunDirectory(tmp_path, 3, print))
+    forward = type(run.learner.objective).forward
+
+    def short_of_memory(self, batch, phase="first"):
+        if phase == "second" and len(batch["index"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return forward(self, batch, phase)
+
+    monkeypatch.setattr(type(run.learner.objective), "forward", short_of_memory)
+    rehearse(run)
+    assert [split.batch_size for split in run.batches] == [1, 1]
+    assert [split.global_batch_size for split in run.batches] == [1, 2]
+
+
 def rehearse_in_process(environment, folder):
     torch.set_num_threads(1)
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))

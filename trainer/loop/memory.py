@@ -17,7 +17,7 @@ from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.optimizers import moments_of
-from trainer.loop.plan import BatchSplit
+from trainer.loop.plan import BatchSplit, split_batch
 from trainer.loop.run import Run
 from trainer.loop.windows import WeightedBatch, Window, weighted
 from trainer.parallel.buffers import kept_buffers
@@ -96,9 +96,11 @@ def _halve(run: Run, phase: int) -> None:
 def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:
     """The same global batches with half the samples per forward. Raises BadInput when a single one did not fit."""
     _half(run, run.batches[phase].batch_size)
-    limit = replace(run.memory_limit, batch_size=-(-run.batches[0].batch_size // 2))
-    batches = limit.applied(run.batches, run.parallel.num_devices, run.parallel.shard[1])
-    return batches, replace(limit, batch_size=batches[0].batch_size)
+    devices = run.parallel.num_devices, run.parallel.shard[1]
+    batches = tuple(
+        split_batch(-(-split.batch_size // 2), 1, split.global_batch_size, *devices) for split in run.batches
+    )
+    return batches, replace(run.memory_limit, batch_size=batches[0].batch_size)
 
 
 def _half(run: Run, size: int) -> int:
