@@ -1,23 +1,13 @@
 """What docs/own_task.md shows of data sets runs, and does what it says."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.docs.recipes import recipe
 from trainer import SampleKeys
-
-
-def recipe(heading: str) -> dict:
-    """The names that the code below a heading defines."""
-    _, _, text = (ROOT / "docs" / "own_task.md").read_text().partition(f"### {heading}\n")
-    names = {"np": np, "torch": torch, "Path": Path, "SampleKeys": SampleKeys}
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
-    return names
 
 
 def test_a_torch_dataset():

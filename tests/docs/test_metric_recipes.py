@@ -1,7 +1,6 @@
 """What docs/own_task.md shows of metrics and mixup runs, and does what it says."""
 
 import json
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,18 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.own_task import SpiralData, SpiralFlags, Spirals
-from tests.conftest import ROOT, load
+from tests.conftest import load
+from tests.docs.recipes import recipe
 from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task
 from trainer.tasks import TASKS
 
-
-def recipe(heading: str) -> dict:
-    """The names that the code below a heading defines."""
-    _, _, text = (ROOT / "docs" / "own_task.md").read_text().partition(f"### {heading}\n")
-    names = {"np": np, "torch": torch, "F": F, "Tensor": Tensor, "Batch": Batch, "SampleKeys": SampleKeys,
-             "Sums": Sums, "SpiralData": SpiralData}  # fmt: skip
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
-    return names
+NAMES = {"F": F, "Tensor": Tensor, "Batch": Batch, "Sums": Sums, "SpiralData": SpiralData}
 
 
 @dataclass
@@ -44,7 +37,7 @@ class Points:
 
 
 def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
-    names = recipe("Metrics that do not add up")
+    names = recipe("Metrics that do not add up", **NAMES)
     objective = type("RecipeObjective", (Objective,), {"forward": names["forward"]})
     splits = {"train": Points(50, 0), "val": Points(21, 1), "test": Points(30, 2)}
     members = {
@@ -68,12 +61,14 @@ def slow_auc(scores, labels):
 def test_area_under_curve_with_ties(seed):
     rng = np.random.default_rng(seed)
     scores, labels = rng.integers(0, 5, 40), rng.integers(0, 2, 40)
-    found = recipe("Metrics that do not add up")["area_under_curve"](torch.tensor(scores), torch.tensor(labels))
+    found = recipe("Metrics that do not add up", **NAMES)["area_under_curve"](
+        torch.tensor(scores), torch.tensor(labels)
+    )
     assert found == slow_auc(scores, labels)
 
 
 def test_mixup_is_that_of_the_sample():
-    names = recipe("Mixup")
+    names = recipe("Mixup", **NAMES)
     plain = SpiralData(100, 0.1, 0)
     mixed = names["Mixed"](plain, seed=3)
     together = mixed.__getitems__(SampleKeys(np.arange(100), 2))
@@ -92,7 +87,7 @@ def mix(data, i, j, share):
 
 
 def test_mixup_trains(monkeypatch, run_here, tmp_path):
-    names = recipe("Mixup")
+    names = recipe("Mixup", **NAMES)
 
     class Mixed(Spirals):
         Config = SpiralFlags

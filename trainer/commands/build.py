@@ -214,10 +214,13 @@ def arrange_batches(
     its global batches and factor, whatever the devices are now.
     """
     batch, devices = flags.batch, (parallel.num_devices, parallel.shard[1])
-    if before is not None and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS):
-        if before.get("batch_sizes", sizes) == sizes:
-            pairs = zip(sizes, recorded_global_batches(before), strict=True)
-            return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
+    if (
+        before is not None
+        and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
+        and before.get("batch_sizes", sizes) == sizes
+    ):
+        pairs = zip(sizes, recorded_global_batches(before), strict=True)
+        return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
     asked = batch.global_batch_size
     wholes = [asked and max(1, round(asked * size / batch.batch_size)) for size in sizes]
     splits = tuple(

@@ -1,0 +1,19 @@
+"""The code of docs/own_task.md, run."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.conftest import ROOT
+from trainer import SampleKeys
+
+
+def recipe(heading: str, **names: Any) -> dict[str, Any]:
+    """The names that the code below a heading defines. names: what it takes for granted, beside the usual."""
+    _, _, text = (ROOT / "docs" / "own_task.md").read_text().partition(f"### {heading}\n")
+    names |= {"np": np, "torch": torch, "Path": Path, "SampleKeys": SampleKeys}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    return names
