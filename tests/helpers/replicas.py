@@ -73,7 +73,7 @@ def trained(parallel, directory: Path, *more: str):
     run, notes = build_run(flags, build_task(flags), parallel, run_directory)
     open_run(run, notes, flags, argv)
     train(run)
-    test = run.metrics("test", evaluate(run, "test"))
+    test = run.metrics({"test": evaluate(run, "test")})
     run.close()
     run_directory.release()
     return load(directory / "last.pth"), test

@@ -38,7 +38,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
-from trainer.task import Task
+from trainer.task import Task, validation_sets
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -79,7 +79,7 @@ def build_task(flags: Flags) -> Task:
         if len(dataset) == 0:
             raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
-    if patience and "val" not in splits:
+    if patience and not validation_sets(splits):
         raise BadInput(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
     return task
 
@@ -232,7 +232,7 @@ def arrange_batches(
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
     """Epochs, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
-    eval_every = flags.run.eval_every if "val" in task.splits() else None
+    eval_every = flags.run.eval_every if validation_sets(task.splits()) else None
     orders = tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches))
     return Plan(flags.run.epochs, orders, task.turns, eval_every)
 
