@@ -77,6 +77,10 @@ BEFORE_TRAINING = {
         with_splits(lambda splits: {**splits, "val/far": Sequences(0, 0, False)}),
         "--task broken: its data set 'val/far' is empty",
     ),
+    "a metric of another set": (
+        with_splits(lambda splits: {**{k: splits[k] for k in ("train", "test")}, "val/far": splits["val"]}),
+        "Broken.monitor 'val/accuracy': must be of one of the validation sets val/far",
+    ),
     "no length": (
         with_splits(lambda splits: {**splits, "val": Unsized()}),
         "--task broken: its data set 'val': Unsized has no `__len__`, the number of its samples",

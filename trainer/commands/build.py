@@ -116,9 +116,9 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
         run.log.say(line)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         rehearse(run)
-    step = run.progress.step
-    if step > 0 and run.parallel.on_main(lambda: all(entry.step != step for entry in run.directory.entries)):
-        take_over(run, flags)
+    source, step = flags.checkpoint.resume_from, run.progress.step
+    if source is not None and run.parallel.on_main(lambda: all(entry.step != step for entry in run.directory.entries)):
+        take_over(run, source)
 
 
 def prepare_training(run: Run, flags: Flags) -> None:
@@ -151,7 +151,7 @@ def assemble_run(
 
     directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
     """
-    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
+    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
     values = flags.values()
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
