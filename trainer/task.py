@@ -218,7 +218,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """For `--folds`: command-line flags that hold each fold out of the training data as "val".
+        """For `--folds`: command-line flags that hold each fold out of the training data as a validation set.
 
         Every run of a fold gets them beside its other flags. May raise BadInput. By default this task has no folds.
         """

@@ -3,13 +3,16 @@
 import json
 import math
 import random
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from tests.checkpoint.conftest import Crash, checkpoints, state_at
-from tests.conftest import TINY, assert_same_bits, load
+from tests.conftest import ROOT, TINY, assert_same_bits, load
 from trainer.checkpoint.manifest import Entry, best_first
 from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
@@ -188,6 +191,17 @@ def best_files(entries, num):
     return {entry["file"] for entry in sorted(judged, key=lambda entry: -entry["value"])[:num]}
 
 
+def listed_best(run):
+    """What the guide's command prints."""
+    guide = (ROOT / "docs" / "multi_gpu_guide.md").read_text()
+    command = re.search(r"```bash\n(python -c [^`]*manifest.json[^`]*)```", guide)[1]
+    done = subprocess.run(
+        ["bash", "-c", command.replace("checkpoints/run", str(run)).replace("python", sys.executable, 1)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
 RUN = ["--epochs", 8, "--keep-checkpoints", 1, "--keep-best", 3, "--lr", 0.3]
 
 
@@ -205,6 +219,7 @@ def test_a_run_keeps_its_best(trained):
     assert kept == best_files(entries, 3) | {"checkpoint_8.pth"}
     assert best_files(manifest(run), 3) == best_files(entries, 3)
     assert (run / "best.pth").samefile(run / next(iter(best_files(entries, 1))))
+    assert {line.split()[-1] for line in listed_best(run)} == best_files(entries, 3)
     assert len(best_files(entries, 3) - {f"checkpoint_{epoch}.pth" for epoch in (6, 7, 8)}) > 0
 
 
@@ -221,13 +236,13 @@ def test_it_goes_on_with_them(lost, trained, train, tmp_path):
 
 
 def test_an_abandoned_future_is_not_among_them(trained, train, tmp_path):
-    run, entries = trained
-    source = run / min(best_files(entries, 3), key=lambda name: load(run / name)["step"])
-    epoch = load(source)["position"]["epoch"]
-    train(run, *RUN, "--resume-from", source, "--seed", 5)
-    later = [entry for entry in manifest(run) if entry["source"]]
-    before = [entry for entry in entries if entry["epoch"] <= epoch]
-    assert checkpoints(run) == best_files([*before, *later], 3) | {later[-1]["file"]}
+    """A run goes back to its first epoch, the worst, and hardly learns: of equal scores the earlier ones stay."""
+    _, entries = trained
+    run = tmp_path / "all"
+    assert entries[0]["value"] == min(entry["value"] for entry in entries)
+    train(run, *RUN, "--lr", 1e-9, "--resume-from", run / "checkpoint_1.pth")
+    assert checkpoints(run) == {f"checkpoint_{name}.pth" for name in ("1", "2_again2", "3", "8")}
+    assert {entry["source"] for entry in manifest(run)} == {None, str(run / "checkpoint_1.pth")}
 
 
 def test_the_values_come_along_to_another_directory(trained, train, tmp_path):

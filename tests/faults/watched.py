@@ -13,8 +13,8 @@ from tests.faults.prepared import Prepared
 RECIPE = Recipe(
     argv=(
         "--task", WEIGHTED, "--num-train", 24, "--num-val", 4, "--width", 4, "--batch-size", 12, "--epochs", 3,
-        "--num-threads", 1, "--keep-checkpoints", 1, "--save-every-steps", 1, "--log-interval", 1, "--lr", 0.01,
-        "--ema-decay", 0.9, "--dropout", 0.1,
+        "--num-threads", 1, "--keep-checkpoints", 1, "--keep-best", 2, "--save-every-steps", 1, "--log-interval", 1,
+        "--lr", 0.01, "--ema-decay", 0.9, "--dropout", 0.1,
     ),
     global_batch_size=12,
     num_samples=24,

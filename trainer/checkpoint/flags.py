@@ -28,7 +28,7 @@ class CheckpointFlags(FlagGroup):
         False, "use --save-dir although a job on another host left its lock there: that job must have ended"
     )
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir (or --resume-from FILE) on val and test"
+        False, "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets"
     )
 
     def retention(self, task: Task) -> Retention:
