@@ -109,3 +109,10 @@ def test_their_order_is_that_of_their_names(run_here, tmp_path, monkeypatch):
     for name in (f"{FILE}:Shifted", "other"):
         run_here("--task", name, *FLAGS, "--save-dir", tmp_path / name[-5:])
     assert read_metrics(tmp_path / "other", "epoch") == read_metrics(tmp_path / "ifted", "epoch")
+
+
+def test_patience_looks_at_the_one_that_is_monitored(run_here, tmp_path):
+    """A learning rate of almost nothing: the first score is the best for ever."""
+    run_here(*argv(), "--epochs", 9, "--lr", 1e-30, "--early-stopping-patience", 2, "--save-dir", tmp_path)
+    results = results_of(tmp_path)
+    assert (results["best"]["epoch"], results["epochs"]) == (1, 3)
