@@ -27,6 +27,7 @@ class Known:
     file: str
     moment: tuple[int, Position]
     value: float | None
+    is_best: bool
     intact: bool = True
     abandoned: bool = False
 
@@ -53,15 +54,21 @@ class Life:
     def is_better(self, value, than):
         return value > than if self.mode == "max" else value < than
 
-    def stays(self, i):
+    def is_ahead(self, i, j):
+        """Whether the first comes before the other: what best.pth names, then the better, of equal ones the earlier."""
+        one, other = self.known[i], self.known[j]
+        best = max((k for k, it in enumerate(self.known) if it.is_best), default=None)
+        if i == j or j == best or one.value is None or math.isnan(one.value):
+            return False
+        return i == best or self.is_better(one.value, other.value) or (one.value == other.value and i < j)
+
+    def stays(self, j):
         """Fewer intact ones are newer, or better, than there is room for."""
-        value = self.known[i].value
-        newer = sum(one.intact for one in self.known[i + 1 :])
-        if value is None or math.isnan(value):
+        value = self.known[j].value
+        newer = sum(one.intact for one in self.known[j + 1 :])
+        if newer < self.keep or value is None or math.isnan(value):
             return newer < self.keep
-        judged = [(j, one) for j, one in enumerate(self.known) if one.value is not None]
-        better = [one for j, one in judged if self.is_better(one.value, value) or (one.value == value and j < i)]
-        return newer < self.keep or sum(one.intact for one in better) < self.keep_best
+        return sum(one.intact for i, one in enumerate(self.known) if self.is_ahead(i, j)) < self.keep_best
 
     def next_state(self):
         if self.draw.random() < 0.5:
@@ -77,7 +84,9 @@ class Life:
         return state_at(self.epoch, self.samples) | {"step": 1000 * self.epoch + self.samples, **verdict}
 
     def learn(self, path, state):
-        self.known.append(Known(path.name, (state["step"], Position(**state["position"])), state["value"]))
+        self.known.append(
+            Known(path.name, (state["step"], Position(**state["position"])), state["value"], state["is_best"])
+        )
 
     def save(self):
         state = self.next_state()
@@ -142,7 +151,7 @@ class Life:
         self.directory.forget_later_values(state)
         for other in self.known:
             if other.moment > one.moment:
-                other.value, other.abandoned = None, True
+                other.value, other.is_best, other.abandoned = None, False, True
         self.go_on_from(state)
         self.save()
 
