@@ -20,8 +20,9 @@ def opened_run(folder: Path, argv: Sequence[str]) -> Run:
     refuse(problems)
     parallel = SingleDevice(torch.device("cpu"))
     set_up_torch(flags, parallel)
-    directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
+    task = build_task(flags)
+    directory = RunDirectory(folder, flags.checkpoint.retention(task), print)
     directory.acquire()
-    run, notes = build_run(flags, build_task(flags), parallel, directory)
+    run, notes = build_run(flags, task, parallel, directory)
     open_run(run, notes, flags, argv)
     return run

@@ -149,7 +149,7 @@ def test_metrics_do_not_depend_on_the_batch_of_evaluation():
     for size in (1, 5, 17, 100):  # of 17 samples
         run = assembled(SingleDevice(CPU), "--batch-size", "3", "--eval-batch-size", str(size))
         sizes = sizes_of_forwards(run)
-        metrics = run.metrics("val", evaluate(run, "val"))
+        metrics = run.metrics({"val": evaluate(run, "val")})
         assert sizes == [min(size, 17 - start) for start in range(0, 17, size)]
         expected = expected or metrics
         assert metrics == pytest.approx(expected, rel=1e-12)

@@ -109,7 +109,7 @@ class Task(ABC):
     Config: ClassVar[type]
     """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag."""
     monitor: ClassVar[tuple[str, Literal["max", "min"]]]
-    """The validation metric that defines "best", for example ("val/accuracy", "max")."""
+    """The validation metric that defines "best", for example ("val/accuracy", "max") or ("val/far/loss", "min")."""
     phases: ClassVar[tuple[str, ...]] = ("train",)
     """Parts of training, each with data, a loss, parameters and optimizers of its own.
 
@@ -137,10 +137,10 @@ class Task(ABC):
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
-        """The data sets "train", "test" and, unless the task was told to do without, "val".
+        """The data sets "train", "test" and those to validate on: "val", or any number of "val/NAME", or both.
 
-        Without "val" the weights after the last epoch count as the best. May raise BadInput. Called several times:
-        keep the result.
+        Without any to validate on the weights after the last epoch count as the best. May raise BadInput. Called
+        several times: keep the result.
         """
 
     @abstractmethod
@@ -176,7 +176,10 @@ class Task(ABC):
         return {name: float(mean) for name, mean in means.items() if mean.numel() == 1}
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """What results.json holds of the test scores besides metrics, for example a confusion matrix; plain values."""
+        """What results.json holds of the final scores besides metrics, for example a confusion matrix; plain values.
+
+        Of several validation sets (`--no-test`) each has its own there, by its name.
+        """
         return {}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
@@ -212,7 +215,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """For `--folds`: command-line flags that hold each fold out of the training data as "val".
+        """For `--folds`: command-line flags that hold each fold out of the training data as a validation set.
 
         Every run of a fold gets them beside its other flags. May raise BadInput. By default this task has no folds.
         """
@@ -322,6 +325,14 @@ class Task(ABC):
         must give the same. Not called again when a run resumes in mid-epoch. progress: `progress(items, "what")` goes
         through the items with a bar on the console.
         """
+
+
+def validation_sets(splits: Iterable[str]) -> list[str]:
+    """Those of the names of `Task.splits` that are validated on: "val" and "val/NAME".
+
+    Sorted, since all processes must go through them in one order, whatever that of `splits` is on each.
+    """
+    return sorted(name for name in splits if name.partition("/")[0] == "val")
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:

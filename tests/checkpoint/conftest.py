@@ -1,7 +1,10 @@
+import os
+
 import pytest
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import Retention
 
 
 @pytest.fixture
@@ -9,9 +12,9 @@ def opened(tmp_path):
     """Opens the run directory as a new start does, with what it says as a list; releases it at the end."""
     directories = []
 
-    def open_directory(keep=3):
+    def open_directory(keep=3, keep_best=1, mode="max", name="run"):
         said = []
-        directory = RunDirectory(tmp_path / "run", keep, said.append)
+        directory = RunDirectory(tmp_path / name, Retention(keep, keep_best, mode), said.append)
         directory.acquire()
         directories.append(directory)
         return directory, said
@@ -21,20 +24,59 @@ def opened(tmp_path):
         directory.release()
 
 
+class Crash(BaseException):
+    """What a kill looks like to the code: no `except OSError` sees it."""
+
+
+@pytest.fixture
+def disk_operations(monkeypatch):
+    """Records the real os.fsync and os.rename; `failures[n]` is raised before the n-th.
+
+    ("fsync", file name, its size) or ("rename", old name, new name).
+    """
+    operations = []
+    failures = {}
+
+    def wrap(name, describe):
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            if len(operations) in failures:
+                raise failures[len(operations)]
+            operations.append(describe(*args))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    wrap("fsync", lambda fd: ("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_size))
+    wrap("rename", lambda source, target: ("rename", os.path.basename(source), os.path.basename(target)))
+    return operations, failures
+
+
 def save(directory, epoch, best_epoch=1):
     """A small checkpoint at the end of an epoch; `best_epoch` is the best one so far."""
     is_best = epoch == best_epoch
-    state = {
+    return directory.save(
+        state_at(epoch)
+        | {
+            "best": {"epoch": best_epoch, "value": 0.5},
+            "value": 0.5 if is_best else 0.25,
+            "is_best": is_best,
+        }
+    )
+
+
+def state_at(epoch, samples=0):
+    """Without scores."""
+    return {
         "model": {"weight": torch.full((50,), float(epoch))},
         "optimizers": {},
         "totals": {},
         "environment": {},
-        "position": {"epoch": epoch, "phase": 0, "samples": 0},
-        "step": 10 * epoch,
-        "best": {"epoch": best_epoch, "value": 0.5},
+        "position": {"epoch": epoch, "phase": 0, "samples": samples},
+        "step": 10 * epoch + samples,
         "config": {"--resume-from": None},
     }
-    return directory.save(state, 0.5 if is_best else 0.25, is_best)
 
 
 def names(path, pattern="*.pth"):

@@ -15,6 +15,7 @@ import torch
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import Retention
 from trainer.cli import main
 from trainer.loading.errors import BadInput
 
@@ -26,7 +27,7 @@ ARGV = ["--task", WEIGHTED, "--num-threads", "1", "--device", "cpu", "--lr", "0.
 
 @pytest.fixture
 def directory(tmp_path):
-    directory = RunDirectory(tmp_path / "run", 3, lambda line: None)
+    directory = RunDirectory(tmp_path / "run", Retention(3), lambda line: None)
     directory.acquire()
     yield directory
     directory.release()
@@ -40,8 +41,10 @@ def moment(step, is_best=False):
         "position": {"epoch": step, "phase": 0, "samples": 0},
         "step": step,
         "best": None,
+        "value": 0.5,
+        "is_best": is_best,
     }
-    return state, 0.5, is_best
+    return state
 
 
 def steps_on_disk(directory):
@@ -73,7 +76,7 @@ def gate(monkeypatch):
 def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, gate):
     saver = BackgroundSaver(directory)
     gate.clear()
-    saver.start(*moment(1))
+    saver.start(moment(1))
     assert not (directory.path / "checkpoint_1.pth").exists()
     gate.set()
     saver.finish()
@@ -84,12 +87,12 @@ def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, 
 def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
-    saver.start(*moment(1))
+    saver.start(moment(1))
     saver.wait()
     assert "training goes on and tries again at the next save" in saver.take_refusal()
     assert saver.take_refusal() is None
     gate.refusal = None
-    saver.start(*moment(2))
+    saver.start(moment(2))
     saver.finish()
     assert steps_on_disk(directory) == [2]
 
@@ -99,7 +102,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
     gate.refusal = errno.EDQUOT
     for step, is_best in [(1, True), (2, False), (3, True), (4, False), (5, False)]:
         saver.wait()
-        saver.start(*moment(step, is_best))
+        saver.start(moment(step, is_best))
     saver.wait()
     gate.refusal = None
     saver.finish()
@@ -110,7 +113,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
 def test_at_the_end_a_full_disk_is_an_error(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
-    saver.start(*moment(1))
+    saver.start(moment(1))
     with pytest.raises(BadInput, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
         saver.finish()
     assert not [path for path in directory.path.iterdir() if path.suffix in (".tmp", ".pth")]
@@ -119,7 +122,7 @@ def test_at_the_end_a_full_disk_is_an_error(directory, gate):
 def test_any_other_error_reaches_whoever_waits(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.EIO
-    saver.start(*moment(1))
+    saver.start(moment(1))
     with pytest.raises(BadInput, match=r"checkpoint_1.pth: Input/output error"):
         saver.wait()
 

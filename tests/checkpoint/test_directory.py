@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.checkpoint.conftest import checkpoints, names, save
+from tests.checkpoint.conftest import Crash, checkpoints, names, save
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, load
 from trainer.checkpoint.records import write_json
 from trainer.cli import main
@@ -134,35 +134,6 @@ def test_divergence_names_the_epoch_in_which_it_happened(tmp_path, capsys, signa
 
 
 # --- order of writing --------------------------------------------------------------------------------------------
-
-
-class Crash(BaseException):
-    """What a kill looks like to the code: no `except OSError` sees it."""
-
-
-@pytest.fixture
-def disk_operations(monkeypatch):
-    """Records the real os.fsync and os.rename; `failures[n]` is raised before the n-th.
-
-    ("fsync", file name, its size) or ("rename", old name, new name).
-    """
-    operations = []
-    failures = {}
-
-    def wrap(name, describe):
-        real = getattr(os, name)
-
-        def call(*args, **kwargs):
-            if len(operations) in failures:
-                raise failures[len(operations)]
-            operations.append(describe(*args))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, call)
-
-    wrap("fsync", lambda fd: ("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_size))
-    wrap("rename", lambda source, target: ("rename", os.path.basename(source), os.path.basename(target)))
-    return operations, failures
 
 
 def test_a_checkpoint_is_on_disk_before_its_name(opened, disk_operations):

@@ -1,7 +1,9 @@
 """What docs/own_task.md shows of metrics and mixup runs, and does what it says."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -50,6 +52,29 @@ def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
     scores = [float(model["weight"][0] @ torch.from_numpy(p).double() + model["bias"]) for p in splits["test"].points]
     metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
     assert metrics["test/auc"] == slow_auc(scores, splits["test"].labels)
+
+
+def test_several_validation_sets(monkeypatch, run_here, tmp_path):
+    names = {"Spirals": Spirals, "SpiralData": SpiralData, "Mapping": Mapping, "cached_property": cached_property}
+    task = recipe("Several validation sets", **names)["Shifted"]
+    monkeypatch.setitem(TASKS, "shifted", lambda: task)
+    argv = ["--num-points", 200, "--epochs", 5, "--keep-checkpoints", 1, "--keep-best", 3, "--lr", 0.02]
+    run_here("--task", "shifted", *argv, "--save-dir", tmp_path)
+    epochs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    scores = [record["val/noisy/accuracy"] for record in epochs if record["event"] == "epoch"]
+    assert any("val/as-trained/accuracy" in record for record in epochs)
+    best = sorted(range(5), key=lambda epoch: -scores[epoch])[:3]
+    paths = [tmp_path / f"checkpoint_{epoch + 1}.pth" for epoch in best]
+    assert {*tmp_path.glob("checkpoint_*")} == {*paths, tmp_path / "checkpoint_5.pth"}
+
+    averaged = recipe("An average of the best checkpoints", Sequence=Sequence, Tensor=Tensor)["averaged"](paths)
+    model = Spirals(SpiralFlags(), 0, tmp_path).build_objective().model
+    model.load_state_dict(averaged)
+    torch.save(averaged, tmp_path / "averaged.pth")
+    run_here("--task", "shifted", *argv, "--init-from", tmp_path / "averaged.pth", "--save-dir", tmp_path / "next")
+    for name, weights in model.state_dict().items():
+        mean = np.mean([load(path)["model"][name].numpy() for path in paths], axis=0)
+        assert np.allclose(weights, mean, rtol=1e-5, atol=1e-7)
 
 
 def slow_auc(scores, labels):

@@ -13,8 +13,8 @@ from tests.faults.prepared import Prepared
 RECIPE = Recipe(
     argv=(
         "--task", WEIGHTED, "--num-train", 24, "--num-val", 4, "--width", 4, "--batch-size", 12, "--epochs", 3,
-        "--num-threads", 1, "--keep-checkpoints", 1, "--save-every-steps", 1, "--log-interval", 1, "--lr", 0.01,
-        "--ema-decay", 0.9, "--dropout", 0.1,
+        "--num-threads", 1, "--keep-checkpoints", 1, "--keep-best", 2, "--save-every-steps", 1, "--log-interval", 1,
+        "--lr", 0.01, "--ema-decay", 0.9, "--dropout", 0.1,
     ),
     global_batch_size=12,
     num_samples=24,
@@ -145,6 +145,8 @@ def restarted_without_power(base, watched, draw, unbroken, forked, mutant=None):
     assert life.batches == unbroken.batches[first:], context
     for name in ("final.pth", "best.pth"):
         assert_same_bits(load(unbroken.directory / name), load(life.directory / name))
+    kept = [{path.name for path in one.directory.glob("checkpoint_*")} for one in (unbroken, life)]
+    assert kept[0] == kept[1], context
     for event in ("step", "epoch", "result"):
         records = read_metrics(life.directory, event)
         assert records == read_metrics(unbroken.directory, event), f"other {event} records {context}"

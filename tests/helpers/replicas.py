@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.conftest import WEIGHTED, load
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import parse
 from trainer.config import refuse
@@ -68,12 +69,12 @@ def trained(parallel, directory: Path, *more: str):
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
     set_up_torch(flags, parallel)
-    run_directory = RunDirectory(directory, 3, print)
+    run_directory = RunDirectory(directory, Retention(3), print)
     run_directory.acquire()
     run, notes = build_run(flags, build_task(flags), parallel, run_directory)
     open_run(run, notes, flags, argv)
     train(run)
-    test = run.metrics("test", evaluate(run, "test"))
+    test = run.metrics({"test": evaluate(run, "test")})
     run.close()
     run_directory.release()
     return load(directory / "last.pth"), test

@@ -123,7 +123,7 @@ def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(s
         average = [p.clone() for p in run.learner.objective.parameters()]
     run.learner.net.train()
     state = torch.get_rng_state()
-    log_pictures(run, "val", {"hits": torch.tensor(3.0)})
+    log_pictures(run, {"val": {"hits": torch.tensor(3.0)}})
     assert torch.equal(torch.get_rng_state(), state)
     assert run.learner.objective.training and all(m.training for m in run.learner.objective.modules())
     assert all(map(torch.equal, run.learner.objective.parameters(), trained))
@@ -133,13 +133,13 @@ def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(s
     assert seen["index"] == [0, 3, 6, 9, 12, 16]
     assert seen["dtype"] == seen["logits"] == getattr(torch, dtype)
     assert run.log.names == ["val/hits", "val/examples"]
-    log_pictures(run, "test", {"hits": torch.tensor(3.0)})
+    log_pictures(run, {"test": {"hits": torch.tensor(3.0)}})
     assert run.task.seen["index"] == [0, 1]  # fewer samples than pictures
 
 
 def test_examples_are_computed_under_autocast_where_evaluation_is(showing):
     run = run_with("--amp", "bf16")
-    log_pictures(run, "val", {"hits": torch.tensor(3.0)})
+    log_pictures(run, {"val": {"hits": torch.tensor(3.0)}})
     assert run.task.seen["logits"] == torch.bfloat16
 
 

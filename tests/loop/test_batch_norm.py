@@ -8,6 +8,7 @@ from tests.conftest import ROOT, assert_same_bits, launcher, load
 from tests.helpers.normed_task import Normed, NormedFlags
 from tests.helpers.replicas import ReplicasOnCpu
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task
 from trainer.commands.flags import parse
 from trainer.loading.batches import BatchLoader
@@ -160,7 +161,7 @@ def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
         argv = [*TINY, "--num-steps", 1, "--num-train", num_train, "--save-dir", tmp_path / str(num_train)]
         flags, problems = parse([*map(str, argv)], several_devices=False)
         assert problems == []
-        directory = RunDirectory(tmp_path / str(num_train), 3, print)
+        directory = RunDirectory(tmp_path / str(num_train), Retention(3), print)
         try:
             build_run(flags, build_task(flags), ReplicasOnCpu(2), directory)
         except BadInput as error:

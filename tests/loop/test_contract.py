@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.conftest import TINY, contents
-from tests.helpers.weighted_task import Weighted, WeightedObjective
+from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
 from trainer.tasks import TASKS
 
 
@@ -57,6 +57,30 @@ BEFORE_TRAINING = {
     "no train": (with_splits(lambda splits: {"test": splits["test"]}), "Broken.splits: returns test and no 'train'"),
     "no test": (with_splits(lambda splits: {"train": splits["train"]}), "Broken.splits: returns train and no 'test'"),
     "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: returns a list, not a mapping"),
+    "an unknown set": (
+        with_splits(lambda splits: {**splits, "validation": splits["val"]}),
+        "Broken.splits: returns 'validation': must be 'train', 'test', 'val' or 'val/NAME'",
+    ),
+    "a set without a name": (
+        with_splits(lambda splits: {**splits, "val/": splits["val"]}),
+        "Broken.splits: returns 'val/': must be",
+    ),
+    "a set of two names": (
+        with_splits(lambda splits: {**splits, "val/a/b": splits["val"]}),
+        "Broken.splits: returns 'val/a/b': must be",
+    ),
+    "a set that is no text": (
+        with_splits(lambda splits: {**splits, 7: splits["val"]}),
+        "Broken.splits: returns 7: must be",
+    ),
+    "an empty set": (
+        with_splits(lambda splits: {**splits, "val/far": Sequences(0, 0, False)}),
+        "--task broken: its data set 'val/far' is empty",
+    ),
+    "a metric of another set": (
+        with_splits(lambda splits: {**{k: splits[k] for k in ("train", "test")}, "val/far": splits["val"]}),
+        "Broken.monitor 'val/accuracy': must be of one of the validation sets val/far",
+    ),
     "no length": (
         with_splits(lambda splits: {**splits, "val": Unsized()}),
         "--task broken: its data set 'val': Unsized has no `__len__`, the number of its samples",

@@ -12,6 +12,7 @@ from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher,
 from tests.helpers.processes import torchrun
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.flags import parse
 from trainer.config import refuse
@@ -199,7 +200,7 @@ def built(parallel, directory, *more):
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
     set_up_torch(flags, parallel)
-    run_directory = RunDirectory(directory, 3, print)
+    run_directory = RunDirectory(directory, Retention(3), print)
     run, _ = build_run(flags, build_task(flags), parallel, run_directory)
     return run
 
@@ -223,7 +224,7 @@ def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, 
     argv = ["--task", "tests/helpers/phased_task.py:Shared", "--batch-size", "1", "--dtype", "float64"]
     flags, problems = parse([*argv, "--device", "cpu", "--save-dir", str(tmp_path)], several_devices=False)
     refuse(problems)
-    run, _ = build_run(flags, build_task(flags), SingleDevice(CPU), RunDirectory(tmp_path, 3, print))
+    run, _ = build_run(flags, build_task(flags), SingleDevice(CPU), RunDirectory(tmp_path, Retention(3), print))
     forward = type(run.learner.objective).forward
 
     def short_of_memory(self, batch, phase="first"):

@@ -67,7 +67,7 @@ def test_metrics_equal_the_protocol_user_by_user_with_any_batch(more, mask_seen,
             expected = slow_scores(run, "val", mask_seen) | slow_scores(run, "test", mask_seen)
             assert len(run.task.splits()["val"]) == sum(len(row) >= 3 for row in ITEMS) < NUM_USERS
             assert 0 < expected["val/hr@20"] < 1 and 0 < expected["test/sampled_ndcg@10"] < 1
-        metrics = run.metrics("val", evaluate(run, "val")) | run.metrics("test", evaluate(run, "test"))
+        metrics = run.metrics({split: evaluate(run, split) for split in ("val", "test")})
         assert metrics.keys() == expected.keys()
         assert metrics == pytest.approx(expected, abs=1e-12)
 

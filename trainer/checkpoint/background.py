@@ -1,44 +1,36 @@
 """Saving off the critical path: a thread of its own writes what the training thread has copied."""
 
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.directory import NoRoom, RunDirectory
 from trainer.checkpoint.snapshot import snapshot
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A state that nobody changes any more, with what `RunDirectory.save` is to be told of it."""
-
-    state: dict[str, Any]
-    value: float | None
-    is_best: bool
-
-
 class BackgroundSaver:
     """Copies states, and writes them into a run directory one at a time. Used on the main process, by its main thread.
 
     A copy for which there is no room is kept in memory until the next one comes, one of the best weights until it
-    could be written or better ones came. So a checkpoint on the disk never speaks of a best one that is not there.
+    could be written or better ones came. So a checkpoint on the disk never speaks of a best one that is not there. (The
+    next best ones, `--keep-best`, are kept where they are on the disk; memory is not for them.)
     """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._thread: threading.Thread | None = None
-        self._unsaved: list[Copy] = []
+        self._unsaved: list[dict[str, Any]] = []
+        """Copies, oldest first, which nobody changes any more."""
         self._reusable: dict[str, Any] | None = None
         """The state written last, whose memory is free for the next copy."""
         self._error: BaseException | None = None
         self._no_room: NoRoom | None = None
 
-    def start(self, state: dict[str, Any], value: float | None, is_best: bool) -> None:
+    def start(self, state: dict[str, Any]) -> None:
         """Copies the state, begins to write it, and returns. Call `wait` first."""
         assert self._thread is None
-        copy = Copy(snapshot(state, self._reusable), value, is_best)
+        copy = snapshot(state, self._reusable)
         self._reusable = None
-        self._unsaved = [old for old in self._unsaved if old.is_best and not is_best] + [copy]
+        self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
         # Not a daemon: an interpreter that ends waits for the write, as for any other file.
         self._thread = threading.Thread(target=self._write_in_thread, name="save")
         self._thread.start()
@@ -81,6 +73,5 @@ class BackgroundSaver:
 
     def _write(self) -> None:
         while self._unsaved:
-            oldest = self._unsaved[0]
-            self._directory.save(oldest.state, oldest.value, oldest.is_best)
-            self._reusable = self._unsaved.pop(0).state
+            self._directory.save(self._unsaved[0])
+            self._reusable = self._unsaved.pop(0)

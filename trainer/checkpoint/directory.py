@@ -8,7 +8,7 @@ old state or the new one.
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.checkpoint.lock import LOCK, release_lock, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
 from trainer.checkpoint.recovery import find_checkpoints, put_in_place, set_aside
-from trainer.checkpoint.retention import evict, update_links
+from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
 from trainer.loading.errors import BadInput
 from trainer.loading.files import DISK_FULL, flush_path, refusing_disk_errors
@@ -43,11 +43,11 @@ class RunDirectory:
     earlier_attempt: config.json of an earlier attempt of the same job, which torchrun has started again.
     """
 
-    def __init__(self, path: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, retention: Retention, say: Callable[[str], None]) -> None:
         self.path = path
         self.entries: list[Entry] = []
         self.earlier_attempt: dict[str, Any] | None = None
-        self._keep = keep
+        self._retention = retention
         self._say = say
         self._lock: IO[str] | None = None
         self._reader = CheckpointReader(path, say)
@@ -147,11 +147,10 @@ class RunDirectory:
 
     # --- saving ----------------------------------------------------------------------------------------------
 
-    def save(self, state: dict[str, Any], value: float | None, is_best: bool) -> Path:
-        """Writes one checkpoint and points `last`, and if so `best`, to it.
+    def save(self, state: dict[str, Any]) -> Path:
+        """Writes one checkpoint and points `last`, and if it is the best, `best` to it.
 
-        value: the monitored metric, None where there was no validation. Raises BadInput when the disk refuses, NoRoom
-        when it is full; what was there before stays.
+        Raises BadInput when the disk refuses, NoRoom when it is full; what was there before stays.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = path.with_suffix(".tmp")
@@ -161,7 +160,7 @@ class RunDirectory:
             if shutil.disk_usage(self.path).free < needed:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             self._flush_metrics()
-            entry = Entry.of(state, path.name, value, is_best, write_checkpoint(state, temporary))
+            entry = Entry.of(state, path.name, write_checkpoint(state, temporary))
             write_manifest(self.path / MANIFEST, [*self.entries, entry])
             temporary.rename(path)
             flush_path(self.path)
@@ -182,10 +181,12 @@ class RunDirectory:
             update_links(self.path, self.entries, is_finished=True)
             self._flush_metrics()
 
-    def forget_later_best(self, epoch: int | None) -> None:
-        """Forgets any best later than the one of `epoch` (None: every one), for a run that went back."""
+    def forget_later_values(self, state: Mapping[str, Any]) -> None:
+        """Forgets the values from after a checkpoint, for a run that goes back to it, and any best that it has not."""
+        now, best_epoch = (state["step"], Position(**state["position"])), (state["best"] or {"epoch": -1})["epoch"]
         for entry in self.entries:
-            entry.best = entry.best and epoch is not None and entry.epoch <= epoch
+            if (entry.step, entry.position) > now or (entry.best and entry.epoch > best_epoch):
+                entry.value, entry.best = None, False
 
     def _flush_metrics(self) -> None:
         """So that no loss of power leaves a checkpoint without the metrics that led to it."""
@@ -215,7 +216,7 @@ class RunDirectory:
         """After a save. Raises BadInput."""
         try:
             self._update_links()
-            self.entries = evict(self.path, self.entries, self._keep, self._reader.is_intact)
+            self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact)
         except OSError as error:
             # Without room for a copy the links stay as they are until the next save or start.
             if error.errno not in DISK_FULL:

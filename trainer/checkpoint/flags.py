@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.checkpoint.retention import Retention
 from trainer.config import FlagGroup, flag
+from trainer.task import Task
 
 
 @dataclass
@@ -12,7 +14,8 @@ class CheckpointFlags(FlagGroup):
 
     save_dir: Path = flag(Path("checkpoints/run"), "everything of this run; an unfinished run in it is resumed")
     save_every_steps: int = flag(0, "also save every so many steps; 0 saves at epoch ends only", at_least=0)
-    keep_checkpoints: int = flag(3, "checkpoints to keep beside best and final; 0 keeps all", metavar="N", at_least=0)
+    keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0 keeps all", metavar="N", at_least=0)
+    keep_best: int = flag(1, "of those with the best validation scores so many are kept too", metavar="K", at_least=1)
     resume_from: Path | None = flag(None, "go on from this checkpoint file instead of the newest in --save-dir")
     init_from: Path | None = flag(
         None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do"
@@ -25,8 +28,12 @@ class CheckpointFlags(FlagGroup):
         False, "use --save-dir although a job on another host left its lock there: that job must have ended"
     )
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir (or --resume-from FILE) on val and test"
+        False, "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets"
     )
+
+    def retention(self, task: Task) -> Retention:
+        """Which checkpoints stay of a run of this task."""
+        return Retention(self.keep_checkpoints, self.keep_best, mode=task.monitor[1])
 
     def problems(self) -> list[str]:
         found = []

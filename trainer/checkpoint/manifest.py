@@ -2,11 +2,12 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.loading.files import replace_text
 from trainer.loading.order import Position
@@ -36,13 +37,15 @@ class Entry:
     source: str | None
 
     @classmethod
-    def of(
-        cls, state: Mapping[str, Any], file: str, value: float | None, best: bool, size_and_checksum: Mapping[str, Any]
-    ) -> "Entry":
+    def of(cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any]) -> "Entry":
         """The entry of a checkpoint with this state."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
-        source = state["config"].get("--resume-from")
+        source, (value, best) = state["config"].get("--resume-from"), verdict_of(state)
         return cls(file, **position, step=state["step"], value=value, best=best, **size_and_checksum, source=source)
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.phase, self.samples)
 
 
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
@@ -66,6 +69,28 @@ def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
     """Replaces the file as a whole, durably. Raises OSError."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def verdict_of(state: Mapping[str, Any]) -> tuple[float | None, bool]:
+    """The monitored metric at the moment of a checkpoint, if there is one, and whether it was the best so far.
+
+    Older checkpoints know that only of the best one, at an epoch's end.
+    """
+    if "is_best" in state:
+        return state["value"], state["is_best"]
+    best = state["best"]
+    is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
+    return best["value"] if is_best else None, is_best
+
+
+def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
+    """Those with a value, after the one that best.pth names; of equal ones the earlier comes first.
+
+    entries: oldest first. mode: which value is best.
+    """
+    best, sign = newest_best(entries), 1 if mode == "min" else -1
+    judged = [e for e in entries if e is best or (e.value is not None and not math.isnan(e.value))]
+    return sorted(judged, key=lambda e: (e is not best, sign * (e.value or 0.0)))
 
 
 def newest_best(entries: Sequence[Entry]) -> Entry | None:

@@ -10,7 +10,6 @@ from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
 from trainer.loading.errors import BadInput
 from trainer.loading.files import flush_path
-from trainer.loading.order import Position
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
@@ -41,7 +40,7 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
     for entry in entries:
         if CHECKPOINT_NAME.fullmatch(entry.file):
             continue
-        source, target = folder / entry.file, unused_path(folder, Position(entry.epoch, entry.phase, entry.samples))
+        source, target = folder / entry.file, unused_path(folder, entry.position)
         link(target, source)
         flush_path(folder)
         entry.file = target.name
@@ -82,9 +81,7 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
             say(str(error))
             lost.append(f"{path.name} is damaged")
             continue
-        best = state["best"]
-        is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
-        entry = Entry.of(state, path.name, best["value"] if is_best else None, is_best, size_and_sum(path))
+        entry = Entry.of(state, path.name, size_and_sum(path))
         entries.setdefault(entry.sha256, entry)
     if entries:
         say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")

@@ -3,9 +3,11 @@
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from trainer.checkpoint.manifest import Entry, newest_best
+from trainer.checkpoint.manifest import Entry, best_first, newest_best
 
 LINKS = ("last.pth", "best.pth", "final.pth")
 
@@ -34,22 +36,39 @@ def link(name: Path, file: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def evict(folder: Path, entries: Sequence[Entry], keep: int, is_intact: Callable[[Entry], bool]) -> list[Entry]:
-    """Deletes the oldest files beyond `keep` (0: none), never the best or the newest; returns the entries that stay.
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest, 0 is all of them, and the best beside them; mode: which value is best."""
 
-    Only intact files count as kept, so that damage to newer ones never costs the last good one. The manifest forgets
-    what was deleted at the next save: an entry without a file is ignored. Raises OSError.
+    newest: int
+    best: int = 1
+    mode: Literal["max", "min"] = "max"
+
+
+def evict(
+    folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool]
+) -> list[Entry]:
+    """Deletes the files that need not stay; returns the entries that do. entries: oldest first.
+
+    Only intact files count as kept, so that damage to newer or better ones never costs the last good one. The manifest
+    forgets what was deleted at the next save: an entry without a file is ignored. Raises OSError.
     """
-    if keep == 0:
+    if retention.newest == 0:
         return list(entries)
-    kept: list[Entry] = []
-    num_intact, has_best = 0, False
-    for entry in reversed(entries):
-        if num_intact < keep or (entry.best and not has_best):
-            intact = is_intact(entry)
-            num_intact += intact
-            has_best = has_best or (entry.best and intact)
-            kept.insert(0, entry)
-        else:
+    best = _first_intact(best_first(entries, retention.mode), retention.best, is_intact)
+    kept = [*best, *_first_intact(entries[::-1], retention.newest, is_intact)]
+    for entry in entries:
+        if entry not in kept:
             (folder / entry.file).unlink(missing_ok=True)
-    return kept
+    return [entry for entry in entries if entry in kept]
+
+
+def _first_intact(entries: Sequence[Entry], num: int, is_intact: Callable[[Entry], bool]) -> list[Entry]:
+    """The first entries, damaged ones among them, until so many are intact."""
+    found: list[Entry] = []
+    for entry in entries:
+        if num == 0:
+            break
+        found.append(entry)
+        num -= is_intact(entry)
+    return found

@@ -39,7 +39,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
-from trainer.task import Task
+from trainer.task import Task, validation_sets
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
@@ -80,7 +80,7 @@ def build_task(flags: Flags) -> Task:
         if len(dataset) == 0:
             raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
-    if patience and "val" not in splits:
+    if patience and not validation_sets(splits):
         raise BadInput(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
     return task
 
@@ -118,9 +118,9 @@ def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], 
         run.log.say(line)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         rehearse(run)
-    step = run.progress.step
-    if step > 0 and run.parallel.on_main(lambda: all(entry.step != step for entry in run.directory.entries)):
-        take_over(run, flags)
+    source, step = flags.checkpoint.resume_from, run.progress.step
+    if source is not None and run.parallel.on_main(lambda: all(entry.step != step for entry in run.directory.entries)):
+        take_over(run, source)
 
 
 def prepare_training(run: Run, flags: Flags) -> None:
@@ -153,7 +153,7 @@ def assemble_run(
 
     directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
     """
-    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
+    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
     values = flags.values()
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
@@ -234,7 +234,7 @@ def arrange_batches(
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
     """Epochs, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
-    eval_every = flags.run.eval_every if "val" in task.splits() else None
+    eval_every = flags.run.eval_every if validation_sets(task.splits()) else None
     orders = tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches))
     return Plan(flags.run.epochs, orders, task.turns, eval_every)
 

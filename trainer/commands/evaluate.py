@@ -1,6 +1,6 @@
 """Scores at the end of training, or on request; of one run, or of the ensemble of several."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from trainer.commands.resume import undo_hint
 from trainer.commands.weights import restore_weights, use_weights
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.evaluate import evaluate
+from trainer.loop.evaluate import evaluate, validate
 from trainer.loop.pictures import log_pictures
 from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
@@ -27,21 +27,21 @@ from trainer.task import Objective, Sums, Task
 def score(run: Run, on_test: bool) -> None:
     """Ends a run: scores it and writes results.json. Raises StopRequested if asked to stop meanwhile.
 
-    on_test: score the test set, with the best weights. Otherwise the validation set, with the last weights: those
-    that the same settings would give without a validation set.
+    on_test: score the test set, with the best weights. Otherwise the validation sets, with the last weights: those
+    that the same settings would give without any.
     """
     run.progress.read_clock()
     has_validation = run.plan.eval_every is not None
     takes_best = on_test and has_validation and _take_best_weights(run)
-    split = "test" if on_test else "val" if has_validation else None
-    sums = evaluate(run, split) if split is not None else {}
-    metrics = run.metrics(split, sums) if split is not None else {}
+    sums = {"test": evaluate(run, "test")} if on_test else validate(run)
+    metrics = run.metrics(sums)
     run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
     if on_test:
-        log_pictures(run, "test", sums)
+        log_pictures(run, sums)
     run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
     # Last, since it says that nothing is left to do.
-    run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
+    scored = "test" if on_test else "val" if has_validation else None
+    run.parallel.on_main(lambda: _write_results(run, scored, metrics, sums))
 
 
 def _take_best_weights(run: Run) -> bool:
@@ -53,7 +53,8 @@ def _take_best_weights(run: Run) -> bool:
     return True
 
 
-def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums: Sums) -> None:
+def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums: Mapping[str, Sums]) -> None:
+    details = {split: run.task.details(own) for split, own in sums.items()}
     progress, best = run.progress, run.progress.best
     num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
     run.directory.mark_final()
@@ -61,7 +62,7 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
         run.directory.path / RESULTS,
         {
             "task": run.facts["task"],
-            "scored": split,
+            "scored": scored,
             "metrics": metrics,
             "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
             "num_parameters": run.learner.num_parameters,
@@ -73,7 +74,7 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
             "seed": run.settings.seed,
             "epochs": progress.position.epoch,
             "step": progress.step,
-            **(run.task.details(sums) if sums else {}),
+            **(details if len(details) > 1 else next(iter(details.values()), {})),
         },
     )
 
@@ -87,8 +88,8 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     run = assemble_run(flags, task, parallel)
     use_weights(run, state["model"], f"the checkpoint ({label})", undo_hint(run, state))
     lines = [*describe_run(run, flags), f"Evaluating {label}."]
-    for split in [name for name in ("val", "test") if name in run.loaders and (name != "test" or flags.run.test)]:
-        lines.append(scores_text(run.metrics(split, evaluate(run, split))))
+    sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
+    lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
     if parallel.is_main:
         print("\n".join(lines))
 
@@ -118,7 +119,7 @@ def ensemble_metrics(
         net=in_precision(ensemble, run.learner.precision),
         ema=ExponentialMovingAverage(ensemble.model, decay=0),
     )
-    return run.metrics("test", evaluate(run, "test"))
+    return run.metrics({"test": evaluate(run, "test")})
 
 
 def _trained_objective(flags: Flags, task: Task, parallel: Parallel, directory: Path) -> Objective:

@@ -7,11 +7,11 @@ from typing import Any
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.commands.code_identity import code_changes
+from trainer.checkpoint.manifest import verdict_of
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
 from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
-from trainer.loading.order import Position
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
@@ -22,29 +22,25 @@ START_FLAGS = (
 )  # fmt: skip
 
 
-def take_over(run: Run, flags: Flags) -> None:
+def take_over(run: Run, source: Path) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
-    source, best = flags.checkpoint.resume_from, run.progress.best
-    if best is not None and run.progress.position.is_end_of(best.epoch):
-        save(run, best.value, is_best=True)
-    else:
-        if best is not None and not run.parallel.on_main(lambda: _copy_best(source, best, run.directory)):
-            run.log.say(
-                f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
-            )
-            run.progress.best = None
-        save(run)
+    best = run.progress.best
+    value, is_best = run.parallel.on_main(lambda: verdict_of(read_checkpoint(source, f"--resume-from {source}")))
+    if best is not None and not is_best and not run.parallel.on_main(lambda: _copy_best(source, best, run.directory)):
+        run.log.say(f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here.")
+        run.progress.best = None
+    save(run, value, is_best)
     finish_saving(run)
 
 
-def _copy_best(source: Path | None, best: Best, directory: RunDirectory) -> bool:
-    beside = source.parent / "best.pth" if source is not None else None
-    if beside is None or not beside.is_file():
+def _copy_best(source: Path, best: Best, directory: RunDirectory) -> bool:
+    beside = source.parent / "best.pth"
+    if not beside.is_file():
         return False
     state = read_checkpoint(beside, str(beside))
-    if not Position(**state["position"]).is_end_of(best.epoch):
+    if verdict_of(state) != (best.value, True):
         return False
-    directory.save(state, best.value, is_best=True)
+    directory.save(state)
     return True
 
 
@@ -66,7 +62,7 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
     if directory.entries and directory.entries[-1].source == str(source):
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
-    directory.forget_later_best(state["best"]["epoch"] if state["best"] else None)
+    directory.forget_later_values(state)
     return state
 
 

@@ -35,7 +35,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *slots.flags], folds, run_alone)
-    directory = RunDirectory(save_dir, flags.checkpoint.keep_checkpoints, say)
+    directory = RunDirectory(save_dir, flags.checkpoint.retention(task), say)
     try:
         directory.acquire(flags.checkpoint.take_over_lock)
         if directory.has_checkpoint:

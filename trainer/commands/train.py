@@ -26,7 +26,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
 
     0: finished, or stopped where a launcher would take anything else for a failure. 128 + n: stopped by signal n.
     """
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.keep_checkpoints, print)
+    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)

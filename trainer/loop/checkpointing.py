@@ -28,19 +28,20 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     run.progress.totals = _shares(run, totals)
     run.parallel.phase.enter("saving")
     state = run.parallel.full_state(run.learner.objective, run.learner.optimizers)
-    run.parallel.on_main(lambda: _save_in_background(run, _state(run, state, totals), value, is_best))
+    verdict = {"value": value, "is_best": is_best}
+    run.parallel.on_main(lambda: _save_in_background(run, _state(run, state, totals) | verdict))
 
 
 def _shares(run: Run, totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Totals]:
     return {phase: share_of(own, run.parallel) for phase, own in totals.items()}
 
 
-def _save_in_background(run: Run, state: dict[str, Any], value: float | None, is_best: bool) -> None:
+def _save_in_background(run: Run, state: dict[str, Any]) -> None:
     run.saver.wait()
     report_saving(run)
     # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
     run.log.flush()
-    run.saver.start(state, value, is_best)
+    run.saver.start(state)
 
 
 def report_saving(run: Run) -> None:
@@ -56,7 +57,7 @@ def finish_saving(run: Run) -> None:
 
 
 def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """All that a checkpoint holds. state: weights and moments."""
+    """What a checkpoint holds of the run. state: weights and moments."""
     progress, learner = run.progress, run.learner
     _refuse_non_finite(run, state["model"])
     learner.ema.put_into(state)

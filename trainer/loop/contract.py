@@ -1,5 +1,6 @@
 """What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from trainer.loop.orders import SampleOrder, ShuffledOrder
 from trainer.loop.plan import BatchSplit
 from trainer.parallel.base import Parallel
 from trainer.parallel.buffers import kept_buffers
-from trainer.task import Task
+from trainer.task import Task, validation_sets
 
 
 def check_task(task: Task) -> None:
@@ -45,13 +46,21 @@ def check_monitor(task: Task) -> None:
 
 
 def check_splits(task: Task) -> None:
-    """Raises BadInput for data sets that are not there."""
+    """Raises BadInput for data sets that are not there, or that nothing would use."""
     name, splits = type(task).__name__, task.splits()
     if not isinstance(splits, Mapping):
         raise BadInput(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
     for split in ("train", "test"):
         if split not in splits:
-            raise BadInput(f"{name}.splits: returns {', '.join(splits) or 'nothing'} and no {split!r}")
+            raise BadInput(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'} and no {split!r}")
+    for split in splits:
+        if not (isinstance(split, str) and re.fullmatch("train|test|val(/[^/]+)?", split)):
+            raise BadInput(
+                f"{name}.splits: returns {split!r}: must be 'train', 'test', 'val' or 'val/NAME', without another slash"
+            )
+    validated, (metric, _) = validation_sets(splits), task.monitor
+    if validated and metric.startswith("val/") and not any(metric.startswith(f"{split}/") for split in validated):
+        raise BadInput(f"{name}.monitor {metric!r}: must be of one of the validation sets {', '.join(validated)}")
 
 
 def check_batch(task: Task, batch: Batch, size: int) -> None:

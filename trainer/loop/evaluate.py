@@ -9,7 +9,12 @@ from trainer.loop.per_sample import PerSampleOutputs
 from trainer.loop.run import Run
 from trainer.loop.totals import Totals, counted
 from trainer.loop.windows import agree_ahead, evaluation_batches
-from trainer.task import Outputs, Sums
+from trainer.task import Outputs, Sums, validation_sets
+
+
+def validate(run: Run) -> dict[str, Sums]:
+    """The statistics of every validation set, by its name; see `evaluate`."""
+    return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
 @torch.no_grad()

@@ -14,14 +14,20 @@ from trainer.task import Picture, Sums
 NUM_EXAMPLES = 6
 
 
-def log_pictures(run: Run, split: str, sums: Sums) -> None:
-    """Logs what the task has to show of an evaluation that just ended. All processes call it; the main one draws."""
-    run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, split, sums)))
+def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
+    """Logs what the task has to show of evaluations that just ended. All processes call it; the main one draws.
+
+    sums: of `evaluate`, by data set.
+    """
+    run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, sums)))
 
 
-def _pictures(run: Run, split: str, sums: Sums) -> dict[str, Picture]:
-    pictures = {**run.task.pictures(sums), **_example_pictures(run, split)}
-    return {f"{split}/{name}": picture for name, picture in pictures.items()}
+def _pictures(run: Run, sums: Mapping[str, Sums]) -> dict[str, Picture]:
+    return {
+        f"{split}/{name}": picture
+        for split, own in sums.items()
+        for name, picture in {**run.task.pictures(own), **_example_pictures(run, split)}.items()
+    }
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """A run in progress: everything that one process trains with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,12 +67,14 @@ class Run:
         """Samples per forward of this process in evaluation."""
         return self.memory_limit.samples_per_eval_forward * self.parallel.num_replicas
 
-    def metrics(self, split: str, sums: Sums) -> dict[str, float]:
-        """A data set's metrics by name, such as "val/accuracy"; all processes call it. sums: of `evaluate`."""
-        if not sums:
-            return {}
-        metrics = self.parallel.on_main(lambda: checked_metrics(self.task, "summarise", self.task.summarise(sums)))
-        return {f"{split}/{name}": value for name, value in metrics.items()}
+    def metrics(self, sums: Mapping[str, Sums]) -> dict[str, float]:
+        """Metrics of data sets, by names such as "val/accuracy"; all processes call it. sums: of `evaluate`, by set."""
+        return {
+            f"{split}/{name}": value for split, own in sums.items() for name, value in self._summarised(own).items()
+        }
+
+    def _summarised(self, sums: Sums) -> dict[str, float]:
+        return self.parallel.on_main(lambda: checked_metrics(self.task, "summarise", self.task.summarise(sums)))
 
     def training_metrics(self) -> dict[str, float]:
         """Those of the current epoch so far, by name, such as "train/loss". All processes call it."""

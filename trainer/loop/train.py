@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.loop.checkpointing import finish_saving, report_saving, save
 from trainer.loop.contract import monitored
 from trainer.loop.epoch_start import start_epoch
-from trainer.loop.evaluate import evaluate
+from trainer.loop.evaluate import validate
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OPTIMIZER, train_within_memory
 from trainer.loop.nonfinite import check_steps
@@ -137,11 +137,11 @@ def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> N
 
 
 def finish_epoch(run: Run) -> None:
-    """Scores the validation set where it is due, moves on to the next epoch, decides about "best", logs and saves."""
+    """Scores the validation sets where that is due, goes on to the next epoch, decides about "best", logs, saves."""
     progress = run.progress
     num_epochs = progress.position.epoch + 1
-    validation = evaluate(run, "val") if run.plan.validates_after(num_epochs) else {}
-    metrics = run.training_metrics() | run.metrics("val", validation)
+    validation = validate(run) if run.plan.validates_after(num_epochs) else {}
+    metrics = run.training_metrics() | run.metrics(validation)
     if progress.skipped_steps:
         metrics["train/skipped_steps"] = progress.skipped_steps
     progress.start_epoch(num_epochs, run.task.phases)
@@ -149,5 +149,5 @@ def finish_epoch(run: Run) -> None:
     is_best = value is not None and progress.judge(value, run.task.monitor[1])
     run.log.epoch(progress.step, progress.position, metrics)
     if validation:
-        log_pictures(run, "val", validation)
+        log_pictures(run, validation)
     save(run, value, is_best)

@@ -52,7 +52,7 @@ def opened(
     with ExitStack() as leaving:
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
         flags = replace(flags, checkpoint=replace(flags.checkpoint, save_dir=folder))
-        directory = RunDirectory(folder, flags.checkpoint.keep_checkpoints, print)
+        directory = RunDirectory(folder, flags.checkpoint.retention(task), print)
         parallel.on_main(directory.acquire)
         leaving.callback(directory.release)
         if quiet:
