@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
-from trainer.commands.code_identity import code_changes
 from trainer.checkpoint.manifest import verdict_of
+from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
 from trainer.config import flag_values, shown

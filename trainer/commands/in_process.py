@@ -1,0 +1,55 @@
+"""A run inside a process that goes on afterwards: everything global that it changes is put back."""
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.commands.build import CUBLAS_WORKSPACE
+from trainer.loading.errors import BadInput
+from trainer.parallel.signals import handlers_restored
+
+_in_use = threading.Lock()
+
+_STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+)
+"""What reads something global, and what writes it."""
+_SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
+
+
+@contextmanager
+def process_restored(wait_s: float = 0.0) -> Iterator[None]:
+    """Around a run. Its floating-point numbers are those of a new process, whatever default this one has.
+
+    Raises BadInput if another thread of this process is within it for longer than `wait_s`: they would share random
+    numbers.
+    """
+    if not _in_use.acquire(timeout=wait_s):
+        raise BadInput("this process trains already, and one run at a time is all it can; start another process")
+    with ExitStack() as afterwards:
+        afterwards.callback(_in_use.release)
+        for read, write in _STATES:
+            afterwards.callback(write, read())
+        for module, name in _SWITCHES:
+            afterwards.callback(setattr, module, name, getattr(module, name))
+        afterwards.callback(sys.path.__setitem__, slice(None), list(sys.path))
+        if CUBLAS_WORKSPACE not in os.environ:
+            afterwards.callback(os.environ.pop, CUBLAS_WORKSPACE, None)
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        if gpus:
+            afterwards.callback(torch.cuda.set_device, torch.cuda.current_device())
+        afterwards.enter_context(torch.random.fork_rng(gpus))
+        afterwards.enter_context(handlers_restored())
+        torch.set_default_dtype(torch.float32)
+        yield
