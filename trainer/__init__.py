@@ -1,5 +1,7 @@
 """All that a task of one's own needs: `from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag`.
 
+And a logger: `from trainer import LoggedRun, Logger, Record`.
+
 Each name is imported when it is asked for, so that a part of the trainer can be used without the others.
 """
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
+    from trainer.logs.logger import LoggedRun, Logger, Record
     from trainer.task import Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
@@ -26,6 +29,7 @@ _HOMES = {
     "trainer.loading.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
+    "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),
     "trainer.task": ("Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 

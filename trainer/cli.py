@@ -14,10 +14,19 @@ from trainer.commands.several import train_several
 from trainer.commands.train import EXIT_FINISHED, train_in_directory
 from trainer.config import refuse
 from trainer.loading.errors import BadInput
+from trainer.logs.background import some_are_left
 from trainer.parallel.base import Parallel
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
+
+
+def run_process(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
+    """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it."""
+    status = main(argv, several_devices, environment)
+    if some_are_left():
+        exit_at_once(status)
+    return status
 
 
 def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
@@ -42,14 +51,14 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
         refuse(problems)
         if flags.several.wanted:
-            return train_several(flags, argv, functools.partial(main, several_devices=several_devices))
+            return train_several(flags, argv, functools.partial(run_process, several_devices=several_devices))
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
             world_size = num_processes(flags.multi, flags.devices.device)
             if world_size == 1 and flags.multi.nproc is None:
                 print("One process, because this machine shows at most one device; --nproc N starts more.")
             # What a second start is to go on from must not be moved aside.
             again = [argument for argument in argv if argument != "--fresh"]
-            start, start_again = (functools.partial(main, arguments, True) for arguments in (list(argv), again))
+            start, start_again = (functools.partial(run_process, arguments, True) for arguments in (list(argv), again))
             return launch(start, world_size, start_again)
         reports = True
         parallel = start_parallel(flags, environment)

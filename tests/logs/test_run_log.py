@@ -7,6 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import TINY
+from tests.helpers.recording_logger import logged_run
 from trainer.loading.order import Position
 from trainer.logs.run_log import RunLog
 
@@ -19,9 +20,9 @@ def written(tmp_path):
     """Logs these epochs and a result; returns the directory."""
 
     def write(epochs, result=None, headline=()):
-        log = RunLog(tmp_path, 0, Position(), headline)
+        log = RunLog(logged_run(tmp_path), headline)
         for i, metrics in enumerate(epochs):
-            log.epoch(i + 1, Position(i + 1), metrics)
+            log.report(i + 1, Position(i + 1), i + 1.0, metrics)
         if result is not None:
             log.result(len(epochs), "with the best weights", result)
         log.close()

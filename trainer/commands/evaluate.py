@@ -39,7 +39,6 @@ def score(run: Run, on_test: bool) -> None:
     run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
     if on_test:
         log_pictures(run, "test", sums)
-    run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
     # Last, since it says that nothing is left to do.
     run.parallel.on_main(lambda: _write_results(run, split, metrics, sums))
 
