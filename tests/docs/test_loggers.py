@@ -1,5 +1,7 @@
 """docs/loggers.md: its loggers follow a run that is stopped and goes on, with the real packages."""
 
+import ast
+import inspect
 import json
 import re
 import subprocess
@@ -10,9 +12,23 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tests.conftest import ROOT, TINY
+from trainer import Logger
 
 ONE_EPOCH = ["--log-interval", 1, "--epochs", 1]
 TWO_EPOCHS = ["--log-interval", 1, "--epochs", 2]
+
+
+def recipe(heading):
+    _, _, text = (ROOT / "docs" / "loggers.md").read_text().partition(f"## {heading}\n")
+    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("heading", ["Weights & Biases", "MLflow"])
+def test_recipes_override_methods_that_there_are(heading):
+    (own,) = [node for node in ast.parse(recipe(heading)).body if isinstance(node, ast.ClassDef)]
+    methods = {node.name: [argument.arg for argument in node.args.args] for node in own.body}
+    assert methods.keys() >= {"start", "metrics", "end"}
+    assert methods == {name: list(inspect.signature(getattr(Logger, name)).parameters) for name in methods}
 
 
 @pytest.fixture
@@ -20,13 +36,12 @@ def in_two_parts(command, tmp_path):
     """A run of two epochs, stopped after the first, in processes of its own; returns its directory."""
 
     def run(heading, class_name, **variables):
-        _, _, text = (ROOT / "docs" / "loggers.md").read_text().partition(f"## {heading}\n")
         file = tmp_path / f"{class_name.lower()}_logger.py"
-        file.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+        file.write_text(recipe(heading))
         for part in (ONE_EPOCH, TWO_EPOCHS):
             argv = [*TINY, *part, "--save-dir", tmp_path / "run", "--logger", f"{file}:{class_name}"]
             out = command("main.py", *argv, **variables).stdout
-            assert "--logger" not in out
+            assert not [line for line in out.splitlines() if line.startswith("--logger")]
         return tmp_path / "run"
 
     return run
@@ -36,6 +51,7 @@ def run_id(directory):
     return json.loads((directory / "config.json").read_text())["run_id"]
 
 
+@pytest.mark.slow
 def test_weights_and_biases(in_two_parts):
     pytest.importorskip("wandb", reason="needs wandb")
     directory = in_two_parts("Weights & Biases", "WandB", WANDB_MODE="offline", WANDB_SILENT="true")
@@ -45,6 +61,7 @@ def test_weights_and_biases(in_two_parts):
         assert b"val/accuracy" in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_mlflow(in_two_parts, tmp_path):
     pytest.importorskip("mlflow", reason="needs mlflow")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -160,6 +160,12 @@ def test_one_process_of_several_logs(environment, tmp_path):
     assert calls[-1]["state"] == "finished"
 
 
+def test_it_is_told_of_a_run_that_is_refused(cli, tmp_path):
+    status, _, _ = cli(*TINY, "--save-dir", tmp_path, "--lr", 1e38, "--max-grad-norm", 0, *named("Recording"))
+    assert status == 2
+    assert logged(tmp_path)[-1]["state"] == "refused"
+
+
 @pytest.mark.slow
 def test_each_run_of_several_has_its_own(command, tmp_path):
     command("main.py", *TINY, "--seeds", 2, "--save-dir", tmp_path, *named("Recording"))

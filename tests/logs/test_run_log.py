@@ -63,6 +63,17 @@ def test_names_with_an_at_sign_reach_tensorboard(written):
     assert records[1]["val/ndcg@10"] == 0.5
 
 
+def test_an_evaluation_within_an_epoch_has_a_row_and_a_record_of_its_own(tmp_path):
+    log = RunLog(logged_run(tmp_path))
+    log.report(5, Position(1, 0, 8), 1.25, TRAIN)
+    log.report(8, Position(2), 2.0, TRAIN)
+    log.close()
+    assert [line.split()[0] for line in (tmp_path / "val.log").read_text().splitlines()] == ["epoch", "1.25", "2"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    places = [(r["event"], r["step"], r["epoch"], r["samples"], r["train/loss"]) for r in records]
+    assert places == [("evaluation", 5, 1, 8, 0.5), ("epoch", 8, 2, 0, 0.5)]
+
+
 @pytest.mark.parametrize("name", ["train.log", "val.log"])
 def test_full_disk_while_logging(name, refused, tmp_path):
     (tmp_path / name).symlink_to("/dev/full")
