@@ -2,9 +2,9 @@
 
 import sys
 
-from trainer.cli import main
+from trainer.cli import run_process
 from trainer.parallel.signals import exit_quickly
 
 if __name__ == "__main__":
     exit_quickly()
-    sys.exit(main(sys.argv[1:], several_devices=False))
+    sys.exit(run_process(sys.argv[1:], several_devices=False))

@@ -37,7 +37,8 @@ ARROWS = {
     "main": {"trainer.cli", "trainer.parallel.signals"},
     "main_multi_gpu": {"trainer.cli", "trainer.parallel.signals"},
     "profiler": {"trainer.profiling"},
-    "trainer": CONTRACT | {"trainer.api"},  # trainer/__init__.py, with what a task of one's own needs, and what uses it
+    # trainer/__init__.py, with what a task of one's own needs, and what uses it
+    "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api"},
     "examples": {"trainer"},
 }
 

@@ -1,6 +1,8 @@
 """All that a task of one's own needs: `from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag`;
 and its use from Python: `trainer.fit`, `trainer.load`, `trainer.SavedRun`.
 
+And a logger: `from trainer import LoggedRun, Logger, Record`.
+
 Each name is imported when it is asked for, so that a part of the trainer can be used without the others.
 """
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
+    from trainer.logs.logger import LoggedRun, Logger, Record
     from trainer.task import Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
@@ -29,6 +32,7 @@ _HOMES = {
     "trainer.loading.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
+    "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),
     "trainer.task": ("Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 

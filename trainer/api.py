@@ -19,7 +19,7 @@ from torch import nn
 
 from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.records import RESULTS, read_json
-from trainer.cli import main, read_command_line, run_command, start_processes, starts_processes
+from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralFlags, files_ask_for_several_devices
 from trainer.commands.in_process import process_restored
@@ -206,9 +206,9 @@ def _is_importable(task: type[Task]) -> bool:
 def _main_in_own_session(
     argv: Sequence[str], several_devices: bool, environment: RankEnvironment, task_type: type[Task]
 ) -> int:
-    """`main` out of reach of a Ctrl-C to the whole group, which the parent passes on: two would end it at once.
+    """`run_process` out of reach of a Ctrl-C to the whole group, which the parent passes on: two would end it at once.
 
     A notebook's server sends one to the group, as a terminal does.
     """
     os.setsid()
-    return main(argv, several_devices, environment, task_type)
+    return run_process(argv, several_devices, environment, task_type)

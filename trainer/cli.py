@@ -14,12 +14,26 @@ from trainer.commands.several import train_several
 from trainer.commands.train import EXIT_FINISHED, train_in_directory
 from trainer.config import refuse
 from trainer.loading.errors import BadInput
+from trainer.logs.background import some_are_left
 from trainer.logs.console import say
 from trainer.parallel.base import Parallel
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
 from trainer.task import Task
+
+
+def run_process(
+    argv: Sequence[str],
+    several_devices: bool,
+    environment: RankEnvironment | None = None,
+    task_type: type[Task] | None = None,
+) -> int:
+    """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it."""
+    status = main(argv, several_devices, environment, task_type)
+    if some_are_left():
+        exit_at_once(status)
+    return status
 
 
 def main(
@@ -44,9 +58,9 @@ def main(
                 say(flags.as_toml())
             return EXIT_FINISHED
         if flags.several.wanted:
-            return train_several(flags, argv, functools.partial(main, several_devices=several_devices))
+            return train_several(flags, argv, functools.partial(run_process, several_devices=several_devices))
         if starts_processes(flags, environment):
-            return start_processes(flags, argv, main)
+            return start_processes(flags, argv, run_process)
         parallel = start_parallel(flags, environment)
         with parallel.in_use():
             return run_command(flags, argv, parallel)

@@ -109,7 +109,7 @@ def test_mistakes_about_several_devices(args, parts, refused, tmp_path):
         ("def broken(:", "Mine", "cannot import"),
         ("import no_such_module_at_all", "Mine", "No module named 'no_such_module_at_all'"),
         ("x = 1", "Mine", "defines no Mine"),
-        ("class Mine: pass", "Mine", "Mine is not a subclass of trainer.task.Task"),
+        ("class Mine: pass", "Mine", "Mine is not a subclass of trainer.Task"),
     ],
 )
 def test_wrong_task_file(content, name, part, refused, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import TINY
+from tests.helpers.recording_logger import logged_run
 from trainer.loading.order import Position
 from trainer.logs.run_log import RunLog
 
@@ -19,9 +20,9 @@ def written(tmp_path):
     """Logs these epochs and a result; returns the directory."""
 
     def write(epochs, result=None, headline=()):
-        log = RunLog(tmp_path, 0, Position(), headline)
+        log = RunLog(logged_run(tmp_path), headline)
         for i, metrics in enumerate(epochs):
-            log.epoch(i + 1, Position(i + 1), metrics)
+            log.report(i + 1, Position(i + 1), i + 1.0, metrics)
         if result is not None:
             log.result(len(epochs), "with the best weights", result)
         log.close()
@@ -60,6 +61,17 @@ def test_names_with_an_at_sign_reach_tensorboard(written):
     assert [(e.step, e.value) for e in events.Scalars("test/ndcg@10")] == [(2, 0.75)]
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert records[1]["val/ndcg@10"] == 0.5
+
+
+def test_an_evaluation_within_an_epoch_has_a_row_and_a_record_of_its_own(tmp_path):
+    log = RunLog(logged_run(tmp_path))
+    log.report(5, Position(1, 0, 8), 1.25, TRAIN)
+    log.report(8, Position(2), 2.0, TRAIN)
+    log.close()
+    assert [line.split()[0] for line in (tmp_path / "val.log").read_text().splitlines()] == ["epoch", "1.25", "2"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    places = [(r["event"], r["step"], r["epoch"], r["samples"], r["train/loss"]) for r in records]
+    assert places == [("evaluation", 5, 1, 8, 0.5), ("epoch", 8, 2, 0, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["train.log", "val.log"])

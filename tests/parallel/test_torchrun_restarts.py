@@ -90,3 +90,13 @@ def test_the_global_batch_is_kept_before_there_is_a_checkpoint(restarted, under_
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["global_batch_size"] == (24 if restarted else 8)
     assert results["step"] == (1 if restarted else 3)
+
+
+def test_a_job_that_is_started_again_keeps_the_id_of_its_run(under_torchrun, start, tmp_path):
+    """Though --fresh is in its command, and nothing was saved."""
+    file = tmp_path / "dies_again.py"
+    file.write_text(DIES)
+    start("--fresh", "--task", f"{file}:Dies", status=1)
+    before = json.loads((tmp_path / "run" / "config.json").read_text())["run_id"]
+    start("--fresh")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["run_id"] == before

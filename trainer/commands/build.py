@@ -14,13 +14,23 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.code_identity import identify_code
 from trainer.commands.flags import Flags
-from trainer.commands.resume import choose_start, recorded_global_batches, resume, starts_over, take_over, take_weights
+from trainer.commands.resume import (
+    choose_run_id,
+    choose_start,
+    recorded_global_batches,
+    resume,
+    starts_over,
+    take_over,
+    take_weights,
+)
 from trainer.commands.weights import initialise
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
+from trainer.logs.background import BackgroundLogger
+from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.contract import check_batch, check_blocks, check_single_samples, check_task, try_phase
 from trainer.loop.ema import ExponentialMovingAverage
@@ -95,6 +105,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, parallel, directory, before)
     run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
+    run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, flags, state))
     unknown = run.memory_limit
     limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
@@ -108,13 +119,20 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     return run, [*notes, *limit.note()]
 
 
-def open_run(run: Run, notes: Sequence[str], flags: Flags, argv: Sequence[str], agents: Sequence[str] = ()) -> None:
+def open_run(
+    run: Run,
+    notes: Sequence[str],
+    flags: Flags,
+    argv: Sequence[str],
+    agents: Sequence[str] = (),
+    loggers: Sequence[BackgroundLogger] = (),
+) -> None:
     """Makes the directory this run's and opens its log: everything that is left before training.
 
-    agents: the torchrun agents of this job.
+    agents: the torchrun agents of this job. loggers: those of the user's own; on the main process alone.
     """
     facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
-    run.parallel.on_main(lambda: _claim_directory(run, flags, facts))
+    run.parallel.on_main(lambda: _claim_directory(run, flags, facts, loggers))
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
@@ -191,7 +209,7 @@ def assemble_run(
     )
 
 
-def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
+def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: Sequence[BackgroundLogger]) -> None:
     """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
     directory = run.directory
     weights = sum(value.nbytes for value in run.learner.objective.state_dict().values())
@@ -202,7 +220,13 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any]) -> None:
     delete(directory.path / RESULTS)
     write_json(directory.path / CONFIG, facts)
     with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
-        run.log = RunLog(directory.path, run.progress.step, run.progress.position, run.task.headline)
+        run.log = RunLog(_logged(run), run.task.headline, loggers)
+
+
+def _logged(run: Run) -> LoggedRun:
+    config = {name.lstrip("-"): value for name, value in run.facts["config"].items()}
+    progress = run.progress
+    return LoggedRun(run.facts["run_id"], run.directory.path, config, progress.step, progress.position.epoch)
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------

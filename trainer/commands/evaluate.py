@@ -38,7 +38,6 @@ def score(run: Run, on_test: bool) -> None:
     run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
     if on_test:
         log_pictures(run, sums)
-    run.log.hyperparameters(run.facts["config"], run.progress.step, metrics)
     # Last, since it says that nothing is left to do.
     scored = "test" if on_test else "val" if has_validation else None
     run.parallel.on_main(lambda: _write_results(run, scored, metrics, sums))

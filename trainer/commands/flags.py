@@ -22,6 +22,7 @@ from trainer.config import (
     values_given,
 )
 from trainer.loading.errors import BadInput
+from trainer.loading.own_class import split_name
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
 from trainer.loop.schedule import OPTIMIZER_SETTINGS, LearningFlags
@@ -68,10 +69,22 @@ class RunFlags(FlagGroup):
     )
     cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+    logger: tuple[str, ...] | None = flag(
+        None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS"
+    )
     test: bool = flag(
         True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
         "settings",
     )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        found = []
+        for logger in self.logger or ():
+            try:
+                split_name(logger, "--logger")
+            except BadInput as error:
+                found.append(str(error))
+        return found
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Where a run starts: afresh, from a checkpoint of its directory, or from a file."""
 
+import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import verdict_of
+from trainer.checkpoint.records import CONFIG, read_json
 from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
@@ -20,27 +23,28 @@ from trainer.tasks import is_same_task
 START_FLAGS = (
     "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--eval-only"
 )  # fmt: skip
+RUN_ID = "[0-9a-f]{12}"
 
 
 def take_over(run: Run, source: Path) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
     best = run.progress.best
     value, is_best = run.parallel.on_main(lambda: verdict_of(read_checkpoint(source, f"--resume-from {source}")))
-    if best is not None and not is_best and not run.parallel.on_main(lambda: _copy_best(source, best, run.directory)):
+    if best is not None and not is_best and not run.parallel.on_main(lambda: _copy_best(source, best, run)):
         run.log.say(f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here.")
         run.progress.best = None
     save(run, value, is_best)
     finish_saving(run)
 
 
-def _copy_best(source: Path, best: Best, directory: RunDirectory) -> bool:
+def _copy_best(source: Path, best: Best, run: Run) -> bool:
     beside = source.parent / "best.pth"
     if not beside.is_file():
         return False
     state = read_checkpoint(beside, str(beside))
     if verdict_of(state) != (best.value, True):
         return False
-    directory.save(state)
+    run.directory.save(state | {"run_id": run.facts["run_id"]})
     return True
 
 
@@ -62,8 +66,22 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
     if directory.entries and directory.entries[-1].source == str(source):
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
+    if source.resolve().parent != directory.path.resolve():
+        state.pop("run_id", None)  # that of another run from now on
     directory.forget_later_values(state)
     return state
+
+
+def choose_run_id(directory: RunDirectory, flags: Flags, state: Mapping[str, Any] | None) -> str:
+    """What names the run to loggers: that of the checkpoint to go on from, or of the directory, or a new one.
+
+    state: of `choose_start`. It comes first since it has a checksum, and config.json may be damaged or lost.
+    """
+    recorded = {} if starts_over(directory, flags) else read_json(directory.path / CONFIG)
+    for facts in (state or {}, recorded):
+        if re.fullmatch(RUN_ID, str(facts.get("run_id"))):
+            return str(facts["run_id"])
+    return secrets.token_hex(6)  # no random generator: a seed must not give two runs one name
 
 
 def take_weights(run: Run, state: Mapping[str, Any]) -> None:

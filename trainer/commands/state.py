@@ -59,6 +59,8 @@ class RunState:
 
     def _write(self, state: State, message: str | None = None) -> None:
         run, path = self._run, self._directory.path / STATE
+        if run is not None:
+            run.log.state = state
         if state == "finished" == read_json(path).get("state"):
             return
         write_json(

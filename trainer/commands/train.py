@@ -11,6 +11,7 @@ from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
 from trainer.commands.state import RunState, recorded
 from trainer.loading.files import DISK_FULL, refusing_disk_errors
+from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested
@@ -27,6 +28,8 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     0: finished, or stopped where a launcher would take anything else for a failure. 128 + n: stopped by signal n.
     """
     directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
+    loggers: list[BackgroundLogger] = []
+    parallel.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
@@ -41,7 +44,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
             at_the_end.callback(run.close)
-            open_run(run, notes, flags, argv, agents)
+            open_run(run, notes, flags, argv, agents, loggers)
             return _train(run, flags, state, agents)
 
 

@@ -1,33 +1,28 @@
-"""What the user sees of a run: console, progress bar, TensorBoard, train.log, val.log, metrics.jsonl; or silence."""
+"""What a run says, to everything that logs it: the console, the files, TensorBoard, loggers of a user's own."""
 
-import json
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from torch.utils.tensorboard import FileWriter, SummaryWriter
-from torch.utils.tensorboard.summary import hparams, image
 
-from trainer.config import shown
-from trainer.loading.files import replace_text
 from trainer.loading.order import Position
-from trainer.logs.console import ProgressBar, Table, of_headline, progress_bar, say
+from trainer.logs.background import BackgroundLogger, end_all
+from trainer.logs.console import Table, of_headline, progress_bar
+from trainer.logs.console_logger import ConsoleLogger
+from trainer.logs.files import DATA_WAIT, FileLogger
+from trainer.logs.logger import LoggedRun, Logger, Record
+from trainer.logs.tensorboard import TensorBoardLogger
 from trainer.task import Picture
 
 T = TypeVar("T")
-
-HYPERPARAMETERS_SUFFIX = ".hparams"
 
 
 class SilentLog:
     """The log of every process but the main one: does nothing where a `RunLog` does something."""
 
     data_wait_seconds = 0.0
+    state = ""
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
         return items
@@ -35,37 +30,36 @@ class SilentLog:
     def _ignore(self, *arguments: object) -> None:
         pass
 
-    say = start_epoch = advance = step = end_training = epoch = _ignore
-    pictures = result = hyperparameters = flush = close = _ignore
+    say = start_epoch = advance = step = end_training = report = _ignore
+    pictures = result = flush = close = _ignore
 
 
 class RunLog:
-    """The log of the main process, in the run directory and on the console.
+    """The log of the main process.
 
-    step, position: later records belong to a future that a resumed run lives again, and are dropped.
-    headline: the metrics that the console and val.log show, without their split; empty shows all.
+    headline: the metrics that tables show, without their split; empty shows all. own: loggers of the user's own.
     data_wait_seconds: how long this process waited for data in the current epoch; the loop adds to it.
+    state: what state.json says of the run; loggers are told at their end.
     """
 
-    def __init__(self, directory: Path, step: int, position: Position, headline: Sequence[str] = ()) -> None:
+    def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
         self._headline = headline
-        self._train_log = (directory / "train.log").open("a", buffering=1)
-        self._val_log = (directory / "val.log").open("a", buffering=1)
-        self._metrics = _truncated(directory / "metrics.jsonl", step, position.epoch)
-        writer: Any = SummaryWriter(str(directory / "logs"), purge_step=step + 1 if step else None)
-        self._board: FileWriter = writer.file_writer
-        for path in (directory / "logs").glob("*" + HYPERPARAMETERS_SUFFIX):
-            path.unlink()
-        self._bar: ProgressBar | None = None
-        self._table = Table("epoch", self._table_line)
+        self._console, self._board, self._own = ConsoleLogger(), TensorBoardLogger(), own
+        self._built_in: tuple[Logger, ...] = (self._console, FileLogger(), self._board)
+        self._loggers = (*self._built_in, *own)
+        for logger in self._loggers:
+            logger.start(run)
+        self._rows: list[str] = []
+        self._table = Table("epoch", self._rows.append)
         self._epoch_started = time.monotonic()
         self._epoch_samples = 0
         self._training_seconds = self.data_wait_seconds = 0.0
+        self.state = "failed"
 
     def say(self, text: str) -> None:
         """One line that the user should read."""
-        say(text)
-        self._train_log.write(text + "\n")
+        for logger in self._loggers:
+            logger.say(text)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
         """The items, with a bar on the console if going through them takes seconds."""
@@ -75,118 +69,87 @@ class RunLog:
         """Opens the epoch's progress bar. consumed: samples of this epoch trained on before a resume."""
         self._epoch_started = time.monotonic()
         self._epoch_samples = 0
-        self.data_wait_seconds = 0.0
-        self._bar = ProgressBar(num_samples, consumed, "samples", f"epoch {position.epoch + 1}/{epochs}")
+        self._training_seconds = self.data_wait_seconds = 0.0
+        self._console.start_epoch(f"epoch {position.epoch + 1}/{epochs}", num_samples, consumed)
 
     def advance(self, num_samples: int) -> None:
         """After every step."""
-        assert self._bar is not None
         self._epoch_samples += num_samples
-        self._bar.bar.update(num_samples)
+        self._console.advance(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         """Every `--log-interval` steps. metrics: the loss first, then the learning rate."""
-        assert self._bar is not None
-        self._record("step", metrics, step, epoch=position.epoch, samples=position.samples)
         rate = self._epoch_samples / max(time.monotonic() - self._epoch_started, 1e-9)
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
-        self._train_log.write(line + "\n")
-        loss, learning_rate, *_ = metrics.values()
-        self._bar.report(f"loss={loss:.4f}, lr={learning_rate:.2e}", line)
+        self._log(Record("step", step, position, metrics, line))
 
     def end_training(self) -> None:
         """The epoch's training is over; its evaluation may follow."""
-        assert self._bar is not None
         self._training_seconds = time.monotonic() - self._epoch_started
-        self._bar.close()
+        self._console.end_training()
 
-    def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        """After an epoch and its validation, if it has one; `position` is the end of it."""
+    def report(self, step: int, position: Position, epochs_done: float, metrics: Mapping[str, float]) -> None:
+        """After an epoch and its validation, if it has one, or after an evaluation within an epoch.
+
+        position: how far training is, the end of the epoch or within it. epochs_done: the same as a number of epochs.
+        """
+        elapsed = time.monotonic() - self._epoch_started
         speed = {
-            "samples_per_second": self._epoch_samples / max(self._training_seconds, 1e-9),
-            "epoch_seconds": time.monotonic() - self._epoch_started,
+            "samples_per_second": self._epoch_samples / max(self._training_seconds or elapsed, 1e-9),
+            "epoch_seconds": elapsed,
         }
-        self._record("epoch", {**metrics, **speed}, step, epoch=position.epoch, samples=position.samples)
-        self._draw({"data_wait_seconds": self.data_wait_seconds}, step)
         row = of_headline(metrics, self._headline) | speed
-        self._table.row(f"{position.epoch:>5}", {name: f"{value:.5g}" for name, value in row.items()})
-
-    def _table_line(self, line: str) -> None:
-        say(line)
-        self._val_log.write(line + "\n")
+        self._table.row(f"{round(epochs_done, 2):>5g}", {name: f"{value:.5g}" for name, value in row.items()})
+        text = "\n".join(self._rows)
+        self._rows.clear()
+        values = {**metrics, **speed, DATA_WAIT: self.data_wait_seconds}
+        self._log(Record("epoch" if position.at_epoch_start else "evaluation", step, position, values, text))
 
     def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
         """The scores at the end, once. how: "with the best weights"."""
-        self._record("result", metrics, step)
         headline = of_headline(metrics, self._headline)
         num_more = len(metrics) - len(headline)
         line = f"Finished, {how}: {scores_text(headline) or 'nothing was left to score'}"
         line += f", and {num_more} more in results.json" if num_more else ""
-        self.say(line)
-        self._val_log.write(line + "\n")
+        self._log(Record("result", step, None, metrics, line))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Pictures by name, after an evaluation. Raises TypeError for an array of another shape or type."""
-        for name, picture in pictures.items():
+        for picture in pictures.values():
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
                 raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
-            self._board.add_summary(image(name, picture, dataformats="HWC"), step)
-
-    def hyperparameters(self, values: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> None:
-        """Every flag of a finished run by name, and its test scores.
-
-        TensorBoard's table of runs works out its columns: first the flags in which runs differ. The scores stand here
-        once more under names that come first in the alphabet, since it shows the first few.
-        """
-        flags = {name.lstrip("-"): value for name, value in values.items() if value is not None}
-        _, start, end = hparams(
-            {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}, {}
-        )
-        scores = [Summary.Value(tag=f"best/{name}", simple_value=value) for name, value in metrics.items()]
-        # In a file of its own in the same folder: TensorBoard keeps the first flags that it reads of a run, so a run
-        # that is trained on with other flags has to replace them.
-        board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
-        board.add_summary(Summary(value=[*start.value, *end.value, *scores]), step)
-        board.close()
+        for logger in self._loggers if pictures else ():
+            logger.pictures(step, pictures)
 
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
         self._board.flush()
 
     def close(self) -> None:
-        for part in (self._bar, self._board, self._train_log, self._val_log, self._metrics):
-            if part is not None:
-                part.close()
+        """Ends all of them. Loggers of a user's own get some seconds for it."""
+        self.flush()
+        end_all(self._own, self.state, self._say_of_own)
+        self._tell_notes()
+        for logger in self._built_in:
+            logger.end(self.state)
 
-    def _record(self, event: str, metrics: Mapping[str, float], step: int, **where: int) -> None:
-        # JSON knows no NaN and no infinity.
-        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._metrics.write(json.dumps({"event": event, "step": step, **where, **numbers}) + "\n")
-        self._draw(metrics, step)
+    def _log(self, record: Record) -> None:
+        for logger in self._loggers:
+            logger.metrics(record)
+        self._tell_notes()
 
-    def _draw(self, metrics: Mapping[str, float], step: int) -> None:
-        """All in one event, which costs the training thread a third of an `add_scalar` each."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._board.add_summary(Summary(value=values), step)
+    def _tell_notes(self) -> None:
+        """What became of the user's own loggers."""
+        for own in self._own:
+            for note in own.take_notes():
+                self._say_of_own(note)
+
+    def _say_of_own(self, line: str) -> None:
+        for logger in self._built_in:
+            logger.say(line)
 
 
 def scores_text(metrics: Mapping[str, float]) -> str:
     """Metrics in a sentence: "test/loss 0.1234, test/accuracy 0.9876"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
-    """Opens metrics.jsonl for appending, without later records, those of an end, and any half-written line.
-
-    An epoch's record has the step of a checkpoint that was saved at the epoch's last step, before its validation.
-    """
-    kept = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line is dropped
-            record = json.loads(line)
-            in_the_past = record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs)
-            if in_the_past and record["event"] != "result":
-                kept.append(line + "\n")
-    replace_text(path, "".join(kept))
-    return path.open("a", buffering=1)

@@ -147,7 +147,7 @@ def finish_epoch(run: Run) -> None:
     progress.start_epoch(num_epochs, run.task.phases)
     value = monitored(run.task, metrics) if validation else None
     is_best = value is not None and progress.judge(value, run.task.monitor[1])
-    run.log.epoch(progress.step, progress.position, metrics)
+    run.log.report(progress.step, progress.position, float(num_epochs), metrics)
     if validation:
         log_pictures(run, validation)
     save(run, value, is_best)

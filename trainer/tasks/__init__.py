@@ -1,11 +1,11 @@
-"""The workloads that come with the trainer, by the name that `--task` takes, and loading of a user's own."""
+"""The workloads that come with the trainer, by the name that `--task` takes."""
 
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from trainer.loading.errors import BadInput
+from trainer.loading.own_class import find_class
 from trainer.task import Task
 
 
@@ -32,18 +32,9 @@ def find_task(name: str) -> type[Task]:
     """`--task` -> the task's class: a name of TASKS, or path/to/file.py:ClassName. Raises BadInput."""
     if name in TASKS:
         return TASKS[name]()
-    file, colon, class_name = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise BadInput(f"--task {name}: must be one of {', '.join(TASKS)}, or path/to/file.py:ClassName")
-    path = Path(file)
-    if not path.is_file():
-        raise BadInput(f"--task {name}: there is no file {path}")
-    found = getattr(_import_file(path, name), class_name, None)
-    if found is None:
-        raise BadInput(f"--task {name}: {path} defines no {class_name}")
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise BadInput(f"--task {name}: {class_name} is not a subclass of trainer.task.Task")
-    return found
+    return find_class(name, "--task", Task, comes_first=True)
 
 
 def name_of(task_type: type[Task]) -> str:
@@ -91,20 +82,3 @@ def is_same_task(one: str, other: str) -> bool:
 def _identity(name: str) -> tuple[str, str]:
     file, _, class_name = name.rpartition(":")
     return Path(file).name, class_name
-
-
-def _import_file(path: Path, flag_value: str) -> object:
-    """Imports a file as a module of its own name, so that data-loading processes find it again by that name.
-
-    Its folder comes first on the import path: what stands beside it goes before packages of the trainer.
-    """
-    folder = str(path.parent.resolve())
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(path.stem)
-    except (ImportError, SyntaxError) as error:
-        raise BadInput(f"--task {flag_value}: cannot import {path}: {type(error).__name__}: {error}") from None
-    if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
-        raise BadInput(f"--task {flag_value}: there is another module named {path.stem}; rename the file")
-    return module

@@ -1,0 +1,96 @@
+"""Loggers for tests: one that writes down what it is told, and ones that misbehave."""
+
+import json
+import os
+import threading
+import time
+
+from trainer import LoggedRun, Logger
+
+RECORD = "logged.jsonl"
+"""In the run directory."""
+
+
+def logged_run(directory, step=0, config=None):
+    return LoggedRun("0123456789ab", directory, config or {}, step, epoch=0)
+
+
+class Recording(Logger):
+    """Writes a line for each call: the method, the process, and what it was told."""
+
+    def start(self, run):
+        self.file = (run.directory / RECORD).open("a", buffering=1)
+        self.write("start", id=run.id, step=run.step, epoch=run.epoch, lr=run.config["lr"])
+
+    def say(self, line):
+        self.write("say", line=line)
+
+    def metrics(self, record):
+        epoch = record.position.epoch if record.position else None
+        self.write("metrics", event=record.event, step=record.step, epoch=epoch, values=dict(record.values))
+
+    def pictures(self, step, pictures):
+        self.write("pictures", step=step, shapes={name: picture.shape for name, picture in pictures.items()})
+
+    def end(self, state):
+        self.write("end", state=state)
+        self.file.close()
+
+    def write(self, method, **told):
+        thread = threading.current_thread()
+        is_main = thread is threading.main_thread()
+        self.file.write(json.dumps({"method": method, "process": os.getpid(), "main_thread": is_main} | told) + "\n")
+
+
+class Other(Recording):
+    """A second one beside it."""
+
+    def start(self, run):
+        self.file = (run.directory / f"other-{RECORD}").open("a", buffering=1)
+
+
+class Slow(Recording):
+    """Each call takes 0.1 s."""
+
+    def write(self, method, **told):
+        time.sleep(0.1)
+        super().write(method, **told)
+
+
+class Greedy(Recording):
+    """Changes what it is given."""
+
+    def metrics(self, record):
+        super().metrics(record)
+        record.values.clear()
+
+
+class FailsToBegin(Logger):
+    def __init__(self):
+        raise ConnectionError("no\nserver")
+
+
+class NeedsMore(Logger):
+    def __init__(self, project):
+        pass
+
+
+def misbehaving(method, act):
+    def acts(self, *arguments):
+        act()
+
+    return type(f"In{method.title()}", (Recording,), {method: acts})
+
+
+def fail():
+    raise ConnectionError("the server\n  is gone")
+
+
+def block():
+    threading.Event().wait()
+
+
+METHODS = ("start", "say", "metrics", "pictures", "end")
+for _method in METHODS:
+    globals()[f"FailsIn{_method.title()}"] = misbehaving(_method, fail)
+    globals()[f"BlocksIn{_method.title()}"] = misbehaving(_method, block)

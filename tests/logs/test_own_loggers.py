@@ -1,0 +1,280 @@
+"""Loggers of a user's own: told everything, in order; and whatever they do, it is not the run's business."""
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, assert_same_bits, contents, load, read_metrics
+from tests.faults.job import Forks
+from tests.helpers import recording_logger
+from tests.helpers.recording_logger import METHODS, RECORD, Recording, logged_run
+from trainer.loading.order import Position
+from trainer.logs import background
+from trainer.logs.background import BackgroundLogger
+from trainer.logs.files import DATA_WAIT
+from trainer.logs.run_log import RunLog
+
+FILE = ROOT / "tests" / "helpers" / "recording_logger.py"
+STOPS = """
+import os, signal
+from trainer import Logger
+
+class Stops(Logger):
+    def metrics(self, record):
+        if record.event == "epoch":
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+HOLDS_ON = """
+import atexit, threading
+import trainer.logs.background
+from trainer import Logger
+
+trainer.logs.background.END_WITHIN_S = trainer.logs.background.SILENT_WAIT_S = 0.1
+for_ever = threading.Event().wait
+
+class HoldsOn(Logger):
+    def start(self, run):
+        atexit.register(for_ever)
+        threading.Thread(target=for_ever).start()
+        for_ever()
+"""
+
+
+def named(logger):
+    return ["--logger", f"{FILE}:{logger}"]
+
+
+def logged(directory, method=None, file=RECORD):
+    lines = [json.loads(line) for line in (directory / file).read_text().splitlines()]
+    return [line for line in lines if method in (None, line["method"])]
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setattr(background, "END_WITHIN_S", 0.3)
+    monkeypatch.setattr(background, "SILENT_WAIT_S", 0.1)
+
+
+@pytest.fixture
+def run_with(tmp_path):
+    """A log with one logger, through a run of 3 epochs; returns how long the longest call but the last one took."""
+
+    def run(logger):
+        log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(logger, "--logger x")])
+        log.state = "finished"
+        calls = [(log.say, "It begins.")]
+        for epoch in range(1, 4):
+            calls += [
+                (log.start_epoch, Position(epoch - 1), 3, 8, 0), (log.advance, 8),
+                (log.step, epoch, Position(epoch - 1, 0, 8), {"train/loss": 0.5, "learning_rate": 1.0}),
+                (log.end_training,), (log.report, epoch, Position(epoch), float(epoch), {"val/loss": 0.25}),
+                (log.pictures, epoch, {"val/dots": np.zeros((2, 3, 3), np.uint8)}),
+            ]  # fmt: skip
+        calls.append((log.result, 3, "with the best weights", {"test/loss": 0.125}))
+        longest = 0.0
+        for function, *arguments in calls:
+            started = time.perf_counter()
+            function(*arguments)
+            longest = max(longest, time.perf_counter() - started)
+        log.close()
+        return longest
+
+    return run
+
+
+def messages(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if "--logger" in line]
+
+
+# --- what it is told ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_told_everything_in_order_and_training_does_not_notice(train, tmp_path):
+    argv = ["--epochs", 2, "--log-interval", 1, "--dropout", 0.3]
+    train(tmp_path / "logged", *argv, *named("Recording"))
+    train(tmp_path / "plain", *argv)
+    calls = logged(tmp_path / "logged")
+    config = json.loads((tmp_path / "logged" / "config.json").read_text())
+    assert [call["method"] for call in calls if call["method"] in ("start", "end")] == ["start", "end"]
+    first, last = calls[0], calls[-1]
+    assert (first["id"], first["step"], first["epoch"], first["lr"]) == (config["run_id"], 0, 0, 0.01)
+    assert (last["method"], last["state"]) == ("end", "finished")
+    assert not any(call["main_thread"] for call in calls)
+    said = [call["line"] for call in calls if call["method"] == "say"]
+    assert set(said) <= set((tmp_path / "logged" / "train.log").read_text().splitlines())
+    metrics = logged(tmp_path / "logged", "metrics")
+    assert [call["event"] for call in metrics] == [*["step"] * 3, "epoch", *["step"] * 3, "epoch", "result"]
+    written = [json.loads(line) for line in (tmp_path / "logged" / "metrics.jsonl").read_text().splitlines()]
+    for call, record in zip(metrics, written, strict=True):
+        assert (DATA_WAIT in call["values"]) == (call["event"] == "epoch")
+        call["values"].pop(DATA_WAIT, None)
+        place = {"samples", "epoch"} if call["event"] != "result" else set()
+        assert record.keys() == {"event", "step"} | place | call["values"].keys()
+        assert call["values"].items() <= record.items()
+        assert (call["event"], call["step"], call["epoch"]) == (record["event"], record["step"], record.get("epoch"))
+    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("logged", "plain")))
+
+
+def test_pictures_reach_it(run_with, tmp_path):
+    run_with(Recording())
+    assert [(call["step"], call["shapes"]) for call in logged(tmp_path, "pictures")] == [
+        (epoch, {"val/dots": [2, 3, 3]}) for epoch in (1, 2, 3)
+    ]
+
+
+def test_several_do_not_disturb_each_other(train, tmp_path):
+    """The first one changes what it is given."""
+    train(tmp_path, *named("Greedy"), f"{FILE}:Other")
+    greedy, other = logged(tmp_path, "metrics"), logged(tmp_path, "metrics", f"other-{RECORD}")
+    assert [call["values"] for call in greedy] == [call["values"] for call in other] != []
+    assert read_metrics(tmp_path, "epoch")[0]["val/loss"] == greedy[0]["values"]["val/loss"]
+
+
+def test_a_stopped_run_goes_on_under_the_same_id_where_it_was(cli, train, tmp_path):
+    stops = tmp_path / "stops_the_run.py"
+    stops.write_text(STOPS)
+    argv = ["--save-dir", tmp_path / "run", "--epochs", 3, "--log-interval", 1, "--delay-s", 0.01]
+    status, _, _ = cli(*TINY, *argv, *named("Recording"), f"{stops}:Stops")
+    assert status == 128 + 15
+    stopped_at = load(tmp_path / "run" / "last.pth")["step"]
+    train(tmp_path / "run", "--epochs", 3, "--log-interval", 1, *named("Recording"))
+    calls = logged(tmp_path / "run")
+    starts = [i for i, call in enumerate(calls) if call["method"] == "start"]
+    assert [calls[i - 1]["state"] for i in (starts[1], 0)] == ["preempted", "finished"]
+    assert [calls[i]["step"] for i in starts] == [0, stopped_at] and 0 < stopped_at < 3 * STEPS_PER_EPOCH
+    assert calls[starts[0]]["id"] == calls[starts[1]]["id"]
+    steps = [call["step"] for call in calls if call.get("event") == "step"]
+    assert steps == list(range(1, 3 * STEPS_PER_EPOCH + 1))
+
+
+def test_one_process_of_several_logs(environment, tmp_path):
+    run = Forks([*TINY, "--save-dir", tmp_path / "run", *named("Recording")], 2, tmp_path / "job", environment)
+    assert run.statuses() == [0, 0], run.output
+    calls = logged(tmp_path / "run")
+    assert len({call["process"] for call in calls}) == 1
+    assert [call["method"] for call in calls].count("start") == 1
+    assert calls[-1]["state"] == "finished"
+
+
+def test_it_is_told_of_a_run_that_is_refused(cli, tmp_path):
+    status, _, _ = cli(*TINY, "--save-dir", tmp_path, "--lr", 1e38, "--max-grad-norm", 0, *named("Recording"))
+    assert status == 2
+    assert logged(tmp_path)[-1]["state"] == "refused"
+
+
+@pytest.mark.slow
+def test_each_run_of_several_has_its_own(command, tmp_path):
+    command("main.py", *TINY, "--seeds", 2, "--save-dir", tmp_path, *named("Recording"))
+    starts = [logged(tmp_path / name, "start") for name in ("seed-0", "seed-1")]
+    assert [len(own) for own in starts] == [1, 1]
+    assert starts[0][0]["id"] != starts[1][0]["id"]
+
+
+# --- what it does wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failure_is_told_once_and_the_rest_goes_on_without_it(method, run_with, tmp_path, capsys):
+    run_with(getattr(recording_logger, f"FailsIn{method.title()}")())
+    expected = f"--logger x: {method}() failed: ConnectionError: the server is gone; the run goes on without it"
+    out, err = capsys.readouterr()
+    assert (out.count(expected), out.count("--logger"), err) == (1, 1, "")
+    assert expected in (tmp_path / "train.log").read_text()
+    assert not (tmp_path / RECORD).exists() or method not in [call["method"] for call in logged(tmp_path)]
+    assert len(read_metrics(tmp_path, "epoch")) == 3
+
+
+def test_a_failure_in_a_run(train, tmp_path):
+    out = train(tmp_path, *named("FailsInMetrics"))
+    assert out.count("metrics() failed: ConnectionError: the server is gone; the run goes on without it") == 1
+    assert (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_that_blocks_for_ever_is_left_behind(method, hurried, run_with, tmp_path, capsys):
+    started = time.monotonic()
+    longest = run_with(getattr(recording_logger, f"BlocksIn{method.title()}")())
+    assert longest < 0.1
+    assert time.monotonic() - started < 5
+    waiting, left = messages(capsys)
+    assert waiting == "Waiting for --logger x, at most 0.2 s."
+    missed = {"start": 11, "say": 10, "metrics": 9, "pictures": 7, "end": 0}[method]
+    assert left == f"--logger x: is still not done and is left behind; calls that it missed: {missed}"
+    assert len(read_metrics(tmp_path, "epoch")) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slow_one_costs_no_step_and_is_waited_for(method, run_with, tmp_path, capsys):
+    slow = type("Slow", (Recording,), {method: slowly(getattr(Recording, method))})
+    assert run_with(slow()) < 0.1
+    assert messages(capsys) == []
+    assert [call["method"] for call in logged(tmp_path)] == [
+        "start", "say", *["metrics", "metrics", "pictures"] * 3, "metrics", "end",
+    ]  # fmt: skip
+
+
+def slowly(method):
+    def call(self, *arguments):
+        time.sleep(0.1)
+        method(self, *arguments)
+
+    return call
+
+
+def test_what_is_dropped_is_the_oldest_and_counted(monkeypatch, run_with, tmp_path, capsys):
+    monkeypatch.setattr(background, "MAX_WAITING", 4)
+    slow = type("Slow", (Recording,), {"start": slowly(slowly(Recording.start))})
+    run_with(slow())
+    falls_behind, dropped = messages(capsys)
+    assert falls_behind == "--logger x: falls behind: 4 calls wait for it, so the oldest are dropped"
+    calls = [(call["method"], call.get("event")) for call in logged(tmp_path)]
+    assert calls == [
+        ("start", None), ("metrics", "step"), ("metrics", "epoch"), ("pictures", None), ("metrics", "result"),
+        ("end", None),
+    ]  # fmt: skip
+    assert dropped == "--logger x: calls that were dropped because it fell behind: 7"
+
+
+def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
+    (tmp_path / "holds_on.py").write_text(HOLDS_ON)
+    argv = [*TINY, "--save-dir", tmp_path / "run", "--logger", f"{tmp_path / 'holds_on.py'}:HoldsOn"]
+    command = [sys.executable, "main.py", *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "is left behind" in done.stdout
+    assert (tmp_path / "run" / "lock").read_text() == ""
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("wandb", "--logger wandb: must be path/to/file.py:ClassName"),
+        ("no_such.py:Mine", "--logger no_such.py:Mine: there is no file no_such.py"),
+        (f"{FILE}:Nothing", f"{FILE} defines no Nothing"),
+        (f"{FILE}:RECORD", "RECORD is not a subclass of trainer.Logger"),
+        (f"{FILE}:FailsToBegin", "cannot be made: ConnectionError: no server"),
+        (f"{FILE}:NeedsMore", "cannot be made: TypeError: "),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(value, part, refused, tmp_path):
+    refused([part], *TINY, "--save-dir", tmp_path / "run", "--logger", value)
+    assert not contents(tmp_path)
+
+
+def test_mistakes_are_shown_with_those_of_other_flags(refused, tmp_path):
+    parts = ["--logger x: must be", "--logger no.py:A: there is no file", "--lr 0: must be above 0"]
+    refused(parts, *TINY, "--save-dir", tmp_path / "run", "--logger", "x", "no.py:A", "--lr", 0)
+
+
+def test_what_stands_beside_it_does_not_hide_what_others_import(refused, tmp_path):
+    """A file that is named like a library is told apart from it."""
+    (tmp_path / "tensorboard.py").write_text("")
+    refused(["another module named tensorboard"], *TINY, "--save-dir", tmp_path / "run", "--logger",
+            f"{tmp_path / 'tensorboard.py'}:Mine")  # fmt: skip

@@ -1,0 +1,49 @@
+"""A class of a user's own, which a flag names as path/to/file.py:ClassName."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.loading.errors import BadInput
+
+
+def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
+    """The class, a subclass of `base`. Raises BadInput.
+
+    comes_first: what stands beside the file goes before all other packages, those of the trainer too; else after them.
+    """
+    path, class_name = split_name(value, flag)
+    found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
+    if found is None:
+        raise BadInput(f"{flag} {value}: {path} defines no {class_name}")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise BadInput(f"{flag} {value}: {class_name} is not a subclass of trainer.{base.__name__}")
+    return found
+
+
+def split_name(value: str, flag: str) -> tuple[Path, str]:
+    """The file, which is there, and the name of the class; nothing is imported. Raises BadInput."""
+    file, colon, class_name = value.rpartition(":")
+    if not colon:
+        raise BadInput(f"{flag} {value}: must be path/to/file.py:ClassName")
+    path = Path(file)
+    if not path.is_file():
+        raise BadInput(f"{flag} {value}: there is no file {path}")
+    return path, class_name
+
+
+def _import_file(path: Path, given: str, comes_first: bool) -> object:
+    """Imports a file as a module of its own name, so that data-loading processes find it again by that name."""
+    folder = str(path.parent.resolve())
+    if comes_first and sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    elif folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(path.stem)
+    except (ImportError, SyntaxError) as error:
+        raise BadInput(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
+    if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
+        raise BadInput(f"{given}: there is another module named {path.stem}; rename the file")
+    return module
