@@ -68,8 +68,35 @@ def test_underscores_and_equals_signs():
 
 
 @pytest.mark.parametrize(
+    ("argv", "on", "extra"),
+    [
+        ("--on=true --no-extra=true", True, False),
+        ("--on --no-extra", True, False),
+        ("--on --on=false --no-extra --no_extra=false", False, True),
+        ("--on=false --on", True, True),
+    ],
+)
+def test_a_switch_can_be_undone(argv, on, extra):
+    example, problems = read(*argv.split())
+    assert (example.on, example.extra, problems) == (on, extra, [])
+
+
+def test_files_add_up_and_may_have_commas_in_their_names():
+    @dataclass
+    class Files(FlagGroup):
+        """Files"""
+
+        files: tuple[Path, ...] | None = flag(None, "files")
+
+    (group,), problems = parse_flags([Files], "--files lr=1,wd=0.toml b --files c".split())
+    assert (group.files, problems) == ((Path("lr=1,wd=0.toml"), Path("b"), Path("c")), [])
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ("--on=yes", "--on yes: must be true or false"),
+        ("--no-extra=", "--no-extra: needs a value"),
         ("--rate 1", "--rate 1: must be at least 0 and below 1"),
         ("--rate -0.5", "--rate -0.5: must be at least 0 and below 1"),
         ("--rate nan", "--rate nan: must be a finite number"),

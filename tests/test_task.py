@@ -70,11 +70,25 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
     assert "epochs of linear warm-up (default: 1.0)" in shown
 
 
+def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
+    defaults = {"drop_last": True, "test": False}
+    monkeypatch.setitem(TASKS, "stating", lambda: type("Switching", (Weighted,), {"defaults": defaults}))
+    flags = read()
+    assert (flags.batch.drop_last, flags.run.test) == (True, False)
+    flags = read("--drop-last=false", "--no-test=false")
+    assert (flags.batch.drop_last, flags.run.test) == (False, True)
+    with pytest.raises(SystemExit):
+        parse(["--task", "stating", "--help"], several_devices=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "where it would be short (default: true)" in shown
+
+
 def test_a_flag_displaces_the_default_that_it_excludes(stating):
     assert read().learning.warmup_epochs == 1
     assert read("--warmup_steps=3").learning.warmup_epochs is None
     assert read("--grad-accum-steps", "2").batch.global_batch_size is None
     assert read("--no-amp").precision.amp == "auto"
+    assert read("--no-amp=false").precision.amp == "bf16"
 
 
 def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
@@ -90,7 +104,8 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
         ({"learning_rate": 0.1}, TypeError, "learning_rate is no flag of the trainer"),
         ({"batchsize": 4}, TypeError, "did you mean batch_size?"),
         ({"width": 4}, TypeError, "width is no flag of the trainer"),
-        ({"deterministic": True}, TypeError, "deterministic is a switch"),
+        ({"deterministic": 1}, ValueError, "--deterministic 1: must be true or false"),
+        ({"lr": "0.1"}, ValueError, "--lr 0.1: must be a number"),
         ({"task": "har"}, TypeError, "task is what chooses"),
         ({"lr": -1}, ValueError, "--lr -1: must be above 0"),
         ({"epochs": 2.5}, ValueError, "--epochs 2.5: must be a whole number"),

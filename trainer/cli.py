@@ -41,6 +41,10 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
         if flags.several.wanted and environment is not None:
             problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
         refuse(problems)
+        if flags.files.print_config:
+            if reports:
+                print(flags.as_toml())
+            return EXIT_FINISHED
         if flags.several.wanted:
             return train_several(flags, argv, functools.partial(main, several_devices=several_devices))
         if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
@@ -48,7 +52,7 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
             if world_size == 1 and flags.multi.nproc is None:
                 print("One process, because this machine shows at most one device; --nproc N starts more.")
             # What a second start is to go on from must not be moved aside.
-            again = [argument for argument in argv if argument != "--fresh"]
+            again = [*argv, "--fresh=false"]
             start, start_again = (functools.partial(main, arguments, True) for arguments in (list(argv), again))
             return launch(start, world_size, start_again)
         reports = True

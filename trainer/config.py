@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-class _Option:
+class Option:
     """A field of a group as a flag.
 
     name: that of a switch which is on by default turns it off. type: of the value, or of each one of a list.
@@ -69,56 +69,104 @@ class _Option:
         self.hidden: bool = field.metadata["hidden"]
         self.limits: dict[str, float] = field.metadata["limits"]
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether a second one on a command line adds to the first, as with files; other lists are replaced."""
+        return self.is_list and self.type is Path
+
     def to_plain(self, value: Any) -> Any:
-        """A value in a form that JSON and a checkpoint can hold; of a switch, whether it is given."""
+        """A value in a form that JSON, TOML and a checkpoint can hold; of a switch, whether it is given."""
         if self.is_switch:
             return value != self.default
+        if isinstance(value, tuple):
+            return tuple(map(self.to_plain, value))
         return str(value) if isinstance(value, Path) else value
 
     def from_plain(self, value: Any) -> Any:
-        """The opposite, and for values that are stated elsewhere. Raises ValueError like `parse`."""
+        """The opposite. Raises ValueError that says what the plain value must be."""
+        return self.checked(value) != self.default if self.is_switch else self.checked(value)
+
+    def checked(self, value: Any) -> Any:
+        """A value that is stated elsewhere than on a command line. Raises ValueError that says what it must be."""
         if self.is_switch:
-            return bool(value) != self.default
+            if not isinstance(value, bool):
+                raise ValueError("must be true or false")
+            return value
         if value is None and self.is_optional:
             return None
-        return self.parse(list(map(str, value)) if self.is_list else str(value))
+        if not self.is_list:
+            return self._checked_one(value)
+        if not isinstance(value, tuple | list):
+            raise ValueError("must be a list")
+        if not value and self.default != ():
+            raise ValueError("must have at least one value")
+        return tuple(map(self._checked_one, value))
+
+    def _checked_one(self, value: Any) -> Any:
+        types = {int: int, float: int | float, Path: str | Path}.get(self.type, str)
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise ValueError(f"must be {self._kind}")
+        if value == "" != self.default:
+            raise ValueError("must not be empty")
+        return self._parse_one(str(value))
 
     def parse(self, given: Any) -> Any:
         """The value of what the command line gives. Raises ValueError with the whole message."""
-        if self.is_switch:
-            return given
-        # A comma separates the values of a list, or a space, or both.
-        texts = re.split(",?\n|,", "\n".join(given)) if self.is_list else [given]
+        # A comma separates the values of a list, or a space, or both; names of files may have commas.
+        texts = [given]
+        if self.is_list:
+            texts = given if self.type is Path else re.split(",?\n|,", "\n".join(given))
         if not any(texts):
             raise ValueError(f"{self.name}: needs {'at least one' if self.is_list else 'a'} value")
         if not all(texts):
             raise ValueError(f"{self.name} {' '.join(given)}: must have a value before and after each comma")
-        values = tuple(map(self._parse_one, texts))
-        return values if self.is_list else values[0]
+        values = []
+        for text in texts:
+            try:
+                values.append(self._parse_one(text))
+            except ValueError as error:
+                raise ValueError(f"{self.name} {text}: {error}") from None
+        return tuple(values) if self.is_list else values[0]
 
     def _parse_one(self, text: str) -> Any:
-        def wrong(what_it_must_be: str) -> ValueError:
-            return ValueError(f"{self.name} {text}: must be {what_it_must_be}")
-
+        """Raises ValueError that says what the text must be."""
+        if self.is_switch:
+            if text not in ("true", "false"):
+                raise ValueError("must be true or false")
+            return (text == "true") != self.default
         if self.choices and text not in self.choices:
-            raise wrong(f"one of {', '.join(self.choices)}")
+            raise ValueError(f"must be {self._kind}")
+        if self.type is Path:
+            path = Path(text)
+            return path if path == self.default else path.expanduser()  # a default stays as runs have recorded it
         if self.type not in (int, float):
-            return Path(text).expanduser() if self.type is Path else text
+            return text
         try:
             number = self.type(text)
         except ValueError:
-            raise wrong("a whole number" if self.type is int else "a number") from None
+            raise ValueError(f"must be {self._kind}") from None
         if not math.isfinite(number):
-            raise wrong("a finite number")
+            raise ValueError("must be a finite number")
         if not all(_LIMITS[name](number, limit) for name, limit in self.limits.items()):
-            raise wrong(" and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items()))
+            limits = (f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
+            raise ValueError(f"must be {' and '.join(limits)}")
         return number
 
+    @property
+    def _kind(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        return {int: "a whole number", float: "a number"}.get(self.type, "text")
 
-def _options(group_type: type) -> dict[str, _Option]:
-    """By the name of their field."""
-    hints = typing.get_type_hints(group_type)
-    return {field.name: _Option(field, hints[field.name]) for field in dataclasses.fields(group_type)}
+
+def options(*group_types: type) -> dict[str, Option]:
+    """The flags of groups by the name of their field."""
+    hints = {group_type: typing.get_type_hints(group_type) for group_type in group_types}
+    return {
+        field.name: Option(field, hints[group_type][field.name])
+        for group_type in group_types
+        for field in dataclasses.fields(group_type)
+    }
 
 
 def flag_values(*groups: Any) -> dict[str, Any]:
@@ -126,7 +174,7 @@ def flag_values(*groups: Any) -> dict[str, Any]:
     return {
         option.name: option.to_plain(getattr(group, field))
         for group in groups
-        for field, option in _options(type(group)).items()
+        for field, option in options(type(group)).items()
         if not option.hidden
     }
 
@@ -137,24 +185,30 @@ def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
     values: of this group and perhaps of others, as a checkpoint or JSON holds them. Raises ValueError for a value that
     the flag would refuse.
     """
-    given = {field: option for field, option in _options(group_type).items() if option.name in values}
-    return group_type(**{field: option.from_plain(values[option.name]) for field, option in given.items()})
+    given = {field: option for field, option in options(group_type).items() if option.name in values}
+    return group_type(
+        **{field: _stated(option, values[option.name], option.from_plain) for field, option in given.items()}
+    )
 
 
 def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Other defaults for flags of the groups, by field name, as their types and ranges want them.
 
-    Raises TypeError for a name that is no field, or that is a flag without a value: switched on by default, it could
-    not be switched off. Raises ValueError for a value that the flag would refuse.
+    Raises TypeError for a name that is no field, ValueError for a value that the flag would refuse.
     """
-    known = {field: option for group_type in group_types for field, option in _options(group_type).items()}
+    known = options(*group_types)
     for field in defaults:
         if field not in known:
             close = difflib.get_close_matches(field, known, n=1)
             raise TypeError(f"{field} is no flag of the trainer" + (f"; did you mean {close[0]}?" if close else ""))
-        if known[field].is_switch:
-            raise TypeError(f"{field} is a switch, and the command line could not undo it")
-    return {field: known[field].from_plain(value) for field, value in defaults.items()}
+    return {field: _stated(known[field], value, known[field].checked) for field, value in defaults.items()}
+
+
+def _stated(option: Option, value: Any, convert: Callable[[Any], Any]) -> Any:
+    try:
+        return convert(value)
+    except ValueError as error:
+        raise ValueError(f"{option.name} {shown(value)}: {error}") from None
 
 
 def parse_flags(
@@ -175,21 +229,31 @@ def parse_flags(
     whatever else is wrong can still be found. `--help` prints and exits with status 0.
     """
     parser = build_parser(group_types, description, epilog, defaults, command)
-    parsed, unknown = parser.parse_known_args(_with_dashes(argv))
-    problems = [] if ignore_unknown else _unknown_problems(unknown, parser)
-    groups = []
-    for group_type in group_types:
-        values = {}
-        for field, option in _options(group_type).items():
-            if field in defaults:
-                values[field] = defaults[field]
-            if field in parsed:
-                try:
-                    values[field] = option.parse(getattr(parsed, field))
-                except ValueError as error:
-                    problems.append(str(error))
-        groups.append(group_type(**values))
+    given, problems, unknown = values_given(group_types, argv, parser)
+    if not ignore_unknown:
+        problems += _unknown_problems(unknown, parser)
+    values = {**defaults, **given}
+    groups = [
+        group_type(**{field: values[field] for field in options(group_type) if field in values})
+        for group_type in group_types
+    ]
     return groups, problems + [problem for group in groups for problem in group.problems()]
+
+
+def values_given(
+    group_types: Sequence[type], argv: Sequence[str], parser: argparse.ArgumentParser | None = None
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What a command line says: values by field name, what is wrong with the others, and what no group's flag takes."""
+    parser = parser or build_parser(group_types, "")
+    parsed, unknown = parser.parse_known_args(_with_dashes(argv))
+    values, problems = {}, []
+    for field, option in options(*group_types).items():
+        if field in parsed:
+            try:
+                values[field] = option.parse(getattr(parsed, field))
+            except ValueError as error:
+                problems.append(str(error))
+    return values, problems, unknown
 
 
 def build_parser(
@@ -208,32 +272,44 @@ def build_parser(
         formatter_class=_HelpFormatter,
     )
     for group_type in group_types:
-        heading, *text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).splitlines()
-        section = parser.add_argument_group(heading.rstrip("."), "\n".join(text).strip() or None)
-        for field, option in _options(group_type).items():
+        heading, text = described(group_type)
+        section = parser.add_argument_group(heading, text or None)
+        for field, option in options(group_type).items():
             # A flag without its value must not end the parsing, or the other mistakes would go unseen.
-            how: dict[str, Any] = {"nargs": "*"} if option.is_list else {"nargs": "?", "const": ""}
-            if option.is_switch:
-                how = {"action": "store_const", "const": not option.default}
+            how: dict[str, Any] = {"nargs": "?", "const": "true" if option.is_switch else ""}
+            if option.is_list:
+                how = {"nargs": "*", "action": "extend" if option.adds_up else "store"}
             choices = "{" + ",".join(option.choices) + "}" if option.choices else None
             metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
+            metavar = "" if option.is_switch else metavar
             help_text = _help_text(option, defaults.get(field, option.default))
             section.add_argument(option.name, dest=field, metavar=metavar, help=help_text, **how)
     return parser
 
 
-def _help_text(option: _Option, default: Any) -> str:
+def described(group_type: type) -> tuple[str, str]:
+    """The heading of a group, and the text below it."""
+    heading, _, text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).partition("\n")
+    return heading.rstrip("."), text.strip()
+
+
+def _help_text(option: Option, default: Any) -> str:
     if option.hidden:
         return argparse.SUPPRESS
     text = option.help.replace("%", "%%")
-    if option.is_switch or default is None or default == "":
+    if option.is_switch:
+        return text if default == option.default else f"{text} (default: true)"
+    if default is None or default == "":
         return text
     # A text that says what happens without a value is overtaken by a value.
     return f"{text.partition(' (default: ')[0]} (default: {shown(default)})"
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a value as required although the parser would do without."""
+    """Shows a value as required although the parser would do without, and none of a switch."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).rstrip()
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return f"{action.metavar} ..." if action.nargs == "*" else str(action.metavar)

@@ -121,10 +121,7 @@ class Task(ABC):
     The first phase's data make the epoch; the others go through theirs again and again, with epochs of their own.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults of the trainer's own flags that suit this task better, by field name: {"lr": 3e-4, "epochs": 60}.
-
-    A flag that is on or off cannot be among them, since the command line could not undo it.
-    """
+    """Other defaults of the trainer's own flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
     """Fields of `Config` that say what the validation set is; `--folds`, which says it too, excludes their flags."""
     headline: ClassVar[tuple[str, ...]] = ()

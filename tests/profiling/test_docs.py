@@ -24,7 +24,7 @@ def test_reference_has_every_flag_with_its_default(name):
     assert {flag_name(field.name) for field in fields(group)} == documented.keys()
     for field in fields(group):
         action = next(a for a in parser._actions if a.dest == field.name)
-        expected = shown_default(field.default, action.nargs == 0)
+        expected = shown_default(field.default, not action.metavar)
         default = documented[flag_name(field.name)]
         assert ("(none)" if re.fullmatch(r"\(.+\)", default) else default.strip("`")) == expected, field.name
 

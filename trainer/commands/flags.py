@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.flags import CheckpointFlags
-from trainer.config import FlagGroup, checked_defaults, flag, flag_name, flag_values, names_given, parse_flags
+from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, read_config_files, with_origins
+from trainer.config import (
+    FlagGroup,
+    checked_defaults,
+    flag,
+    flag_name,
+    flag_values,
+    names_given,
+    options,
+    parse_flags,
+    values_given,
+)
 from trainer.loading.errors import BadInput
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
@@ -30,6 +41,7 @@ EXAMPLES = {
   python main.py                                       the default task on its built-in data
   python main.py --download --save-dir checkpoints/uci
   python main.py --task seqrec --data-dir ml-1m.zip --save-dir checkpoints/ml-1m
+  python main.py --config checkpoints/uci/config.json --save-dir checkpoints/uci-again
   python main.py --seeds 5 --save-dir checkpoints/five
   python main.py --save-dir checkpoints/uci --eval-only
   python main.py --save-dir checkpoints/uci --predict recording.csv --output labels.csv""",
@@ -124,11 +136,20 @@ class PredictFlags(FlagGroup):
 
 TRAINER_GROUPS: tuple[type, ...] = (
     RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, SeveralFlags, PredictFlags,
-    MultiDeviceFlags,
+    ConfigFlags, MultiDeviceFlags,
 )  # fmt: skip
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
-ALTERNATIVES = (("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"))
-"""Flags that exclude each other: one given on the command line displaces a task's default of the other."""
+ALTERNATIVES: tuple[tuple[str, ...], ...] = (
+    ("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"),
+    ("resume_from", "init_from", "init_from_partial"),
+)  # fmt: skip
+"""Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
+DISPLACED = {
+    "optimizer": (*OPTIMIZER_SETTINGS,),
+    "eval_only": ("resume_from",),
+    "predict": ("resume_from", "init_from", "init_from_partial"),
+}
+"""What else a flag displaces of lower layers: settings of another optimizer, and the weights that a run began with."""
 
 
 @dataclass
@@ -143,6 +164,7 @@ class Flags:
     checkpoint: CheckpointFlags
     several: SeveralFlags
     prediction: PredictFlags
+    files: ConfigFlags
     multi: MultiDeviceFlags | None
     task: Any
     task_type: type[Task] | None
@@ -153,6 +175,14 @@ class Flags:
         """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
         groups = (self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint)
         return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
+
+    def as_toml(self) -> str:
+        """Every setting, as a file for `--config`."""
+        groups = (
+            self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint, self.several,
+            self.prediction, self.multi, self.task,
+        )  # fmt: skip
+        return as_toml([group for group in groups if group is not None])
 
 
 def parse(
@@ -167,54 +197,101 @@ def parse(
     tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
     that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
     """
-    (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], ignore_unknown=True)
-    problems = []
+    given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
+    files, problems = read_config_files(given.get("config") or ())
+    task_name = given.get("task") or _task_of(files)
     task_type: type[Task] | None = None
     try:
-        task_type = find_task(chosen.task)
+        task_type = find_task(task_name)
     except BadInput as error:
         problems.append(str(error))
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
         group_types.insert(0, tool)
-    defaults: Mapping[str, Any] = {}
+    layers = Layers({}, {})
     if task_type is not None:
-        own_flags = {field.name for group in group_types for field in fields(group)}
-        taken = sorted(own_flags & {field.name for field in fields(task_type.Config)})
+        taken = sorted(options(*group_types).keys() & options(task_type.Config).keys())
         if taken:
             names = ", ".join(flag_name(name) for name in taken)
-            raise BadInput(f"--task {chosen.task}: its flags {names} are the trainer's own; rename those fields")
+            raise BadInput(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
         group_types.append(task_type.Config)
-        defaults = _task_defaults(task_type, argv)
+        layers.add(_task_defaults(task_type))
+    for file in files:
+        problems += layers.add_file(file, group_types, all_known=task_type is not None)
+    layers.make_room_for(given)
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
-    groups, found = parse_flags(group_types, argv, *about, task_type is None, defaults, command)
+    groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
     task = by_type[task_type.Config] if task_type is not None else None
     flags = Flags(*of_trainer, task, task_type, by_type.get(tool))  # type: ignore[call-arg]
-    return flags, problems + found + _contradictions(flags)
+    stated = names_given(argv)
+    origins = {
+        option.name: layers.origins[field]
+        for field, option in options(*group_types).items()
+        if field in layers.origins and option.name not in stated
+    }
+    return flags, problems + [with_origins(problem, origins) for problem in found + _contradictions(flags)]
 
 
-def _task_defaults(task_type: type[Task], argv: Sequence[str]) -> dict[str, Any]:
-    """The task's own defaults, without those that the command line states in another way.
+def _task_of(files: Sequence[ConfigFile]) -> str:
+    names = [file.settings["--task"] for file in files if isinstance(file.settings.get("--task"), str)]
+    return names[-1] if names else RunFlags.task
 
-    Raises TypeError or ValueError for a mistake in the task.
-    """
+
+def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
+    """Raises TypeError or ValueError for a mistake in the task."""
     try:
         if "task" in task_type.defaults:
             raise TypeError("task is what chooses these defaults")
-        defaults = checked_defaults(TRAINER_GROUPS, task_type.defaults)
+        return checked_defaults(TRAINER_GROUPS, task_type.defaults)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
-    given = names_given(argv)
-    if "--optimizer" in given:
-        for setting in OPTIMIZER_SETTINGS:
-            defaults.pop(setting, None)
-    for pair in ALTERNATIVES:
-        for one, other in (pair, pair[::-1]):
-            if flag_name(one) in given:
-                defaults.pop(other, None)
-    return defaults
+
+
+@dataclass
+class Layers:
+    """What the flags are unless the command line says otherwise: a task's defaults, then files, one over the other.
+
+    values: by field name. origins: by field name, which file a value is from.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, Path]
+
+    def add(self, values: Mapping[str, Any], origin: Path | None = None) -> None:
+        """The next layer. origin: None for what is no file."""
+        self.make_room_for(values)
+        self.values.update(values)
+        self.origins.update(dict.fromkeys(values, origin) if origin is not None else {})
+
+    def add_file(self, file: ConfigFile, group_types: Sequence[type], all_known: bool) -> list[str]:
+        """The next layer; returns what is wrong with it. all_known: no other flags than those of the groups exist."""
+        own = options(*(group for group in group_types if group is not ConfigFlags))
+        values, problems = file.values({**options(MultiDeviceFlags), **own}, all_known)
+        self.add(values, file.path)
+        elsewhere = file.of_several_devices() if MultiDeviceFlags not in group_types else []
+        if elsewhere:
+            problems.append(
+                f"--config {file.path}: {', '.join(elsewhere)}: is for several devices; use main_multi_gpu.py"
+            )
+        return problems
+
+    def make_room_for(self, values: Mapping[str, Any]) -> None:
+        """Forgets what values of a higher layer displace."""
+        for field, value in values.items():
+            if value is None or value is False:
+                continue
+            displaced = {*DISPLACED.get(field, ())}.union(*(fields for fields in ALTERNATIVES if field in fields))
+            for other in displaced - values.keys():
+                self.values.pop(other, None)
+                self.origins.pop(other, None)
+
+
+def files_ask_for_several_devices(argv: Sequence[str]) -> bool:
+    """Whether a config file that the command line names does."""
+    files, _ = read_config_files(values_given([ConfigFlags], argv)[0].get("config") or ())
+    return any(file.of_several_devices() for file in files)
 
 
 def _contradictions(flags: Flags) -> list[str]:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags, files_ask_for_several_devices, parse
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags
@@ -122,7 +122,8 @@ def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvi
 def names_several_devices(argv: Sequence[str]) -> bool:
     """Whether a command line, or a launcher, is about several devices. `--help` shows their flags too."""
     own = {flag_name(field.name) for field in fields(MultiDeviceFlags)} | {"--help"}
-    return bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
+    named = bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
+    return named or files_ask_for_several_devices(argv)
 
 
 def not_measured(flags: Flags) -> list[str]:
@@ -131,6 +132,7 @@ def not_measured(flags: Flags) -> list[str]:
         "--eval-only": flags.checkpoint.eval_only,
         "--resume-from": flags.checkpoint.resume_from,
         "--predict": flags.prediction.predict,
+        "--print-config": flags.files.print_config,
         flags.several.as_given: flags.several.wanted,
     }
     advice = "profiler.py measures a training run from its start; leave it out"

@@ -1,0 +1,338 @@
+"""Settings from files: which layer counts, what is refused, and that a file repeats a run to the bit."""
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.conftest import ROOT, TINY, WEIGHTED, assert_same_bits, contents, launcher, load
+from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
+from tests.helpers.weighted_task import Weighted, WeightedFlags
+from trainer.commands.flags import Flags, parse
+from trainer.config import flag
+from trainer.profiling.cli import names_several_devices, not_measured
+from trainer.tasks import TASKS
+
+TINY_AS_TOML = "\n".join(f"{name[2:]} = {json.dumps(value)}" for name, value in zip(TINY[::2], TINY[1::2], strict=True))
+
+
+class Stating(Weighted):
+    defaults: ClassVar = {
+        "lr": 0.5, "epochs": 5, "warmup_epochs": 1.0, "optimizer": "sgd", "momentum": 0.9, "drop_last": True
+    }  # fmt: skip
+
+
+@dataclass
+class OddFlags(WeightedFlags):
+    """Task: every kind of flag"""
+
+    text: str = flag('"quoted" \\ back\nand on \x7f\x01 ünïcödé 🙂', "any text")
+    empty: str = flag("", "no text")
+    path: Path = flag(Path("~/some where"), "a file")
+    paths: tuple[Path, ...] | None = flag(None, "files")
+    sizes: tuple[int, ...] = flag((), "sizes")
+    shares: tuple[float, ...] = flag((1e-08, 1e16), "shares, 100 % in all")
+    augment: bool = flag(True, "leave it out")
+
+
+class Odd(Weighted):
+    Config = OddFlags
+
+
+@pytest.fixture(autouse=True)
+def own_tasks(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file adds its folder
+    monkeypatch.setitem(TASKS, "stating", lambda: Stating)
+    monkeypatch.setitem(TASKS, "odd", lambda: Odd)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a config file, and returns its path as text."""
+
+    def write(text, name="some.toml"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def read(*argv, several_devices=False) -> Flags:
+    flags, problems = parse([str(arg) for arg in argv], several_devices)
+    assert problems == []
+    return flags
+
+
+def without_files(flags: Flags) -> Flags:
+    return replace(flags, files=None)
+
+
+# --- which layer counts ------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_goes_before_files_and_those_before_the_task(write):
+    one = write("task = 'stating'\nlr = 0.25\nbatch-size = 4\nwidth = 3\nmax_grad_norm = 2\n", "one.toml")
+    two = write('"--batch-size" = 8\nwidth = 5\n', "two.toml")
+    for files in (["--config", one, two], ["--config", one, "--config", two], ["--config", one, f"--config={two}"]):
+        flags = read("--width", 7, *files)
+        assert (flags.run.epochs, flags.learning.lr, flags.batch.batch_size, flags.task.width) == (5, 0.25, 8, 7)
+        assert flags.learning.max_grad_norm == 2.0 and isinstance(flags.learning.max_grad_norm, float)
+    assert read("--config", two, one, "--task", "stating").batch.batch_size == 4
+    assert isinstance(read("--config", one, "--task", WEIGHTED).learning.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher", "expected"),
+    [
+        ("warmup-epochs = 2", "warmup-steps = 0", {"warmup_epochs": None, "warmup_steps": 0}),
+        ("warmup-steps = 7", "", {"warmup_epochs": None, "warmup_steps": 7}),
+        ("optimizer = 'sgd'\nnesterov = true", "optimizer = 'adam'", {"momentum": None, "nesterov": False}),
+        ("nesterov = true", "lr = 1", {"momentum": 0.9, "nesterov": True, "lr": 1.0}),
+        ("", "optimizer = 'muon'\nmomentum = 0.5", {"momentum": 0.5}),
+        ("grad-accum-steps = 2", "global-batch-size = 8", {"grad_accum_steps": 1, "global_batch_size": 8}),
+        ("amp = 'bf16'", "no-amp = true", {"amp": "auto", "no_amp": True}),
+        ("amp = 'bf16'", "no-amp = false", {"amp": "bf16", "no_amp": False}),
+        ("init-from = 'main.py'", "resume-from = 'main.py'", {"init_from": None, "resume_from": Path("main.py")}),
+        ("resume-from = 'main.py'", "eval-only = true", {"resume_from": None, "eval_only": True}),
+        ("resume-from = 'main.py'", "eval-only = false", {"resume_from": Path("main.py"), "eval_only": False}),
+        ("init-from-partial = 'main.py'", "predict = 'x.csv'", {"init_from_partial": None}),
+        ("drop-last = false", "", {"drop_last": False}),
+    ],
+)  # fmt: skip
+def test_a_setting_displaces_what_it_excludes_in_lower_layers(lower, higher, expected, write):
+    lower_file, higher_file = write(f"task = 'stating'\n{lower}", "lower.toml"), write(higher, "higher.toml")
+    as_flags = [
+        f"--{name.strip()}={json.loads(value.replace(chr(39), chr(34)))}".replace("True", "true").replace("F", "f")
+        for name, value in (line.split("=") for line in higher.splitlines())
+    ]
+    for argv in (["--config", lower_file, higher_file], ["--config", lower_file, *as_flags]):
+        flags = read(*argv)
+        groups = (flags.learning, flags.batch, flags.precision, flags.checkpoint)
+        found = {name: value for group in groups for name, value in vars(group).items() if name in expected}
+        assert found == expected
+
+
+def test_help_shows_what_files_say(write, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--config", write("lr = 0.125\nno-test = true\nno-such-flag = 1"), "--help"], several_devices=False)
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "learning rate after warm-up (default: 0.125)" in shown
+    assert "for comparing settings (default: true)" in shown
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("batch-size = '32'", ['batch-size = "32": must be a whole number']),
+        ("batch-size = 2.0", ["batch-size = 2.0: must be a whole number"]),
+        ("batch-size = true", ["batch-size = true: must be a whole number"]),
+        ("batch_size = 0", ["batch-size = 0: must be at least 1"]),
+        ("max-grad-norm = true", ["max-grad-norm = true: must be a number"]),
+        ("lr = nan", ["lr = NaN: must be a finite number"]),
+        (f"lr = 1{'0' * 400}", [": must be a finite number"]),
+        ("device = 3", ["device = 3: must be text"]),
+        ("save-dir = ''", ['save-dir = "": must not be empty']),
+        ("device = 2020-01-01", ['device = "2020-01-01": must be text']),
+        ("amp = false", ["amp = false: must be one of auto, bf16, fp16, off"]),
+        ("amp = 'fp8'", ['amp = "fp8": must be one of auto, bf16, fp16, off']),
+        ("drop-last = 1", ["drop-last = 1: must be true or false"]),
+        ("betas = 0.9", ["betas = 0.9: must be a list"]),
+        ("betas = []", ["betas = []: must have at least one value"]),
+        ("betas = [0.9, '0.99']", ['betas = [0.9, "0.99"]: must be a number']),
+        ("batchsize = 4", ["batchsize: no such flag; did you mean batch-size?"]),
+        ("test = false", ["test: no such flag; did you mean no-test?"]),
+        ("config = ['x']\nlocal-rank = 0", ["config: no such flag; ", "local-rank: no such flag; "]),
+        ("lr = 1\n[learning]\nlr = 2", ["learning is a table; write each setting as a line of its own"]),
+        ("[[learning]]\nlr = 2", ["learning is a table; "]),
+        ("learning.lr = 2", ["learning is a table; "]),
+        ("batch-size = 1\nbatch_size = 2", ["sets batch-size twice"]),
+        ("lr = ", ["is not valid TOML: "]),
+        ("lr = 1\nlr = 2", ["is not valid TOML: "]),
+        ("lr = -1\nwidth = 'x'\nfresh = 0", ["lr = -1: must be above 0", "width = ", "fresh = 0: "]),
+        ("task = 3", ["task = 3: must be text"]),
+        ("nproc = 2\nbackend = 'gloo'", ["--nproc 2, --backend gloo: is for several devices; use main_multi_gpu.py"]),
+        ("dist-timeout-s = 600\nsync-bn = false", []),
+    ],
+)
+def test_mistakes_in_a_file_name_file_and_key(text, messages, write):
+    _, problems = parse(["--task", WEIGHTED, "--config", file := write(text)], several_devices=False)
+    assert len(problems) == len(messages), problems
+    for problem, message in zip(problems, messages, strict=True):
+        assert problem.startswith(f"--config {file}: ") and message in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.toml", None, "cannot be read: No such file or directory"),
+        ("", None, "cannot be read: Is a directory"),
+        ("latin.toml", b"task = '\xe4'", "is not text in UTF-8"),
+        ("broken.json", b'{"config": ', "is not valid JSON: "),
+        ("deep.json", b"[" * 100_000, "is not valid JSON: "),
+        ("list.json", b"[1]", 'has no "config"'),
+        ("other.json", b'{"config": 3}', 'has no "config"'),
+        ("bad.json", b'{"config": {"--lr": null}}', "lr = null: must be a number"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_sentence(name, content, message, refused, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    before = contents(tmp_path)
+    refused(
+        [f"--config {tmp_path / name}: {message}"], *TINY, "--config", tmp_path / name, "--save-dir", tmp_path / "run"
+    )
+    assert contents(tmp_path) == before
+
+
+def test_mistakes_of_files_and_command_line_are_shown_together(write, refused):
+    one = write("lr = 0.001\nbatch-size = 0\nwarmup-epochs = 9", "one.toml")
+    two = write("min-lr = 0.01\nwidht = 3", "two.toml")
+    refused(
+        [
+            f"--config {one}: batch-size = 0: must be at least 1",
+            f"--config {two}: widht: no such flag; did you mean width?",
+            "--config no.toml: cannot be read",
+            "--seed x: must be a whole number",
+            f"--min-lr 0.01: must not be above --lr 0.001 (--lr is set in {one}, --min-lr is set in {two})",
+            f"--warmup-epochs 9: must not exceed --epochs 2 (--warmup-epochs is set in {one})",
+        ],
+        "--task", WEIGHTED, "--config", one, two, "no.toml", "--seed", "x", "--epochs", 2,
+    )  # fmt: skip
+
+
+def test_a_task_that_is_not_found_does_not_make_its_flags_unknown(write, refused):
+    file = write("task = 'nope'\nwidth = 3\nlr = 'x'")
+    refused(["--task nope: must be one of", f"--config {file}: lr = "], "--config", file)
+
+
+def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
+    argv = ["--task", WEIGHTED, "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+    flags = read(*argv, several_devices=True)
+    record = write(json.dumps({"config": flags.values()}), "config.json")
+    _, problems = parse(["--config", record], several_devices=False)
+    assert problems == [f"--config {record}: --multi-gpu ddp, --nproc 2: is for several devices; use main_multi_gpu.py"]
+    assert without_files(read("--config", record, several_devices=True)) == without_files(flags)
+    assert names_several_devices(["--config", record])
+    alone = write(json.dumps({"config": read("--task", WEIGHTED).values()}), "alone.json")
+    assert not names_several_devices(["--config", alone])
+
+
+# --- runs repeated -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_repeated_from_its_record_and_from_its_settings(train, cli, write, tmp_path):
+    """With everything that a command line can ask for; only where and how it was started is not repeated."""
+    more = ["--dropout", 0.25, "--seed", 3, "--ema-decay", 0.5, "--warmup-steps", 2, "--no-test", "--drop-last"]
+    train(tmp_path / "first", *more, "--batch-size", 5, "--fresh")
+    record = tmp_path / "first" / "config.json"
+    status, printed, err = cli(*TINY, *more, "--batch-size", 5, "--print-config")
+    assert (status, err) == (0, [])
+    first = load(tmp_path / "first" / "final.pth")
+    for number, file in enumerate((record, write(printed))):
+        assert cli("--config", file, "--save-dir", tmp_path / str(number))[0] == 0
+        again = load(tmp_path / str(number) / "final.pth")
+        assert_same_bits(first, again)
+        assert again["config"] == {**first["config"], "--save-dir": str(tmp_path / str(number)), "--fresh": False}
+    assert cli("--config", record, "--save-dir", tmp_path / "other", "--seed", 4)[0] == 0
+    with pytest.raises(AssertionError):
+        assert_same_bits(first, load(tmp_path / "other" / "final.pth"))
+
+
+def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, tmp_path):
+    train(tmp_path / "source", "--epochs", 2)
+    train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
+    record = tmp_path / "run" / "config.json"
+    assert cli("--config", record, "--save-dir", tmp_path / "again")[0] == 0
+    assert_same_bits(load(tmp_path / "run" / "final.pth")["model"], load(tmp_path / "again" / "final.pth")["model"])
+    status, out, _ = cli("--config", record, "--save-dir", tmp_path / "run", "--eval-only")
+    assert status == 0
+    assert out == cli("--config", record, "--save-dir", tmp_path / "again", "--eval-only")[1].replace("again", "run")
+
+
+def test_a_group_that_starts_itself_again_does_not_start_over(write, cli, monkeypatch):
+    asked = []
+    monkeypatch.setattr("trainer.cli.launch", lambda *starts: asked.extend(starts) or 0)
+    argv = ["--config", write("fresh = true\nmulti-gpu = 'ddp'\nnproc = 2"), "--task", WEIGHTED, "--device", "cpu"]
+    assert cli(*argv, several_devices=True)[0] == 0
+    start, world_size, start_again = asked
+    assert world_size == 2
+    assert [read(*each.args[0], several_devices=True).checkpoint.fresh for each in (start, start_again)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_repeat_a_run(command, write, tmp_path):
+    script, *ddp = launcher(2)
+    argv = [*ddp, *TINY, "--device", "cpu"]
+    command(script, *argv, "--save-dir", tmp_path / "first")
+    printed = command(script, *argv, "--print-config").stdout
+    for number, file in enumerate((tmp_path / "first" / "config.json", write(printed))):
+        command(script, "--config", file, "--save-dir", tmp_path / str(number))
+        assert_same_bits(load(tmp_path / "first" / "final.pth"), load(tmp_path / str(number) / "final.pth"))
+
+
+@pytest.mark.slow
+def test_several_runs_read_the_files_again(train, cli, write, tmp_path):
+    train(tmp_path / "alone", "--seed", 1)
+    assert cli("--config", write(TINY_AS_TOML), "--seeds", 2, "--save-dir", tmp_path / "both")[0] == 0
+    assert_same_bits(load(tmp_path / "alone" / "final.pth"), load(tmp_path / "both" / "seed-1" / "final.pth"))
+
+
+# --- --print-config ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "several_devices"),
+    [
+        ([], False),
+        (["--hidden-dims", "8,16", "--no-augmentation", "--refit", "--predict", "x.csv", "--output", "y.csv"], False),
+        (["--task", "seqrec", "--loss", "sampled", "--num-negatives", "7", "--save-dir", "a \"b\" \\ 'c'\tü🙂"], False),
+        (["--task", OWN_TASK, "--seed", str(2**63 - 1), "--lr", "1e-300", "--folds", "3"], False),
+        (["--multi-gpu", "ddp", "--nproc", "2", "--device", "cpu", "--find-unused-parameters"], True),
+        (["--task", "odd", "--no-augment", "--paths", "a,b", "c", "--sizes", "3"], False),
+        (["--task", "odd"], False),
+        (["--task", "stating"], False),
+        (["--task", "stating", "--optimizer", "adam", "--warmup-steps", "3", "--drop-last=false"], False),
+    ],
+)
+def test_printed_settings_give_the_flags_back(argv, several_devices, cli, write, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    status, printed, err = cli(*argv, "--print-config", several_devices=several_devices)
+    assert (status, err) == (0, [])
+    expected = read(*argv, several_devices=several_devices)
+    again = read("--config", write(printed), several_devices=several_devices)
+    assert without_files(again) == without_files(expected)
+    assert all(len(line) <= 120 for line in printed.splitlines() if line.startswith("#"))
+    assert [path.name for path in tmp_path.iterdir()] == ["some.toml"]
+
+
+def test_settings_are_printed_only_of_a_command_line_without_mistakes(refused):
+    assert refused(["--lr 0: must be above 0"], "--lr", 0, "--print-config") == ""
+    printed_by_profiler = "--print-config: profiler.py measures a training run from its start; leave it out"
+    assert not_measured(read("--print-config")) == [printed_by_profiler]
+
+
+# --- the documents -----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_reference(cli, tmp_path, monkeypatch):
+    (block,) = code_blocks(reference("Config files"))
+    monkeypatch.chdir(tmp_path)
+    for line in block.splitlines():
+        ((_, arguments),) = commands_in(line)
+        status, out, err = cli(*arguments, *TINY)
+        assert (status, err) == (0, []), shlex.join(arguments)
+        if "> mine.toml" in line:
+            Path("mine.toml").write_text(out)
+    runs = [load(tmp_path / "checkpoints" / name / "final.pth") for name in ("mine", "again")]
+    assert_same_bits(*runs)

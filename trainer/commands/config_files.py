@@ -1,0 +1,142 @@
+"""Settings in files: read as TOML or from the record of a run, and written by `--print-config`."""
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import FlagGroup, Option, described, flag, options, shown
+from trainer.parallel.devices import MultiDeviceFlags
+
+LINE_LENGTH = 120
+HOW_IT_WAS_STARTED = ("--save-dir", "--fresh", "--take-over-lock", "--eval-only")
+"""Flags that a record's run had, and that another run which repeats it has not."""
+
+
+@dataclass
+class ConfigFlags(FlagGroup):
+    """Settings in files"""
+
+    config: tuple[Path, ...] | None = flag(
+        None, "take settings from these files: TOML, or a run's config.json, which repeats that run; a later file goes "
+        "before an earlier one, and the command line before all", metavar="FILE",
+    )  # fmt: skip
+    print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """settings: what it states by the name of the flag, "--batch-size", as TOML or JSON has it."""
+
+    path: Path
+    settings: Mapping[str, Any]
+
+    def values(self, known: Mapping[str, Option], all_known: bool) -> tuple[dict[str, Any], list[str]]:
+        """By field name, as the types and ranges of the flags want them; and what is wrong with the others.
+
+        known: flags by field name. all_known: no others exist.
+        """
+        fields = {option.name: field for field, option in known.items() if not option.hidden}
+        values, problems = {}, []
+        for name, value in self.settings.items():
+            if name not in fields:
+                close = difflib.get_close_matches(name, fields, n=1)
+                hint = f"did you mean {_key(close[0])}?" if close else "see --help"
+                problems += [f"--config {self.path}: {_key(name)}: no such flag; {hint}"] if all_known else []
+                continue
+            try:
+                values[fields[name]] = known[fields[name]].from_plain(value)
+            except ValueError as error:
+                problems.append(f"--config {self.path}: {_key(name)} = {_as_toml(value)}: {error}")
+        return values, problems
+
+    def of_several_devices(self) -> list[str]:
+        """What it asks for that only runs on several devices have, as flags."""
+        known = {option.name: option for option in options(MultiDeviceFlags).values() if not option.hidden}
+        return [
+            name if value is True else f"{name} {shown(value)}"
+            for name, value in self.settings.items()
+            if name in known and value not in (None, known[name].to_plain(known[name].default))
+        ]
+
+
+def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str]]:
+    """Those that can be read, and why others cannot."""
+    files, problems = [], []
+    for path in paths:
+        try:
+            files.append(ConfigFile(path, _by_flag(_settings_in(path))))
+        except ValueError as error:
+            problems.append(f"--config {path}: {error}")
+    return files, problems
+
+
+def _settings_in(path: Path) -> Mapping[str, Any]:
+    """As the file spells them. Raises ValueError that says what is wrong with it."""
+    import tomllib  # here, so that a start without files does without
+
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not text in UTF-8: {error.reason}") from None
+    if path.suffix != ".json":
+        try:
+            return tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not valid TOML: {error}") from None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+    settings = record.get("config") if isinstance(record, dict) else None
+    if not isinstance(settings, dict):
+        raise ValueError('has no "config", so it is not the config.json of a run')
+    return {name: value for name, value in settings.items() if name not in HOW_IT_WAS_STARTED}
+
+
+def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for a table, and for a setting that is there twice."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value)):
+            raise ValueError(f"{key} is a table; write each setting as a line of its own, such as batch-size = 64")
+        name = "--" + key.removeprefix("--").replace("_", "-")
+        if name in found:
+            raise ValueError(f"sets {_key(name)} twice")
+        found[name] = value
+    return found
+
+
+def with_origins(problem: str, origins: Mapping[str, Path]) -> str:
+    """A message with the files that the flags in it are from. origins: by the name of the flag."""
+    words = {word.strip(",.:;()'\"") for word in problem.split()}
+    named = [f"{name} is set in {path}" for name, path in origins.items() if name in words]
+    return f"{problem} ({', '.join(named)})" if named else problem
+
+
+def as_toml(groups: Sequence[FlagGroup]) -> str:
+    """Every setting of the groups with its help, as a file for `--config`; without a value it is a comment."""
+    lines = ["# As --config takes it; paths are relative to the folder where the command is given."]
+    for group in groups:
+        lines += ["", "", f"# --- {described(type(group))[0]} ---"]
+        for field, option in options(type(group)).items():
+            if not option.hidden:
+                value = option.to_plain(getattr(group, field))
+                comment = textwrap.wrap(option.help, LINE_LENGTH, initial_indent="# ", subsequent_indent="# ")
+                setting = f"# {_key(option.name)} =" if value is None else f"{_key(option.name)} = {_as_toml(value)}"
+                lines += ["", *comment, setting]
+    return "\n".join(lines)
+
+
+def _key(name: str) -> str:
+    return name.removeprefix("--")
+
+
+def _as_toml(value: Any) -> str:
+    """A value that a flag may have: TOML spells it like JSON, but for one control character."""
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
