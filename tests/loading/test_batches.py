@@ -17,7 +17,6 @@ from tests.helpers import forks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 from trainer.loading.batches import Batch, BatchLoader, Workers
 from trainer.loading.order import SampleKeys, evaluation_keys
-from trainer.parallel.environment import RankEnvironment
 
 # --- what they load ----------------------------------------------------------------------------------------------
 
@@ -71,29 +70,18 @@ def test_an_evaluation_between_two_training_batches_disturbs_nothing(num_workers
     assert not multiprocessing.active_children()
 
 
-def train_in_group(arguments: list[object], directory: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """On two processes."""
-    out, meeting_place = tmp_path / "out", f"file://{directory}-meeting"
-    arguments = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu", *arguments, "--save-dir", directory]
-    processes = [
-        forks.start(arguments, environment, out, out, RankEnvironment(rank, 2, rank, 2, meeting_place))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0], out.read_text()
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_is_the_same_with_workers(world_size, run_here, environment, tmp_path):
     """Its metrics of validation and test set too."""
     for num_workers in (0, 1):
         directory = tmp_path / str(num_workers)
-        arguments = [*TINY, "--epochs", 2, "--num-workers", num_workers]
+        arguments = [*TINY, "--epochs", 2, "--num-workers", num_workers, "--save-dir", directory]
         if world_size == 1:
-            run_here(*arguments, "--save-dir", directory)
+            run_here(*arguments)
         else:
-            train_in_group(arguments, directory, environment, tmp_path)
+            arguments = ["--multi-gpu", "ddp", "--nproc", world_size, "--device", "cpu", *arguments]
+            statuses = forks.run_group(arguments, world_size, environment, tmp_path / "out")
+            assert statuses == [0, 0], (tmp_path / "out").read_text()
     assert_same_bits(load(tmp_path / "0" / "final.pth"), load(tmp_path / "1" / "final.pth"))
     results = [json.loads((tmp_path / name / "results.json").read_text())["metrics"] for name in "01"]
     assert results[0] == results[1]
