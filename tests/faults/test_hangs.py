@@ -95,8 +95,8 @@ def assert_failed(run, status=1):
 @pytest.mark.parametrize(
     ("world_size", "where", "phase", "more", "tracebacks"),
     [
-        (2, "data", "data loading at optimizer step 3", ["--num-workers", 2], 2),
-        pytest.param(2, "forward", "forward at optimizer step 3", [], 1, marks=slow),
+        pytest.param(2, "data", "data loading at optimizer step 3", ["--num-workers", 2], 2, marks=slow),
+        (2, "forward", "forward at optimizer step 3", [], 1),
         pytest.param(3, "forward", "forward at optimizer step 3", [], 1, marks=slow),
         pytest.param(2, "evaluation", "evaluation at optimizer step 6", ["--num-workers", 1], 1, marks=slow),
     ],

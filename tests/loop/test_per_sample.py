@@ -74,6 +74,7 @@ def epochs(directory):
     return [record for record in records if record["event"] == "epoch"]
 
 
+@pytest.mark.slow
 def test_eval_only_scores_them_on_all_devices(run_here, command, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path)
     metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]

@@ -130,7 +130,9 @@ def reference_weights(cache_dir):
     return weights_after_run(build(make_task("weighted", cache_dir), SingleDevice(CPU)), 1)
 
 
-@pytest.fixture(scope="module", params=["world1", "world2", "world3", "world3-ring"])
+@pytest.fixture(
+    scope="module", params=["world1", "world2", "world3", pytest.param("world3-ring", marks=pytest.mark.slow)]
+)
 def world(request, tmp_path_factory, cache_dir):
     """What every rank of a world found, by accumulation."""
     name, _, way = request.param.partition("-")

@@ -79,15 +79,16 @@ def own_task(tmp_path) -> str:
     return f"{tmp_path / 'own' / 'sides.py'}:Sides"
 
 
+SEVERAL = "two processes with a worker each"
 LAUNCHERS = {
     "alone": [ROOT / "main.py"],
-    "two processes with a worker each": [
+    SEVERAL: [
         ROOT / "main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--num-workers", 1
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["alone", pytest.param(SEVERAL, marks=pytest.mark.slow)])
 def test_packages_beside_a_task_go_before_those_of_the_trainer(launcher, own_task, command, tmp_path):
     flags = ("--task", own_task, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
     # On the path already, but behind the trainer's own folder.
