@@ -208,8 +208,10 @@ TIMES = ("train_seconds", "samples_per_second", "epoch_seconds")
 
 
 def assert_same_bits(a: dict, b: dict) -> None:
-    """Two checkpoints agree in everything but wall time and the command line."""
-    flat_a, flat_b = (flatten({name: part for name, part in state.items() if name != "config"}) for state in (a, b))
+    """Two checkpoints agree in everything but wall time, the command line and the code that made them."""
+    flat_a, flat_b = (
+        flatten({name: part for name, part in state.items() if name not in ("config", "code")}) for state in (a, b)
+    )
     assert flat_a.keys() == flat_b.keys()
     for name, value in flat_a.items():
         if name.endswith(TIMES):

@@ -14,6 +14,7 @@ from trainer.commands.several import train_several
 from trainer.commands.train import EXIT_FINISHED, train_in_directory
 from trainer.config import refuse
 from trainer.loading.errors import BadInput
+from trainer.logs.console import say
 from trainer.parallel.base import Parallel
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
@@ -43,7 +44,7 @@ def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironmen
         refuse(problems)
         if flags.files.print_config:
             if reports:
-                print(flags.as_toml())
+                say(flags.as_toml())
             return EXIT_FINISHED
         if flags.several.wanted:
             return train_several(flags, argv, functools.partial(main, several_devices=several_devices))

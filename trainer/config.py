@@ -9,6 +9,7 @@ import operator
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,13 @@ class Option:
 
 def options(*group_types: type) -> dict[str, Option]:
     """The flags of groups by the name of their field."""
-    hints = {group_type: typing.get_type_hints(group_type) for group_type in group_types}
-    return {
-        field.name: Option(field, hints[group_type][field.name])
-        for group_type in group_types
-        for field in dataclasses.fields(group_type)
-    }
+    return {field: option for group_type in group_types for field, option in _options_of(group_type).items()}
+
+
+@cache
+def _options_of(group_type: type) -> dict[str, Option]:
+    hints = typing.get_type_hints(group_type)
+    return {field.name: Option(field, hints[field.name]) for field in dataclasses.fields(group_type)}
 
 
 def flag_values(*groups: Any) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.commands.flags import Flags, parse
 from trainer.config import flag
 from trainer.profiling.cli import names_several_devices, not_measured
+from trainer.profiling.processes import FOR_SEVERAL_DEVICES
+from trainer.profiling.step import StepFlags
 from trainer.tasks import TASKS
 
 TINY_AS_TOML = "\n".join(f"{name[2:]} = {json.dumps(value)}" for name, value in zip(TINY[::2], TINY[1::2], strict=True))
@@ -114,6 +116,14 @@ def test_a_setting_displaces_what_it_excludes_in_lower_layers(lower, higher, exp
         groups = (flags.learning, flags.batch, flags.precision, flags.checkpoint)
         found = {name: value for group in groups for name, value in vars(group).items() if name in expected}
         assert found == expected
+
+
+def test_the_profiler_takes_files_too(write):
+    argv = ["--task", WEIGHTED, "--config", write("steps = 7\nnproc = 2"), *FOR_SEVERAL_DEVICES]
+    flags, problems = parse(argv, True, StepFlags)
+    assert (flags.tool.steps, flags.multi.nproc, problems) == (7, 2, [])
+    _, problems = parse(["--task", WEIGHTED, "--config", write("steps = 7")], False)
+    assert len(problems) == 1 and "steps: no such flag" in problems[0]
 
 
 def test_help_shows_what_files_say(write, capsys):
@@ -284,7 +294,7 @@ def test_two_processes_repeat_a_run(command, write, tmp_path):
 @pytest.mark.slow
 def test_several_runs_read_the_files_again(train, cli, write, tmp_path):
     train(tmp_path / "alone", "--seed", 1)
-    assert cli("--config", write(TINY_AS_TOML), "--seeds", 2, "--save-dir", tmp_path / "both")[0] == 0
+    assert cli("--config", write(TINY_AS_TOML + "\nseeds = 2"), "--save-dir", tmp_path / "both")[0] == 0
     assert_same_bits(load(tmp_path / "alone" / "final.pth"), load(tmp_path / "both" / "seed-1" / "final.pth"))
 
 

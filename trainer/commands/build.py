@@ -12,6 +12,7 @@ import torch
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
+from trainer.commands.code_identity import identify_code
 from trainer.commands.flags import Flags
 from trainer.commands.resume import choose_start, recorded_global_batches, resume, starts_over, take_over, take_weights
 from trainer.commands.weights import initialise
@@ -92,6 +93,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     state = parallel.on_main(lambda: choose_start(directory, flags))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, parallel, directory, before)
+    run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
     unknown = run.memory_limit
     limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
     run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])

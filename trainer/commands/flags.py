@@ -210,10 +210,7 @@ def parse(
         group_types.insert(0, tool)
     layers = Layers({}, {})
     if task_type is not None:
-        taken = sorted(options(*group_types).keys() & options(task_type.Config).keys())
-        if taken:
-            names = ", ".join(flag_name(name) for name in taken)
-            raise BadInput(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
+        _refuse_names_of_the_trainer(task_name, task_type, group_types)
         group_types.append(task_type.Config)
         layers.add(_task_defaults(task_type))
     for file in files:
@@ -225,12 +222,7 @@ def parse(
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
     task = by_type[task_type.Config] if task_type is not None else None
     flags = Flags(*of_trainer, task, task_type, by_type.get(tool))  # type: ignore[call-arg]
-    stated = names_given(argv)
-    origins = {
-        option.name: layers.origins[field]
-        for field, option in options(*group_types).items()
-        if field in layers.origins and option.name not in stated
-    }
+    origins = layers.origins_of_flags(group_types, argv)
     return flags, problems + [with_origins(problem, origins) for problem in found + _contradictions(flags)]
 
 
@@ -239,12 +231,19 @@ def _task_of(files: Sequence[ConfigFile]) -> str:
     return names[-1] if names else RunFlags.task
 
 
+def _refuse_names_of_the_trainer(task_name: str, task_type: type[Task], group_types: Sequence[type]) -> None:
+    taken = sorted(options(*group_types).keys() & options(task_type.Config).keys())
+    if taken:
+        names = ", ".join(flag_name(name) for name in taken)
+        raise BadInput(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
+
+
 def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
     """Raises TypeError or ValueError for a mistake in the task."""
     try:
         if "task" in task_type.defaults:
             raise TypeError("task is what chooses these defaults")
-        return checked_defaults(TRAINER_GROUPS, task_type.defaults)
+        return checked_defaults([group for group in TRAINER_GROUPS if group is not ConfigFlags], task_type.defaults)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
 
@@ -286,6 +285,15 @@ class Layers:
             for other in displaced - values.keys():
                 self.values.pop(other, None)
                 self.origins.pop(other, None)
+
+    def origins_of_flags(self, group_types: Sequence[type], argv: Sequence[str]) -> dict[str, Path]:
+        """By the name of the flag, which file a value is from that the command line does not give."""
+        stated = names_given(argv)
+        return {
+            option.name: self.origins[field]
+            for field, option in options(*group_types).items()
+            if field in self.origins and option.name not in stated
+        }
 
 
 def files_ask_for_several_devices(argv: Sequence[str]) -> bool:

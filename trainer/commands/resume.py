@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
+from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
 from trainer.config import flag_values, shown
@@ -94,9 +95,9 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
                 "give it the same data, or start over with --fresh"
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
-    notes += [
-        f"Changed since the checkpoint: {name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()
-    ]
+    changes = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()]
+    changes += code_changes(state.get("code"), run.facts["code"])
+    notes += [f"Changed since the checkpoint: {change}" for change in changes]
     then, now = state["environment"], run.facts["environment"]
     wholes = recorded_global_batches(run.facts)
     if then["num_devices"] != now["num_devices"] and wholes == recorded_global_batches(state):

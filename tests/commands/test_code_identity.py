@@ -1,0 +1,131 @@
+"""Which code made a run is recorded, and a resume tells what changed."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, WEIGHTED, load
+from tests.helpers.weighted_task import Weighted
+from trainer.commands import code_identity
+from trainer.commands.code_identity import code_changes, identify_code, read_git
+
+ONE = {"commit": "1" * 40, "changed": False, "task_file": "my.py", "task_sha256": "a"}
+
+
+@pytest.fixture
+def git(tmp_path, monkeypatch):
+    """Runs git in a new repository below `tmp_path`, and reads it afterwards."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    folder = tmp_path / "repository" / "trainer"
+    folder.mkdir(parents=True)
+    identity = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+
+    def run(*argv):
+        done = subprocess.run(["git", *identity, *argv], cwd=folder, check=True, capture_output=True, text=True)
+        read_git.cache_clear()
+        return done.stdout.strip(), read_git(folder)
+
+    run("init", "--quiet", "..")
+    run.folder = folder
+    yield run
+    read_git.cache_clear()
+
+
+def test_git_tells_the_commit_and_whether_tracked_files_were_changed(git, monkeypatch):
+    assert git("status")[1] == (None, None)  # no commit yet
+    file = git.folder / 'with "quotes" and ünïcödé.py'
+    file.write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    commit, found = git("rev-parse", "HEAD")
+    assert found == (commit, False)
+    (git.folder / "new.py").write_text("1")  # untracked
+    os.utime(file, (0, 0))  # git would note in its index that nothing but the time changed
+    index = git.folder.parent / ".git" / "index"
+    before = index.read_bytes()
+    read_git.cache_clear()
+    assert read_git(git.folder) == (commit, False)
+    assert index.read_bytes() == before
+    file.write_text("2")
+    monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))  # as in a hook
+    read_git.cache_clear()
+    assert read_git(git.folder) == (commit, True)
+
+
+def test_without_git_or_a_repository_nothing_is_known(tmp_path, monkeypatch):
+    (tmp_path / "plain").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert read_git.__wrapped__(tmp_path / "plain") == (None, None)
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(code_identity, "GIT_TIMEOUT_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert read_git.__wrapped__(ROOT) == (None, None)
+    monkeypatch.setenv("PATH", str(tmp_path / "plain"))
+    assert read_git.__wrapped__(ROOT) == (None, None)
+
+
+def test_a_task_without_a_file_has_none(monkeypatch):
+    assert identify_code(Weighted)["task_file"] == "weighted_task.py"
+    monkeypatch.delattr(sys.modules[Weighted.__module__], "__file__")
+    assert (identify_code(Weighted)["task_file"], identify_code(Weighted)["task_sha256"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "changes"),
+    [
+        ({}, {}, []),
+        ({}, {"commit": "2" * 40}, ["the code, commit 1111111 -> 2222222"]),
+        ({"commit": None, "changed": None}, {"changed": True}, []),
+        ({}, {"changed": True}, ["the code, uncommitted changes none -> some"]),
+        ({"changed": True}, {}, ["the code, uncommitted changes some -> none"]),
+        ({"changed": True}, {"changed": True}, []),
+        ({}, {"task_sha256": "b"}, ["the task's file my.py"]),
+        ({"task_sha256": None}, {}, []),
+    ],
+)
+def test_what_changed_is_told_where_both_are_known(then, now, changes):
+    assert code_changes(ONE | then, ONE | now) == changes
+
+
+def test_a_resume_tells_of_other_code(train, cli, tmp_path, monkeypatch):
+    """And of a task's file that was edited; an older checkpoint says nothing of it."""
+    file = shutil.copy(WEIGHTED.rpartition(":")[0], tmp_path / "edited_task.py")
+    monkeypatch.setattr(code_identity, "read_git", lambda folder: ("1" * 40, False))
+    own = ["--task", f"{file}:Weighted"]
+    train(tmp_path / "run", *own)
+    code = load(tmp_path / "run" / "last.pth")["code"]
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    assert code == {"commit": "1" * 40, "changed": False, "task_file": "edited_task.py", "task_sha256": digest}
+    assert code == json.loads((tmp_path / "run" / "config.json").read_text())["code"]
+    state = load(tmp_path / "run" / "last.pth")
+    del state["code"]
+    torch.save(state, tmp_path / "old.pth")
+
+    Path(file).write_text(Path(file).read_text() + "\n# edited\n")
+    monkeypatch.setattr(code_identity, "read_git", lambda folder: ("2" * 40, True))
+    changed = [
+        "Changed since the checkpoint: --epochs 1 -> 2",
+        "Changed since the checkpoint: the code, commit 1111111 -> 2222222",
+        "Changed since the checkpoint: the code, uncommitted changes none -> some",
+        "Changed since the checkpoint: the task's file edited_task.py",
+    ]
+    out = train(tmp_path / "run", *own, "--epochs", 2)
+    assert [line for line in out.splitlines() if "Changed" in line] == changed
+    out = train(tmp_path / "old", *own, "--epochs", 2, "--resume-from", tmp_path / "old.pth")
+    assert changed[0] in out and not any(line in out for line in changed[1:])
+
+    def fail(folder):
+        raise AssertionError("nothing but training asks git")
+
+    monkeypatch.setattr(code_identity, "read_git", fail)
+    train(tmp_path / "run", *own, "--eval-only")
