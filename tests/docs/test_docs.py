@@ -144,7 +144,8 @@ def code_blocks(text: str) -> list[str]:
 
 def code_in(text: str) -> list[str]:
     """Fenced blocks, and what stands in the running text, but for what is written as a pattern."""
-    return [*code_blocks(text), *re.findall(r"`([^`\n[]+)`", BLOCK.sub("", text))]
+    in_text = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    return [*code_blocks(text), *(code for code in in_text if "[" not in code)]
 
 
 def commands_in(block: str) -> list[tuple[str, list[str]]]:

@@ -19,7 +19,6 @@ from tests.helpers import forks
 from trainer.commands.flags import parse
 from trainer.loop.plan import split_batch
 from trainer.loop.schedule import device_scaling_factor
-from trainer.parallel.environment import RankEnvironment
 
 GUIDE = (ROOT / "docs" / "multi_gpu_guide.md").read_text()
 TINY = ["--task", WEIGHTED, "--num-threads", "1", "--cache-dir", "cache"]
@@ -90,7 +89,7 @@ def commands_of(block: Block) -> list[str]:
 
 def folder_with_program(path: Path) -> Path:
     """Where the commands of a block are run: like the repository, but what they write stays there."""
-    for name in (*SCRIPTS, "profiler.py", "examples"):
+    for name in (*SCRIPTS, "profiler.py", "examples", "configs"):
         (path / name).symlink_to(ROOT / name)
     return path
 
@@ -103,28 +102,22 @@ def enter(folder: Path) -> Callable[[], None]:
 
 def tiny(arguments: list[str]) -> list[str]:
     """The same on next to no data; what the command itself says stays."""
-    epochs = [] if "--epochs" in arguments else ["--epochs", "1"]
+    num_epochs = "5" if "--config" in arguments else "1"  # a preset's warm-up is within its epochs
+    epochs = [] if "--epochs" in arguments else ["--epochs", num_epochs]
     return [*arguments, *TINY, *epochs]
 
 
 def train(script: str, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
     """One command line in forks, where self-launch would start new processes; returns its exit status."""
-    printed = folder / "printed"
-    start = partial(forks.start, tiny(arguments), environment, printed, printed, prepare=partial(enter, folder))
+    printed, prepare = folder / "printed", partial(enter, folder)
     if script == "main.py":
-        processes = [start()]
-    else:
-        world_size = int(arguments[arguments.index("--nproc") + 1])
-        meeting_place = f"file://{folder}/meeting-{len(list(folder.iterdir()))}"
-        ranks = [RankEnvironment(rank, world_size, rank, world_size, meeting_place) for rank in range(world_size)]
-        processes = [start(rank=rank) for rank in ranks]
-    try:
-        for process in processes:
-            process.join(120)
-        return next((process.exitcode for process in processes if process.exitcode != 0), 0)
-    finally:
-        for process in processes:
-            process.kill()
+        process = forks.start(tiny(arguments), environment, printed, printed, prepare=prepare)
+        process.join(120)
+        process.kill()
+        return process.exitcode
+    world_size = int(arguments[arguments.index("--nproc") + 1])
+    statuses = forks.run_group(tiny(arguments), world_size, environment, printed, prepare)
+    return next((status for status in statuses if status != 0), 0)
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> int:

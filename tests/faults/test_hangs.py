@@ -98,7 +98,7 @@ def assert_failed(run, status=1):
         pytest.param(2, "data", "data loading at optimizer step 3", ["--num-workers", 2], 2, marks=slow),
         (2, "forward", "forward at optimizer step 3", [], 1),
         pytest.param(3, "forward", "forward at optimizer step 3", [], 1, marks=slow),
-        pytest.param(2, "evaluation", "evaluation at optimizer step 6", [], 1, marks=slow),
+        pytest.param(2, "evaluation", "evaluation at optimizer step 6", ["--num-workers", 1], 1, marks=slow),
     ],
 )
 def test_an_exception_is_told_once(world_size, where, phase, more, tracebacks, faulty_run):
@@ -152,7 +152,7 @@ def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
         (3, "forward", 0, "forward at optimizer step 3", []),
         (2, "data", 1, "data loading at optimizer step 1", []),
         (2, "data", 1, "data loading at optimizer step 1", ["--num-workers", 1]),
-        (3, "evaluation", 2, "evaluation at optimizer step 4", []),
+        (3, "evaluation", 2, "evaluation at optimizer step 4", ["--num-workers", 1]),
     ],
 )
 @slow
@@ -324,7 +324,7 @@ def test_a_process_that_hangs_for_ever_loses_its_data_loading_processes(tmp_path
 import os, sys, time
 from pathlib import Path
 import numpy as np, torch
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import SampleKeys
 
 class Stuck:
@@ -333,7 +333,7 @@ class Stuck:
         Path({str(tmp_path / "worker")!r}).write_text(str(os.getpid()))
         time.sleep(600)
 
-next(BatchLoader(Stuck(), None, 1)([SampleKeys(np.arange(2), 0)]))
+next(BatchLoader(Stuck(), None, Workers(1))([SampleKeys(np.arange(2), 0)]))
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     worker = tmp_path / "worker"

@@ -6,6 +6,7 @@ A fork comes from a server that has imported the program, but run nothing of it.
 import multiprocessing
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,6 +45,30 @@ def start(
     process = _context.Process(target=_run, args=(arguments, dict(variables), out, err, rank, prepare))
     process.start()
     return process
+
+
+def run_group(
+    argv: Sequence[object],
+    world_size: int,
+    variables: Mapping[str, str],
+    output: Path,
+    prepare: Preparation | None = None,
+    timeout_s: float = 120,
+) -> list[int | None]:
+    """Runs main_multi_gpu.py with these arguments on so many processes; returns their exit statuses.
+
+    output: a file to which they append, in a folder for this group. A process that takes longer has the status None.
+    """
+    meeting_place = f"file://{output.parent}/meeting-{uuid.uuid4()}"
+    ranks = [RankEnvironment(rank, world_size, rank, world_size, meeting_place) for rank in range(world_size)]
+    processes = [start(argv, variables, output, output, rank, prepare) for rank in ranks]
+    try:
+        for process in processes:
+            process.join(timeout_s)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _run(

@@ -1,26 +1,121 @@
-"""Workers that load batches: how they end."""
+"""Workers that load batches: what they change, which is nothing, and how they end."""
 
+import json
+import multiprocessing
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import ROOT
-
-KILLED_WITH_A_WORKER = """
-import os, signal
-from pathlib import Path
 import numpy as np
-from trainer.loading.batches import BatchLoader
-from trainer.loading.order import SampleKeys
-from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
+import pytest
+import torch
 
-loader = BatchLoader(Sequences(4, 0, False), Weighted(WeightedFlags(), 0, Path()).collate, num_workers=1)
-next(loader([SampleKeys(np.arange(2), epoch=0)]))
-print(loader._workers._iterator._workers[0].pid, flush=True)
+from tests.conftest import ROOT, TINY, assert_same_bits, load, read_metrics
+from tests.helpers import forks
+from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
+from trainer.loading.batches import Batch, BatchLoader, Workers
+from trainer.loading.order import SampleKeys, evaluation_keys
+
+# --- what they load ----------------------------------------------------------------------------------------------
+
+
+def of_workers(num_workers: int) -> dict[str, BatchLoader]:
+    """Training by its own workers, two other data sets by theirs."""
+    collate = Weighted(WeightedFlags(), 0, Path()).collate
+    training, evaluation = Workers(num_workers), Workers(num_workers)
+    return {
+        "train": BatchLoader(Sequences(40, 0, True), collate, training),
+        "val": BatchLoader(Sequences(11, 1, False), collate, evaluation),
+        "test": BatchLoader(Sequences(6, 2, False), collate, evaluation),
+    }
+
+
+TRAINING_KEYS = [SampleKeys(np.arange(i, i + 4), epoch=1) for i in range(0, 40, 4)]
+
+
+def evaluated(loaders: dict[str, BatchLoader]) -> list[Batch]:
+    return [
+        batch
+        for name, size in (("val", 11), ("test", 6), ("val", 11))
+        for batch in loaders[name](evaluation_keys(size, (0, 1), 4))
+    ]
+
+
+def assert_same_batches(batches: list[Batch], expected: list[Batch]) -> None:
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.keys() == other.keys()
+        assert all(torch.equal(batch[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_an_evaluation_between_two_training_batches_disturbs_nothing(num_workers):
+    """What training has loaded ahead arrives, in order; one evaluation that was left in the middle is forgotten."""
+    here, loaders = of_workers(0), of_workers(num_workers)
+    expected, expected_evaluation = list(here["train"](TRAINING_KEYS)), evaluated(here)
+    state = torch.random.get_rng_state()
+    stream = loaders["train"](TRAINING_KEYS)
+    found = [next(stream) for _ in range(3)]
+    next(iter(loaders["test"](evaluation_keys(6, (0, 1), 1))))
+    assert_same_batches(evaluated(loaders), expected_evaluation)
+    found += [next(stream) for _ in range(2)]
+    assert_same_batches([loaders["val"].one(key) for key in evaluation_keys(11, (0, 1), 4)], expected_evaluation[:3])
+    assert len(multiprocessing.active_children()) == 2 * num_workers
+    assert_same_batches([*found, *stream], expected)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for loader in loaders.values():
+        loader.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_is_the_same_with_workers(world_size, run_here, environment, tmp_path):
+    """Its metrics of validation and test set too."""
+    for num_workers in (0, 1):
+        directory = tmp_path / str(num_workers)
+        arguments = [*TINY, "--epochs", 2, "--num-workers", num_workers, "--save-dir", directory]
+        if world_size == 1:
+            run_here(*arguments)
+        else:
+            arguments = ["--multi-gpu", "ddp", "--nproc", world_size, "--device", "cpu", *arguments]
+            statuses = forks.run_group(arguments, world_size, environment, tmp_path / "out")
+            assert statuses == [0, 0], (tmp_path / "out").read_text()
+    assert_same_bits(load(tmp_path / "0" / "final.pth"), load(tmp_path / "1" / "final.pth"))
+    results = [json.loads((tmp_path / name / "results.json").read_text())["metrics"] for name in "01"]
+    assert results[0] == results[1]
+    assert results[0].keys() >= {"test/loss", "test/accuracy"}
+    for event in ("epoch", "result"):
+        assert read_metrics(tmp_path / "0", event) == read_metrics(tmp_path / "1", event)
+
+
+def test_the_start_says_how_many_there_are(train, tmp_path):
+    assert "Workers: 0 per rank, 0 in all. Threads" in train(tmp_path / "0")
+    assert "Workers: 2 per rank, 2 in all, and as many for evaluation. Threads" in train(
+        tmp_path / "2", "--num-workers", 2
+    )
+    assert not multiprocessing.active_children()
+
+
+def test_scoring_a_finished_run_leaves_no_worker(train, tmp_path):
+    train(tmp_path / "run", "--no-test")
+    plain, loaded = (train(tmp_path / "run", "--eval-only", "--num-workers", number) for number in (0, 1))
+    assert plain.splitlines()[-2:] == loaded.splitlines()[-2:]
+    assert "test/accuracy" in loaded.splitlines()[-1]
+    assert not multiprocessing.active_children()
+
+
+# --- how they end ------------------------------------------------------------------------------------------------
+
+KILLED_WITH_WORKERS = """
+import multiprocessing, os, signal
+from tests.loading.test_batches import TRAINING_KEYS, evaluated, of_workers
+
+loaders = of_workers(1)
+next(loaders["train"](TRAINING_KEYS))
+evaluated(loaders)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -33,27 +128,28 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker looks every five seconds")
-def test_a_worker_ends_with_a_trainer_that_is_killed(environment):
-    """At once: it holds the trainer's connections, by which other ranks notice the death."""
-    command = [sys.executable, "-c", KILLED_WITH_A_WORKER]
+def test_workers_end_with_a_trainer_that_is_killed(environment):
+    """At once: they hold the trainer's connections, by which other ranks notice the death."""
+    command = [sys.executable, "-c", KILLED_WITH_WORKERS]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
-        worker = int(trainer.stdout.readline())
+        workers = list(map(int, trainer.stdout.readline().split()))
         assert trainer.wait(60) == -signal.SIGKILL
+    assert len(workers) == 2
     deadline = time.monotonic() + 2
-    while is_alive(worker) and time.monotonic() < deadline:
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not is_alive(worker)
+    assert not any(map(is_alive, workers))
 
 
 OUT_OF_FILES = """
 import resource
 from pathlib import Path
 import numpy as np
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import SampleKeys
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 
-loader = BatchLoader(Sequences(4, 0, False), Weighted(WeightedFlags(), 0, Path()).collate, num_workers=20)
+loader = BatchLoader(Sequences(4, 0, False), Weighted(WeightedFlags(), 0, Path()).collate, Workers(20))
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 next(loader([SampleKeys(np.arange(2), epoch=0)]))
 """

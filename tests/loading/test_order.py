@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
 
 WORLDS = (1, 2, 3, 5)
@@ -95,7 +95,7 @@ def collate(samples, keys):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_workers_change_nothing(num_workers):
-    load = BatchLoader(Squares(), collate, num_workers)
+    load = BatchLoader(Squares(), collate, Workers(num_workers))
     for epoch in range(2):  # workers outlive an epoch
         keys = split_global_batch(EpochOrder(0, epoch, 0, 100).take(0, 100), (0, 1), 7, epoch)
         keys.append(SampleKeys(np.array([5]), epoch, placeholder=True))

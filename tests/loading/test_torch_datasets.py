@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from trainer import BadInput, SampleKeys, from_dataset, random_bits
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import EpochOrder, split_global_batch
 from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.contract import check_batch
@@ -57,7 +57,7 @@ def test_an_item_is_that_of_a_plain_loop_whoever_makes_it():
     dataset = from_dataset(Noisy(), seed=SEED)
     assert len(dataset) == SIZE
     for num_workers, world_size, micro_batch_size, start in [(0, 1, 5, 0), (2, 1, 4, 0), (0, 3, 2, 7), (2, 2, 3, 7)]:
-        load = BatchLoader(dataset, collate, num_workers)
+        load = BatchLoader(dataset, collate, Workers(num_workers))
         for epoch in (1, 0):
             order = EpochOrder(SEED, epoch, 0, SIZE)
             seen = []

@@ -24,7 +24,7 @@ from trainer.commands.resume import (
     take_weights,
 )
 from trainer.commands.weights import initialise
-from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
+from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
@@ -325,12 +325,13 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
 
 
 def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str, BatchLoader]:
-    """Training loads in workers, if any; evaluation is short and loads in this process."""
-    pin_memory = parallel.device.type == "cuda"
-    datasets = {**task.splits(), "train": PhaseDatasets([task.training_data(phase) for phase in task.phases])}
+    """Of each data set. Evaluation has workers of its own: those of training hold what is loaded ahead."""
+    training, evaluation = (Workers(num_workers, pin_memory=parallel.device.type == "cuda") for _ in range(2))
+    phases = PhaseDatasets([task.training_data(phase) for phase in task.phases])
+    evaluated = {name: dataset for name, dataset in task.splits().items() if name != "train"}
     return {
-        name: BatchLoader(dataset, task.collate, num_workers if name == "train" else 0, pin_memory)
-        for name, dataset in datasets.items()
+        "train": BatchLoader(phases, task.collate, training),
+        **{name: BatchLoader(dataset, task.collate, evaluation) for name, dataset in evaluated.items()},
     }
 
 
@@ -367,7 +368,8 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     lines = [
         f"Devices: {parallel.describe()}",
         *describe_batches(run),
-        f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all. "
+        f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all"
+        f"{', and as many for evaluation' if flags.run.num_workers else ''}. "
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",

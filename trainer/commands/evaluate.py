@@ -1,6 +1,7 @@
 """Scores at the end of training, or on request; of one run, or of the ensemble of several."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,11 +85,11 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
     label, state = trained.label, trained.state
-    run = assemble_run(flags, task, parallel)
-    use_weights(run, state["model"], f"the checkpoint ({label})", undo_hint(run, state))
-    lines = [*describe_run(run, flags), f"Evaluating {label}."]
-    sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
-    lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
+    with closing(assemble_run(flags, task, parallel)) as run:
+        use_weights(run, state["model"], f"the checkpoint ({label})", undo_hint(run, state))
+        lines = [*describe_run(run, flags), f"Evaluating {label}."]
+        sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
+        lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
     if parallel.is_main:
         print("\n".join(lines))
 
@@ -109,16 +110,16 @@ def ensemble_metrics(
     ensemble = task.ensemble([_trained_objective(flags, task, parallel, directory) for directory in directories])
     if ensemble is None:
         return None
-    run = assemble_run(flags, task, parallel)
-    run.stop = stop
-    ensemble = ensemble.to(parallel.device)
-    run.learner = replace(
-        run.learner,
-        objective=ensemble,
-        net=in_precision(ensemble, run.learner.precision),
-        ema=ExponentialMovingAverage(ensemble.model, decay=0),
-    )
-    return run.metrics({"test": evaluate(run, "test")})
+    with closing(assemble_run(flags, task, parallel)) as run:
+        run.stop = stop
+        ensemble = ensemble.to(parallel.device)
+        run.learner = replace(
+            run.learner,
+            objective=ensemble,
+            net=in_precision(ensemble, run.learner.precision),
+            ema=ExponentialMovingAverage(ensemble.model, decay=0),
+        )
+        return run.metrics({"test": evaluate(run, "test")})
 
 
 def _trained_objective(flags: Flags, task: Task, parallel: Parallel, directory: Path) -> Objective:

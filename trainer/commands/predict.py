@@ -17,7 +17,7 @@ from trainer.commands.flags import Flags, RunFlags
 from trainer.commands.trained import recorded_task
 from trainer.commands.weights import restore_weights
 from trainer.config import flag_values, refuse, shown
-from trainer.loading.batches import BatchLoader, KeyedDataset
+from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.order import evaluation_keys
@@ -97,7 +97,7 @@ def label_samples(
 ) -> Table:
     """The task's predictions for a data set, in its order, batch by batch. objective: on the device of parallel."""
     objective.eval()
-    loader = BatchLoader(dataset, task.collate, pin_memory=parallel.device.type == "cuda")
+    loader = BatchLoader(dataset, task.collate, Workers(pin_memory=parallel.device.type == "cuda"))
     for batch in loader(evaluation_keys(len(dataset), parallel.shard, batch_size)):
         on_device = of_dtype(parallel.to_device(batch), precision.dtype)
         with precision.autocast(parallel.device.type):

@@ -43,8 +43,8 @@ class PhaseDatasets:
         return self._datasets[keys.phase].__getitems__(keys)
 
 
-class _Batches(Dataset[Batch]):
-    """A data set whose items are whole batches, so that one key travels to a worker and one batch back."""
+class _Batches:
+    """A data set whose items are whole batches."""
 
     def __init__(self, dataset: KeyedDataset, collate: Collate) -> None:
         self.dataset = dataset
@@ -57,29 +57,45 @@ class _Batches(Dataset[Batch]):
         return batch
 
 
-class _KeySource:
-    """A sampler that yields whatever keys it was last given, so that workers outlive an epoch."""
-
-    keys: Iterable[SampleKeys] = ()
-
-    def __iter__(self) -> Iterator[SampleKeys]:
-        return iter(self.keys)
+Request = tuple[int, SampleKeys]
+"""What travels to a worker: the data set that is meant, by its number, and one key. One batch travels back."""
 
 
-class BatchLoader:
-    """Yields the batches named by the keys.
+class _NumberedBatches(Dataset[Batch]):
+    """The batches of several data sets as items of one."""
 
-    num_workers: 0 gathers in this process, which is fastest for data that lies in memory.
+    def __init__(self) -> None:
+        self.of_dataset: list[_Batches] = []
+
+    def __getitem__(self, request: Request) -> Batch:
+        number, keys = request
+        return self.of_dataset[number][keys]
+
+
+class _RequestSource:
+    """A sampler that yields whatever requests it was last given, so that workers outlive an epoch."""
+
+    requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+class Workers:
+    """Who gathers the batches of one `BatchLoader`, or of several of which one is iterated over at a time.
+
+    num_workers: 0 gathers in this process, which is fastest for data that lies in memory; otherwise so many processes,
+        which start when they are first needed.
     pin_memory: put batches into page-locked memory, so that copies to a GPU do not wait.
     """
 
-    def __init__(self, dataset: KeyedDataset, collate: Collate, num_workers: int = 0, pin_memory: bool = False) -> None:
-        self._batches = _Batches(dataset, collate)
+    def __init__(self, num_workers: int = 0, pin_memory: bool = False) -> None:
         self._pin_memory = pin_memory
-        self._source = _KeySource()
-        self._workers: DataLoader[Batch] | None = None
+        self._batches = _NumberedBatches()
+        self._source = _RequestSource()
+        self._processes: DataLoader[Batch] | None = None
         if num_workers > 0:
-            self._workers = DataLoader(
+            self._processes = DataLoader(
                 self._batches,
                 batch_size=None,
                 sampler=self._source,
@@ -93,28 +109,62 @@ class BatchLoader:
                 generator=torch.Generator(),
             )
 
-    def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
-        if self._workers is None:
-            batches = (self._batches[key] for key in keys)
+    def add(self, batches: _Batches) -> int:
+        """The number by which requests mean the batches of one more data set."""
+        assert self._iterator is None, "workers that run already know nothing of it"
+        self._batches.of_dataset.append(batches)
+        return len(self._batches.of_dataset) - 1
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """The batches asked for, in order. What an earlier call has not yielded yet is lost."""
+        if self._processes is None:
+            batches = (self._batches[request] for request in requests)
             if not self._pin_memory:
                 return batches
             return ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
-        self._source.keys = keys
+        self._source.requests = requests
         others = set(multiprocessing.active_children())
         try:
-            return iter(self._workers)
+            return iter(self._processes)
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:  # `close` would not know of them
                 worker.kill()
             raise
 
     def close(self) -> None:
-        """Ends the workers, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM."""
-        iterator = self._workers._iterator if self._workers is not None else None
-        if iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-            for process in iterator._workers:  # type: ignore[attr-defined]
+        """Ends the processes, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM.
+
+        It may be called again.
+        """
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()
+            for process in self._iterator._workers:
                 process.kill()
+
+    @property
+    def _iterator(self) -> Any:
+        """That of the processes, once they have started."""
+        return self._processes._iterator if self._processes is not None else None
+
+
+class BatchLoader:
+    """Yields the batches of a data set that keys name. workers: by default this process gathers them."""
+
+    def __init__(self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None) -> None:
+        self._batches = _Batches(dataset, collate)
+        self._workers = workers or Workers()
+        self._number = self._workers.add(self._batches)
+
+    def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
+        return self._workers.load((self._number, key) for key in keys)
+
+    def one(self, keys: SampleKeys) -> Batch:
+        """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""
+        return self._batches[keys]
+
+    def close(self) -> None:
+        """Ends its workers; see `Workers.close`."""
+        self._workers.close()
 
 
 def _depend_on_the_trainer(worker_id: int) -> None:

@@ -36,7 +36,7 @@ def _example_pictures(run: Run, split: str) -> Mapping[str, Picture]:
     last = len(run.task.splits()[split]) - 1
     keys = SampleKeys(np.unique(np.linspace(0, last, NUM_EXAMPLES).astype(np.int64)), epoch=0)
     device = run.parallel.device
-    examples = next(iter(run.loaders[split]([keys])))
+    examples = run.loaders[split].one(keys)
     batch = of_dtype({name: tensor.to(device) for name, tensor in examples.items()}, run.learner.precision.dtype)
     with run.learner.ema.applied(), _training_undisturbed(run), run.learner.precision.autocast(device.type):
         return run.task.example_pictures(run.learner.objective, batch)

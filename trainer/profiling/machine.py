@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import SampleKeys
 from trainer.parallel.ddp import available_backends
 from trainer.parallel.devices import num_cores
@@ -175,7 +175,7 @@ def _as_batch(values: np.ndarray, keys: SampleKeys) -> dict[str, torch.Tensor]:
 
 def loader(num_workers: int) -> Tested:
     """Batches of 144 KiB from this process or from workers."""
-    batches = BatchLoader(_Numbers(), _as_batch, num_workers)
+    batches = BatchLoader(_Numbers(), _as_batch, Workers(num_workers))
     keys = SampleKeys(np.arange(BATCH_SIZE), epoch=0)
     try:
         arriving = iter(batches([keys] * (NUM_BATCHES + 1)))

@@ -1,0 +1,133 @@
+"""configs/: each preset is understood, has the global batch that it says, and stands in the guide as it is."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, load
+from tests.docs.test_docs import SCRIPTS, code_in, commands_in
+from tests.docs.test_guide import GUIDE
+from tests.helpers import forks
+from tests.helpers.small_seqrec import write_interactions
+from tests.helpers.uci_har_files import write_layout
+from trainer.commands.flags import Flags, parse
+from trainer.loop.plan import BatchSplit, split_batch
+from trainer.parallel import devices
+
+PRESETS = sorted((ROOT / "configs").glob("*/*.toml"))
+MEMORY = ROOT / "configs" / "memory.toml"
+WORKLOADS = {
+    "har": lambda folder: ["--data-dir", write_layout(folder / "uci"), "--num-val-subjects", 1, "--epochs", 3],
+    "seqrec": lambda folder: [
+        "--data-dir",
+        write_interactions(folder / "interactions.txt"),
+        "--k-core",
+        0,
+        "--epochs",
+        16,
+    ],
+}
+"""What writes a small data set of each into a folder, and says how it is read; no more epochs than its warm-up."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def num_gpus(preset: Path) -> int:
+    return int(re.fullmatch(r"(\d)gpu", preset.stem)[1])
+
+
+def parsed(script: str, arguments: list[str]) -> Flags:
+    flags, problems = parse(arguments, SCRIPTS[script])
+    # Data that the reader has and this machine does not.
+    assert [problem for problem in problems if not problem.startswith("--data-dir ")] == []
+    return flags
+
+
+def split_of(flags: Flags, num_devices: int) -> BatchSplit:
+    batch = flags.batch
+    return split_batch(batch.batch_size, batch.grad_accum_steps, batch.global_batch_size, num_devices, num_devices)
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+
+
+def test_every_workload_has_them_for_1_2_4_and_8_gpus():
+    assert [name_of(path) for path in PRESETS] == [
+        f"configs/{workload}/{number}gpu.toml" for workload in WORKLOADS for number in (1, 2, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize("path", [*PRESETS, MEMORY], ids=name_of)
+def test_its_own_command_is_understood(path):
+    ((script, arguments),) = commands_in(path.read_text().replace("#     ", ""))
+    assert name_of(path) in arguments
+    flags = parsed(script, arguments)
+    if path != MEMORY:
+        assert flags.run.task == path.parent.name
+        assert script == ("main.py" if num_gpus(path) == 1 else "main_multi_gpu.py")
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=name_of)
+def test_its_global_batch_is_the_one_that_it_says(preset):
+    """On its GPUs, on fewer or more, and in less memory."""
+    text, number = preset.read_text(), num_gpus(preset)
+    assert "no measured optimum" in text.splitlines()[0]
+    total, parts = re.search(r"^# Global batch: (\d+)(?: = (\d+ x \d+))?$", text, re.MULTILINE).groups()
+    flags = parsed("main_multi_gpu.py", ["--config", str(preset), "--multi-gpu", "ddp"])
+    split = split_of(flags, number)
+    assert (split.global_batch_size, split.grad_accum_steps) == (int(total), 1)
+    assert (parts is None and number == 1) or parts == f"{number} x {split.batch_size}"
+    small = parsed("main_multi_gpu.py", ["--config", str(preset), str(MEMORY), "--multi-gpu", "ddp"])
+    for num_devices in (1, 2, 4, 8):
+        assert split_of(flags, num_devices).global_batch_size == int(total)
+        assert split_of(small, num_devices).global_batch_size == int(total)
+    if flags.batch.batch_size == 32:
+        assert split_of(small, number) == BatchSplit(16, 16, 2, int(total))
+
+
+def test_the_guide_shows_them_as_they_are():
+    section = GUIDE.split("| file | GPUs |")[1].split("\n\n")[0]
+    rows = [[cell.strip("` ") for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
+    expected = []
+    for preset in PRESETS:
+        flags, number = parsed("main_multi_gpu.py", ["--config", str(preset), "--multi-gpu", "ddp"]), num_gpus(preset)
+        numbers = (
+            flags.batch.batch_size,
+            flags.batch.global_batch_size,
+            flags.learning.lr,
+            flags.learning.warmup_epochs,
+        )
+        expected.append([name_of(preset), str(number), *(f"{value:g}" for value in numbers)])
+    assert rows == expected
+
+
+def test_commands_of_other_guides_have_one_here():
+    section = GUIDE.split("## Commands of other guides\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) == 5
+    for row in rows:
+        ((script, arguments),) = (found for code in code_in(row) for found in commands_in(code))
+        parsed(script, arguments)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_two_processes_train_by_one(workload, environment, tmp_path):
+    """The one for four GPUs, on two CPU processes and small data: in two forwards each."""
+    preset = ROOT / "configs" / workload / "4gpu.toml"
+    arguments = ["--config", preset, "--nproc", 2, "--device", "cpu", "--num-threads", 1]
+    arguments += [*WORKLOADS[workload](tmp_path), "--save-dir", tmp_path / "run"]
+    statuses = forks.run_group(arguments, 2, environment, tmp_path / "out")
+    out = (tmp_path / "out").read_text()
+    assert statuses == [0, 0], out
+    final, flags = load(tmp_path / "run" / "final.pth"), parsed("main_multi_gpu.py", ["--config", str(preset)])
+    assert final["global_batch_sizes"] == [flags.batch.global_batch_size]
+    assert final["config"]["--lr"] == flags.learning.lr
+    assert "x 2 device(s) x 2 accumulation step(s)" in out, shlex.join(map(str, arguments))
