@@ -17,7 +17,6 @@ from tests.helpers.weighted_task import Sequences, Weighted
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.flags import parse
-from trainer.loading.order import Position
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.pictures import log_pictures
 from trainer.parallel.base import SingleDevice
@@ -85,7 +84,7 @@ def image_steps(directory):
 
 def test_an_array_is_shown_as_it_is(tmp_path):
     array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    log = RunLog(tmp_path, 0, Position())
+    log = RunLog(tmp_path, 0, 0)
     log.pictures(3, {"val/noise": array})
     for wrong in (array[..., 0], array.astype(np.float32), array[..., :2]):
         with pytest.raises(TypeError, match="must be"):
@@ -203,7 +202,7 @@ def hyperparameters(directory):
 def test_hyperparameters_stand_beside_the_final_scores(tmp_path):
     """A run that is trained on with another learning rate shows the one that it ended with."""
     for step, lr in ((10, 0.25), (20, 0.5)):
-        log = RunLog(tmp_path, step, Position())
+        log = RunLog(tmp_path, step, step)
         values = {
             "--lr": lr,
             "--hidden-dims": (64, 8),
@@ -228,5 +227,5 @@ def test_a_finished_run_has_every_flag_and_a_resumed_one_not_yet(showing, tmp_pa
         f"best/{name}": pytest.approx(value)
         for name, value in json.loads((tmp_path / "results.json").read_text())["metrics"].items()
     }
-    RunLog(tmp_path, 3, Position()).close()
+    RunLog(tmp_path, 3, 3).close()
     assert not list((tmp_path / "logs").glob("*.hparams"))

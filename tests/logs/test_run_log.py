@@ -19,9 +19,9 @@ def written(tmp_path):
     """Logs these epochs and a result; returns the directory."""
 
     def write(epochs, result=None, headline=()):
-        log = RunLog(tmp_path, 0, Position(), headline)
+        log = RunLog(tmp_path, 0, 0, headline)
         for i, metrics in enumerate(epochs):
-            log.epoch(i + 1, Position(i + 1), metrics)
+            log.report(i + 1, Position(i + 1), i + 1, metrics)
         if result is not None:
             log.result(len(epochs), "with the best weights", result)
         log.close()

@@ -8,7 +8,7 @@ old state or the new one.
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
@@ -182,10 +182,12 @@ class RunDirectory:
             update_links(self.path, self.entries, is_finished=True)
             self._flush_metrics()
 
-    def forget_later_best(self, epoch: int | None) -> None:
-        """Forgets any best later than the one of `epoch` (None: every one), for a run that went back."""
+    def forget_later_best(self, best: Mapping[str, Any] | None) -> None:
+        """Forgets any best later than that of a checkpoint (None: every one), to which a run went back."""
         for entry in self.entries:
-            entry.best = entry.best and epoch is not None and entry.epoch <= epoch
+            entry.best = entry.best and best is not None and entry.epoch <= best["epoch"]
+            if best is not None and best.get("step") is not None:
+                entry.best = entry.best and entry.step <= best["step"]
 
     def _flush_metrics(self) -> None:
         """So that no loss of power leaves a checkpoint without the metrics that led to it."""

@@ -73,6 +73,16 @@ def newest_best(entries: Sequence[Entry]) -> Entry | None:
     return next((entry for entry in reversed(entries) if entry.best), None)
 
 
+def is_best_of_its_own(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds the weights of the best score that it knows of."""
+    best = state["best"]
+    if best is None:
+        return False
+    if best.get("step") is None:  # of an older checkpoint: at an epoch's end
+        return Position(**state["position"]).is_end_of(best["epoch"])
+    return bool(best["step"] == state["step"])
+
+
 def unused_path(folder: Path, position: Position) -> Path:
     """The name for a checkpoint. None is ever overwritten: a run that went back gets another name."""
     name = f"checkpoint_{position.epoch}"

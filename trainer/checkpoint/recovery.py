@@ -5,7 +5,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
-from trainer.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, Entry, newest_best, read_manifest, unused_path
+from trainer.checkpoint.manifest import (
+    CHECKPOINT_NAME,
+    MANIFEST,
+    Entry,
+    is_best_of_its_own,
+    newest_best,
+    read_manifest,
+    unused_path,
+)
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
 from trainer.loading.errors import BadInput
@@ -82,9 +90,8 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
             say(str(error))
             lost.append(f"{path.name} is damaged")
             continue
-        best = state["best"]
-        is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
-        entry = Entry.of(state, path.name, best["value"] if is_best else None, is_best, size_and_sum(path))
+        is_best = is_best_of_its_own(state)
+        entry = Entry.of(state, path.name, state["best"]["value"] if is_best else None, is_best, size_and_sum(path))
         entries.setdefault(entry.sha256, entry)
     if entries:
         say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")

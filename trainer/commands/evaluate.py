@@ -1,7 +1,7 @@
 """Scores at the end of training, or on request; of one run, or of the ensemble of several."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ def score(run: Run, on_test: bool) -> None:
     that the same settings would give without a validation set.
     """
     run.progress.read_clock()
-    has_validation = run.plan.eval_every is not None
+    has_validation = run.plan.has_validation
     takes_best = on_test and has_validation and _take_best_weights(run)
     split = "test" if on_test else "val" if has_validation else None
     sums = evaluate(run, split) if split is not None else {}
@@ -63,7 +63,7 @@ def _write_results(run: Run, split: str | None, metrics: dict[str, float], sums:
             "task": run.facts["task"],
             "scored": split,
             "metrics": metrics,
-            "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
+            "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
             "num_parameters": run.learner.num_parameters,
             "train_seconds": round(progress.train_seconds, 3),
             "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),

@@ -6,11 +6,11 @@ from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.manifest import is_best_of_its_own
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
 from trainer.config import flag_values, shown
 from trainer.loading.errors import BadInput
-from trainer.loading.order import Position
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
@@ -24,7 +24,7 @@ START_FLAGS = (
 def take_over(run: Run, flags: Flags) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
     source, best = flags.checkpoint.resume_from, run.progress.best
-    if best is not None and run.progress.position.is_end_of(best.epoch):
+    if best is not None and best.step == run.progress.step:
         save(run, best.value, is_best=True)
     else:
         if best is not None and not run.parallel.on_main(lambda: _copy_best(source, best, run.directory)):
@@ -41,7 +41,8 @@ def _copy_best(source: Path | None, best: Best, directory: RunDirectory) -> bool
     if beside is None or not beside.is_file():
         return False
     state = read_checkpoint(beside, str(beside))
-    if not Position(**state["position"]).is_end_of(best.epoch):
+    # Of equal scores only the first is ever a best one.
+    if not is_best_of_its_own(state) or state["best"]["value"] != best.value:
         return False
     directory.save(state, best.value, is_best=True)
     return True
@@ -65,7 +66,7 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
     if directory.entries and directory.entries[-1].source == str(source):
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
-    directory.forget_later_best(state["best"]["epoch"] if state["best"] else None)
+    directory.forget_later_best(state["best"])
     return state
 
 

@@ -35,31 +35,32 @@ class SilentLog:
     def _ignore(self, *arguments: object) -> None:
         pass
 
-    say = start_epoch = advance = step = end_training = epoch = _ignore
+    say = start_stretch = advance = step = end_training = report = _ignore
     pictures = result = hyperparameters = flush = close = _ignore
 
 
 class RunLog:
     """The log of the main process, in the run directory and on the console.
 
-    step, position: later records belong to a future that a resumed run lives again, and are dropped.
-    headline: the metrics that the console and val.log show, without their split; empty shows all.
-    data_wait_seconds: how long this process waited for data in the current epoch; the loop adds to it.
+    step, last_report: optimizer steps done, and those at the last report; later records belong to a future that a
+    resumed run lives again, and are dropped. headline: the metrics that the console and val.log show, without their
+    split; empty shows all. data_wait_seconds: how long this process waited for data since the last report; the loop
+    adds to it.
     """
 
-    def __init__(self, directory: Path, step: int, position: Position, headline: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, step: int, last_report: int, headline: Sequence[str] = ()) -> None:
         self._headline = headline
         self._train_log = (directory / "train.log").open("a", buffering=1)
         self._val_log = (directory / "val.log").open("a", buffering=1)
-        self._metrics = _truncated(directory / "metrics.jsonl", step, position.epoch)
+        self._metrics = _truncated(directory / "metrics.jsonl", step, last_report)
         writer: Any = SummaryWriter(str(directory / "logs"), purge_step=step + 1 if step else None)
         self._board: FileWriter = writer.file_writer
         for path in (directory / "logs").glob("*" + HYPERPARAMETERS_SUFFIX):
             path.unlink()
         self._bar: ProgressBar | None = None
         self._table = Table("epoch", self._table_line)
-        self._epoch_started = time.monotonic()
-        self._epoch_samples = 0
+        self._stretch_started = time.monotonic()
+        self._stretch_samples = 0
         self._training_seconds = self.data_wait_seconds = 0.0
 
     def say(self, text: str) -> None:
@@ -71,24 +72,28 @@ class RunLog:
         """The items, with a bar on the console if going through them takes seconds."""
         return progress_bar(items, description)
 
-    def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
-        """Opens the epoch's progress bar. consumed: samples of this epoch trained on before a resume."""
-        self._epoch_started = time.monotonic()
-        self._epoch_samples = 0
+    def start_stretch(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
+        """Opens the epoch's progress bar, or opens it again after a report within the epoch.
+
+        epochs: of the run, None if it is counted in steps. consumed: of the epoch's samples, those trained on before.
+        """
+        self._stretch_started = time.monotonic()
+        self._stretch_samples = 0
         self.data_wait_seconds = 0.0
-        self._bar = ProgressBar(num_samples, consumed, "samples", f"epoch {position.epoch + 1}/{epochs}")
+        which = f"epoch {position.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
+        self._bar = ProgressBar(num_samples, consumed, "samples", which)
 
     def advance(self, num_samples: int) -> None:
         """After every step."""
         assert self._bar is not None
-        self._epoch_samples += num_samples
+        self._stretch_samples += num_samples
         self._bar.bar.update(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         """Every `--log-interval` steps. metrics: the loss first, then the learning rate."""
         assert self._bar is not None
         self._record("step", metrics, step, epoch=position.epoch, samples=position.samples)
-        rate = self._epoch_samples / max(time.monotonic() - self._epoch_started, 1e-9)
+        rate = self._stretch_samples / max(time.monotonic() - self._stretch_started, 1e-9)
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
         self._train_log.write(line + "\n")
@@ -96,21 +101,26 @@ class RunLog:
         self._bar.report(f"loss={loss:.4f}, lr={learning_rate:.2e}", line)
 
     def end_training(self) -> None:
-        """The epoch's training is over; its evaluation may follow."""
+        """Training pauses, or ends; an evaluation may follow."""
         assert self._bar is not None
-        self._training_seconds = time.monotonic() - self._epoch_started
+        self._training_seconds = time.monotonic() - self._stretch_started
         self._bar.close()
 
-    def epoch(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        """After an epoch and its validation, if it has one; `position` is the end of it."""
+    def report(self, step: int, position: Position, epochs_done: float, metrics: Mapping[str, float]) -> None:
+        """After an epoch and its validation, if it has one, and after each validation within an epoch.
+
+        metrics: since the last report. position: where the run is then, at an epoch's end the start of the next one.
+        """
         speed = {
-            "samples_per_second": self._epoch_samples / max(self._training_seconds, 1e-9),
-            "epoch_seconds": time.monotonic() - self._epoch_started,
+            "samples_per_second": self._stretch_samples / max(self._training_seconds, 1e-9),
+            "epoch_seconds": time.monotonic() - self._stretch_started,
         }
-        self._record("epoch", {**metrics, **speed}, step, epoch=position.epoch, samples=position.samples)
+        event = "epoch" if position.at_epoch_start else "evaluation"
+        self._record(event, {**metrics, **speed}, step, epoch=position.epoch, samples=position.samples)
         self._draw({"data_wait_seconds": self.data_wait_seconds}, step)
         row = of_headline(metrics, self._headline) | speed
-        self._table.row(f"{position.epoch:>5}", {name: f"{value:.5g}" for name, value in row.items()})
+        first = f"{position.epoch:>5}" if position.at_epoch_start else f"{epochs_done:.3f}"[:5]
+        self._table.row(first, {name: f"{value:.5g}" for name, value in row.items()})
 
     def _table_line(self, line: str) -> None:
         say(line)
@@ -176,16 +186,16 @@ def scores_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
+def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
     """Opens metrics.jsonl for appending, without later records, those of an end, and any half-written line.
 
-    An epoch's record has the step of a checkpoint that was saved at the epoch's last step, before its validation.
+    A report has the step of a checkpoint that was saved before it, at the last step that it tells of.
     """
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line is dropped
             record = json.loads(line)
-            in_the_past = record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs)
+            in_the_past = record["step"] <= (step if record["event"] == "step" else last_report)
             if in_the_past and record["event"] != "result":
                 kept.append(line + "\n")
     replace_text(path, "".join(kept))
