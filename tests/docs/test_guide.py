@@ -103,7 +103,7 @@ def enter(folder: Path) -> Callable[[], None]:
 
 def tiny(arguments: list[str]) -> list[str]:
     """The same on next to no data; what the command itself says stays."""
-    epochs = [] if "--epochs" in arguments else ["--epochs", "1"]
+    epochs = [] if {"--epochs", "--max-steps"} & set(arguments) else ["--epochs", "1"]
     return [*arguments, *TINY, *epochs]
 
 

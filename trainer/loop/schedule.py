@@ -92,8 +92,8 @@ class LearningFlags(FlagGroup):
 def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: Schedule = "cosine") -> float:
     """The factor on the base learning rate: linear warm-up, then the schedule.
 
-    progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; "constant" has
-    none.
+    progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of
+    "constant".
 
     "cosine" is that of Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
     arXiv:2404.06395) falls as 1 - sqrt does, which ends better than a line (Hägele et al., 2024, section 3).
