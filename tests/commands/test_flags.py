@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import TINY, contents
+from tests.conftest import TINY, WEIGHTED, contents
 from trainer.commands.flags import parse
 from trainer.config import flag_values, group_from_values
 
@@ -62,6 +62,8 @@ WRONG_COMMAND_LINES = [
     ("--resume-from tests", ["--resume-from tests: is not a file"]),
     ("--resume-from main.py --init-from main.py", ["--resume-from and --init-from: exclude each other"]),
     ("--resume-from main.py --fresh", ["--fresh and --resume-from: exclude each other"]),
+    ("--max-steps 9", ["--epochs 1 and --max-steps 9: exclude each other"]),
+    ("--eval-every 2 --eval-every-steps 9", ["--eval-every 2 and --eval-every-steps 9: exclude each other"]),
     ("--device cuda:99", ["--device cuda:99: "]),
     ("--device tpu", ["--device tpu: must be auto, cpu, cuda or cuda:N"]),
     ("--task nope --lr 0", ["--task nope: must be one of har", "--lr 0: must be above 0"]),
@@ -139,6 +141,18 @@ def test_recorded_values_give_the_flags_back(argv):
     assert flag_values(group_from_values(type(flags.task), {})) == flag_values(type(flags.task)())
     with pytest.raises(ValueError, match=r"--dropout -1.0: must be at least 0"):
         group_from_values(type(flags.task), {"--dropout": -1.0})
+
+
+def test_a_length_and_an_interval_displace_each_other():
+    """What is not given, the task says, and else the trainer."""
+
+    def recorded(*argv):
+        values = parse(argv, several_devices=False)[0].values()
+        return [values[name] for name in ("--epochs", "--max-steps", "--eval-every", "--eval-every-steps")]
+
+    assert recorded() == [12, None, 1, None]
+    assert recorded("--task", WEIGHTED) == [20, None, 1, None]
+    assert recorded("--max-steps", "9", "--eval-every-steps", "4") == [None, 9, None, 4]
 
 
 def test_muon_needs_a_torch_that_has_it(refused, monkeypatch, tmp_path):

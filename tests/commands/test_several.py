@@ -165,6 +165,27 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
     assert "seed-1: no checkpoint in it is intact" in failed.stderr and len(failed.stderr.splitlines()) == 1
 
 
+def test_paused_runs_are_named_and_leave_no_summary(cli, cache_dir, tmp_path):
+    """With less time than a step takes; later they go on."""
+    argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
+    status, out, err = cli(*argv, "--max-minutes", 1e-9)
+    assert (status, err) == (0, [])
+    assert "--max-minutes 1e-09: used up by 2 of 2 runs before they were through, so there is no summary: " in out
+    assert read(tmp_path / "seed-1" / "state.json")["state"] == "paused"
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_paused_runs_go_on(command, tmp_path):
+    argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--save-dir", tmp_path]
+    command("main.py", *argv, "--max-minutes", 1e-9)
+    out = command("main.py", *argv, "--max-minutes", 10).stdout
+    assert "was finished before" not in out
+    assert [read(tmp_path / f"seed-{seed}" / "results.json")["step"] for seed in (0, 1)] == [4, 4]
+    assert len(read(tmp_path / "summary.json")["runs"]) == 2
+    assert "finished already: 2" in command("main.py", *argv, "--max-minutes", 20).stdout
+
+
 # --- where they run ----------------------------------------------------------------------------------------------
 
 

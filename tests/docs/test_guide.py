@@ -103,7 +103,7 @@ def enter(folder: Path) -> Callable[[], None]:
 def tiny(arguments: list[str]) -> list[str]:
     """The same on next to no data; what the command itself says stays."""
     num_epochs = "5" if "--config" in arguments else "1"  # a preset's warm-up is within its epochs
-    epochs = [] if "--epochs" in arguments else ["--epochs", num_epochs]
+    epochs = [] if {"--epochs", "--max-steps"} & set(arguments) else ["--epochs", num_epochs]
     return [*arguments, *TINY, *epochs]
 
 

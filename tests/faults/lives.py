@@ -26,24 +26,33 @@ class Recipe:
     global_batch_size: int
     num_samples: int
     epochs: int
+    max_steps: int | None = None
 
     @property
     def num_steps(self) -> int:
-        return self.epochs * -(-self.num_samples // self.global_batch_size)
+        return self.max_steps or self.epochs * -(-self.num_samples // self.global_batch_size)
 
 
+LENGTH = ("--epochs", 4, "--eval-every", 2)
 # Accumulation (2 samples a forward), a worker, augmentation (always on in this task), dropout, an average of the
 # weights, checkpoints in mid-epoch, epochs without validation.
 HARD = Recipe(
     argv=(
-        "--task", WEIGHTED, "--epochs", 4, "--batch-size", 2, "--global-batch-size", 12, "--num-workers", 1,
+        "--task", WEIGHTED, "--batch-size", 2, "--global-batch-size", 12, "--num-workers", 1,
         "--save-every-steps", 3, "--ema-decay", 0.9, "--lr", 0.01, "--log-interval", 2, "--keep-checkpoints", 2,
-        "--num-threads", 1, "--eval-every", 2, "--eval-batch-size", 1, "--delay-s", 0.002, "--dropout", 0.2,
+        "--num-threads", 1, "--eval-batch-size", 1, "--delay-s", 0.002, "--dropout", 0.2,
+        *LENGTH,
     ),
     global_batch_size=12,
     num_samples=101,
     epochs=4,
 )  # fmt: skip
+# An end and evaluations within epochs, checkpoints by the clock too.
+IN_STEPS = replace(
+    HARD,
+    argv=(*HARD.argv[: -len(LENGTH)], "--max-steps", 32, "--eval-every-steps", 5, "--save-every-minutes", 0.001),
+    max_steps=32,
+)
 DOUBLE = replace(HARD, argv=(*HARD.argv, "--dropout", 0, "--dtype", "float64"))
 
 
@@ -133,6 +142,6 @@ def assert_as_unbroken(life: Life, unbroken: Life, same_bits: bool) -> None:
         return
     assert_same_bits(expected, final)
     assert_same_bits(load(unbroken.directory / "best.pth"), load(life.directory / "best.pth"))
-    for event in ("step", "epoch", "result"):
+    for event in ("step", "epoch", "evaluation", "result"):
         records = read_metrics(life.directory, event)
         assert records == read_metrics(unbroken.directory, event), f"other {event} records in metrics.jsonl"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.faults.lives import DOUBLE, FIRST_SEED, HARD, assert_as_unbroken, broken_life
+from tests.faults.lives import DOUBLE, FIRST_SEED, HARD, IN_STEPS, assert_as_unbroken, broken_life
 
 
 def live_and_compare(base, recipe, start, worlds, seed, unbroken):
@@ -23,6 +23,17 @@ def test_killed_at_random(worlds, tmp_path, forked, unbroken):
     recipe = HARD if len(worlds) == 1 else DOUBLE
     kills = live_and_compare(tmp_path, recipe, forked, worlds, FIRST_SEED, unbroken)
     assert kills.total() > 0
+
+
+def test_a_run_in_steps_killed_at_random(tmp_path, forked, unbroken):
+    assert live_and_compare(tmp_path, IN_STEPS, forked, [1], FIRST_SEED, unbroken).total() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_runs_in_steps_killed_at_random(world_size, tmp_path, forked, unbroken):
+    for seed in range(FIRST_SEED + 1, FIRST_SEED + 6):
+        live_and_compare(tmp_path / str(seed), IN_STEPS, forked, [world_size], seed, unbroken)
 
 
 def live_until(num_kills, worlds, base, start, unbroken):

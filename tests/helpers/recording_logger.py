@@ -12,7 +12,7 @@ RECORD = "logged.jsonl"
 
 
 def logged_run(directory, step=0, config=None):
-    return LoggedRun("0123456789ab", directory, config or {}, step, epoch=0)
+    return LoggedRun("0123456789ab", directory, config or {}, step, last_report=step)
 
 
 class Recording(Logger):
@@ -20,7 +20,7 @@ class Recording(Logger):
 
     def start(self, run):
         self.file = (run.directory / RECORD).open("a", buffering=1)
-        self.write("start", id=run.id, step=run.step, epoch=run.epoch, lr=run.config["lr"])
+        self.write("start", id=run.id, step=run.step, last_report=run.last_report, lr=run.config["lr"])
 
     def say(self, line):
         self.write("say", line=line)

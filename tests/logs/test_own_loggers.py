@@ -69,7 +69,7 @@ def run_with(tmp_path):
         calls = [(log.say, "It begins.")]
         for epoch in range(1, 4):
             calls += [
-                (log.start_epoch, Position(epoch - 1), 3, 8, 0), (log.advance, 8),
+                (log.start_stretch, Position(epoch - 1), 3, 8, 0), (log.advance, 8),
                 (log.step, epoch, Position(epoch - 1, 0, 8), {"train/loss": 0.5, "learning_rate": 1.0}),
                 (log.end_training,), (log.report, epoch, Position(epoch), float(epoch), {"val/loss": 0.25}),
                 (log.pictures, epoch, {"val/dots": np.zeros((2, 3, 3), np.uint8)}),
@@ -101,7 +101,7 @@ def test_it_is_told_everything_in_order_and_training_does_not_notice(train, tmp_
     config = json.loads((tmp_path / "logged" / "config.json").read_text())
     assert [call["method"] for call in calls if call["method"] in ("start", "end")] == ["start", "end"]
     first, last = calls[0], calls[-1]
-    assert (first["id"], first["step"], first["epoch"], first["lr"]) == (config["run_id"], 0, 0, 0.01)
+    assert (first["id"], first["step"], first["last_report"], first["lr"]) == (config["run_id"], 0, 0, 0.01)
     assert (last["method"], last["state"]) == ("end", "finished")
     assert not any(call["main_thread"] for call in calls)
     said = [call["line"] for call in calls if call["method"] == "say"]

@@ -68,7 +68,7 @@ def test_an_evaluation_within_an_epoch_has_a_row_and_a_record_of_its_own(tmp_pat
     log.report(5, Position(1, 0, 8), 1.25, TRAIN)
     log.report(8, Position(2), 2.0, TRAIN)
     log.close()
-    assert [line.split()[0] for line in (tmp_path / "val.log").read_text().splitlines()] == ["epoch", "1.25", "2"]
+    assert [line.split()[0] for line in (tmp_path / "val.log").read_text().splitlines()] == ["epoch", "1.250", "2"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     places = [(r["event"], r["step"], r["epoch"], r["samples"], r["train/loss"]) for r in records]
     assert places == [("evaluation", 5, 1, 8, 0.5), ("epoch", 8, 2, 0, 0.5)]

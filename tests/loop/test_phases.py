@@ -1,12 +1,13 @@
 """Phases against a bare hand-written loop: one after another and in turns, at any world size, resumed anywhere."""
 
 import json
-from itertools import product
+from itertools import count, islice, product, takewhile
 
 import numpy as np
 import pytest
 import torch
 
+from tests.conftest import assert_same_bits, cut_back, load, read_metrics
 from tests.helpers.phased_task import Gan, PhasedFlags, Shared
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.schedule import lr_factor
@@ -26,6 +27,11 @@ def argv_of(case):
     task, config = CASES[case]
     more = ["--frozen"] * config.frozen + ["--gen-steps", config.gen_steps]
     return ["--task", f"{FILE}:{task.__name__}", *more, *RUN]
+
+
+def without_epochs(argv):
+    i = argv.index("--epochs")
+    return argv[:i] + argv[i + 2 :]
 
 
 class BareLoop:
@@ -51,7 +57,7 @@ class BareLoop:
         for start in range(0, size, whole):
             yield order[start : start + whole], start, min(start + whole, size)
 
-    def step(self, phase, epoch, samples, progress):
+    def step(self, phase, epoch, samples, factor):
         keys = SampleKeys(np.asarray(samples), epoch)
         data = self.task.training_data(phase).__getitems__(keys)
         batch = {name: torch.from_numpy(array) for name, array in data.items()}
@@ -61,19 +67,22 @@ class BareLoop:
             parameter.grad = grad
         torch.nn.utils.clip_grad_norm_(self.params[phase], 1.0)
         for group in self.optimizers[phase].param_groups:
-            group["lr"] = LR * lr_factor(progress, EPOCHS / 10, EPOCHS, 0.0)
+            group["lr"] = LR * factor
         self.optimizers[phase].step()
         for parameter in self.params[phase]:
             parameter.grad = None
 
     def one_after_another(self):
+        """(phase, epoch of its data, samples, progress in epochs) of each step, without an end."""
         sizes = [self.task.num_samples(phase) for phase in self.task.phases]
-        for epoch in range(EPOCHS):
+        for epoch in count():
             for i, phase in enumerate(self.task.phases):
                 for samples, start, end in self.batches(phase, epoch):
-                    self.step(phase, epoch, samples, epoch + (sum(sizes[:i]) + (start + end) // 2) / sum(sizes))
+                    yield phase, epoch, samples, epoch + (sum(sizes[:i]) + (start + end) // 2) / sum(sizes)
 
     def in_turns(self):
+        """The same."""
+
         def endless():
             epoch = 0
             while True:
@@ -81,15 +90,26 @@ class BareLoop:
                 epoch += 1
 
         generator, size = endless(), self.task.num_samples("disc")
-        for epoch in range(EPOCHS):
+        for epoch in count():
             for samples, start, end in self.batches("disc", epoch):
-                self.step("disc", epoch, samples, epoch + (start + end) // 2 / size)
+                yield "disc", epoch, samples, epoch + (start + end) // 2 / size
                 for _ in range(self.task.config.gen_steps):
                     own_epoch, own = next(generator)
-                    self.step("gen", own_epoch, own, epoch + max(0, end - (WHOLE + 1) // 2) / size)
+                    yield "gen", own_epoch, own, epoch + max(0, end - (WHOLE + 1) // 2) / size
+
+    def steps(self):
+        return self.in_turns() if self.task.turns else self.one_after_another()
 
     def weights(self):
-        self.in_turns() if self.task.turns else self.one_after_another()
+        """After EPOCHS."""
+        for phase, epoch, samples, progress in takewhile(lambda step: step[-1] < EPOCHS, self.steps()):
+            self.step(phase, epoch, samples, lr_factor(progress, EPOCHS / 10, EPOCHS, 0.0))
+        return self.objective.model.state_dict()
+
+    def weights_after(self, num_steps, warmup):
+        """After so many steps, in which the schedule ends too. warmup: steps."""
+        for number, (phase, epoch, samples, _) in enumerate(islice(self.steps(), num_steps)):
+            self.step(phase, epoch, samples, lr_factor(number + 0.5, warmup, num_steps, 0.0))
         return self.objective.model.state_dict()
 
 
@@ -141,6 +161,31 @@ def test_resumes_in_the_middle_of_every_phase_to_the_bit(case, run_here, tmp_pat
         assert found["step"] == expected["step"] and found["position"] == expected["position"]
         for name, value in expected["model"].items():
             assert torch.equal(found["model"][name], value), (entry, name)
+
+
+@pytest.mark.parametrize(("case", "max_steps"), [("gan, two steps of one", 17), ("one after another", 12)])
+def test_a_run_in_steps_ends_within_a_turn_or_a_phase(case, max_steps, run_here, tmp_path):
+    """In the second epoch; with evaluations on the way, and again from each of its steps."""
+    length = ["--max-steps", max_steps, "--eval-every-steps", 3, "--batch-size", 2]
+    argv = [*without_epochs(argv_of(case)), *length, "--save-every-steps", 1, "--keep-checkpoints", 0]
+    whole = tmp_path / "whole"
+    run_here(*argv, "--save-dir", whole)
+    assert difference(whole, BareLoop(case).weights_after(max_steps, max_steps / 10)) < 1e-9
+    entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
+    for i in range(1, len(entries), 3):
+        again = tmp_path / str(i)
+        cut_back(whole, entries[:i], again)
+        run_here(*argv, "--save-dir", again)
+        assert_same_bits(load(whole / "final.pth"), load(again / "final.pth"))
+        for event in ("step", "epoch", "evaluation", "result"):
+            assert read_metrics(again, event) == read_metrics(whole, event)
+
+
+def test_two_processes_learn_a_run_in_steps(command, tmp_path):
+    argv = [*without_epochs(argv_of("gan")), "--max-steps", 13, "--eval-every-steps", 5, "--batch-size", 2]
+    several = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+    command("main_multi_gpu.py", *argv, *several, "--save-dir", tmp_path)
+    assert difference(tmp_path, BareLoop("gan").weights_after(13, 1.3)) < 1e-9
 
 
 def test_metrics_are_named_by_phase(run_here, tmp_path):

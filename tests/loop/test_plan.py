@@ -26,7 +26,25 @@ def test_global_batches_cover_the_rest_of_an_epoch():
 )
 def test_validation_after_every_so_many_epochs_and_the_last(eval_every, validated):
     plan = plan_of(7, 10, eval_every=eval_every)
-    assert [epoch for epoch in range(1, 8) if plan.validates_after(epoch)] == validated
+    assert [epoch for epoch in range(1, 8) if plan.validates_after(epoch, 3 * epoch)] == validated
+
+
+def test_a_run_in_steps_ends_within_an_epoch():
+    plan = plan_of(None, 10, max_steps=4)
+    steps = [list(plan.rest_of_epoch(Position(epoch), 3 * epoch)) for epoch in range(3)]
+    assert [(step.start, step.end) for step in steps[0] + steps[1]] == [(0, 4), (4, 8), (8, 10), (0, 4)]
+    assert [step.progress for step in steps[0] + steps[1]] == [0.5, 1.5, 2.5, 3.5] and not steps[2]
+    assert (plan.total, plan.num_steps, plan.is_through(9, 3), plan.is_through(0, 4)) == (4, 4, False, True)
+    assert not plan.is_end_of_epoch(steps[1][0].after) and plan.is_end_of_epoch(steps[0][-1].after)
+
+
+def test_validation_every_so_many_steps_and_at_the_end():
+    plan = plan_of(2, 10, eval_every=None, eval_every_steps=4)
+    assert [n for n in range(7) if plan.reports_after(n)] == [0, 4]
+    assert [plan.validates_after(*at) for at in ((1, 3), (1, 4), (2, 6))] == [False, True, True]
+    plan = plan_of(None, 10, eval_every=2, max_steps=8)
+    assert [plan.validates_after(*at) for at in ((1, 3), (2, 6), (2, 8))] == [False, True, True]
+    assert not plan_of(None, 10, eval_every=None, max_steps=8).validates_after(2, 8)
 
 
 def test_progress_counts_samples_over_phases():

@@ -6,6 +6,7 @@ old state or the new one.
 """
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -183,9 +184,10 @@ class RunDirectory:
 
     def forget_later_values(self, state: Mapping[str, Any]) -> None:
         """Forgets the values from after a checkpoint, for a run that goes back to it, and any best that it has not."""
-        now, best_epoch = (state["step"], Position(**state["position"])), (state["best"] or {"epoch": -1})["epoch"]
+        now, best = (state["step"], Position(**state["position"])), state["best"] or {"epoch": -1}
         for entry in self.entries:
-            if (entry.step, entry.position) > now or (entry.best and entry.epoch > best_epoch):
+            is_after_best = entry.epoch > best["epoch"] or entry.step > (best.get("step") or math.inf)
+            if (entry.step, entry.position) > now or (entry.best and is_after_best):
                 entry.value, entry.best = None, False
 
     def _flush_metrics(self) -> None:

@@ -13,7 +13,10 @@ class CheckpointFlags(FlagGroup):
     """The run directory: saving, resuming, evaluating"""
 
     save_dir: Path = flag(Path("checkpoints/run"), "everything of this run; an unfinished run in it is resumed")
-    save_every_steps: int = flag(0, "also save every so many steps; 0 saves at epoch ends only", at_least=0)
+    save_every_steps: int = flag(0, "also save every so many steps; 0 is off", at_least=0)
+    save_every_minutes: float = flag(
+        0.0, "also save when so much time has passed since the last checkpoint; 0 is off", at_least=0
+    )
     keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0 keeps all", metavar="N", at_least=0)
     keep_best: int = flag(1, "of those with the best validation scores so many are kept too", metavar="K", at_least=1)
     resume_from: Path | None = flag(None, "go on from this checkpoint file instead of the newest in --save-dir")

@@ -194,6 +194,8 @@ def assemble_run(
             on_nonfinite=flags.learning.on_nonfinite,
             patience=flags.learning.early_stopping_patience,
             save_every_steps=flags.checkpoint.save_every_steps,
+            save_every_s=60 * flags.checkpoint.save_every_minutes,
+            max_s=60 * flags.run.max_minutes,
             log_interval=flags.run.log_interval,
         ),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
@@ -226,7 +228,7 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: 
 def _logged(run: Run) -> LoggedRun:
     config = {name.lstrip("-"): value for name, value in run.facts["config"].items()}
     progress = run.progress
-    return LoggedRun(run.facts["run_id"], run.directory.path, config, progress.step, progress.position.epoch)
+    return LoggedRun(run.facts["run_id"], run.directory.path, config, progress.step, progress.last_report)
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------
@@ -258,10 +260,16 @@ def arrange_batches(
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
-    """Epochs, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
-    eval_every = flags.run.eval_every if validation_sets(task.splits()) else None
-    orders = tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches))
-    return Plan(flags.run.epochs, orders, task.turns, eval_every)
+    """Length, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
+    given, has_validation = flags.run, bool(validation_sets(task.splits()))
+    return Plan(
+        given.epochs,
+        tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches)),
+        task.turns,
+        given.eval_every if has_validation else None,
+        given.max_steps,
+        given.eval_every_steps if has_validation else None,
+    )
 
 
 def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
@@ -282,28 +290,39 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
-    learning, total = flags.learning, float(plan.epochs)
-    warmup = total / 10 if learning.warmup_epochs is None else learning.warmup_epochs
-    num_steps = plan.epochs * plan.steps_per_epoch
-    if learning.warmup_steps is not None:
-        if learning.warmup_steps > num_steps:
-            raise BadInput(
-                f"--warmup-steps {learning.warmup_steps}: the whole run has {num_steps} steps; warm up for fewer or "
-                "raise --epochs"
-            )
-        # A short last batch of a single phase counts as a step too.
-        steps = plan.steps_per_epoch
-        per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size if len(plan.orders) == 1 else steps
-        warmup = learning.warmup_steps / per_epoch
+    learning = flags.learning
     return LearningRate(
         peak=learning.lr * factor,
         floor=learning.min_lr,
-        warmup=min(warmup, total),
-        total=total,
+        warmup=min(build_warmup(flags, plan), plan.total),
+        total=plan.total,
         schedule=learning.schedule,
-        num_steps=num_steps,
+        num_steps=plan.num_steps,
         factor_of_step=task.lr_factor,
     )
+
+
+def build_warmup(flags: Flags, plan: Plan) -> float:
+    """Its length in the unit of the schedule. Raises BadInput for one longer than the run."""
+    epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
+    per_epoch: float = plan.steps_per_epoch
+    if epochs is None and num_steps is None:
+        return plan.total / 10
+    if epochs is not None and plan.max_steps is None:
+        return epochs
+    given, length = f"--warmup-steps {num_steps}", float(num_steps or 0)
+    if epochs is not None:
+        length = epochs * per_epoch
+        given = f"--warmup-epochs {epochs:g}, which are {length:g} steps"
+    if length > plan.num_steps:
+        raise BadInput(
+            f"{given}: the whole run has {plan.num_steps} steps; warm up for fewer or raise {flags.run.length_flag}"
+        )
+    if plan.max_steps is not None:
+        return length
+    if len(plan.orders) == 1:  # whose short last batch counts as a step too
+        per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
+    return length / per_epoch
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ def score(run: Run, on_test: bool) -> None:
     that the same settings would give without any.
     """
     run.progress.read_clock()
-    has_validation = run.plan.eval_every is not None
+    has_validation = run.plan.has_validation
     takes_best = on_test and has_validation and _take_best_weights(run)
     sums = {"test": evaluate(run, "test")} if on_test else validate(run)
     metrics = run.metrics(sums)
@@ -64,7 +64,7 @@ def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums
             "task": run.facts["task"],
             "scored": scored,
             "metrics": metrics,
-            "best": {"epoch": best.epoch, "monitor": run.task.monitor[0], "value": best.value} if best else None,
+            "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
             "num_parameters": run.learner.num_parameters,
             "train_seconds": round(progress.train_seconds, 3),
             "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),

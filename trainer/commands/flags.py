@@ -59,9 +59,20 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag("har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName")
-    epochs: int = flag(20, "passes over the training data", at_least=1)
-    eval_every: int = flag(
-        1, "score the validation set after every so many epochs, and after the last", metavar="EPOCHS", at_least=1
+    epochs: int | None = flag(None, "passes over the training data (default: 20)", at_least=1)
+    max_steps: int | None = flag(
+        None, "optimizer steps of the whole run, instead of --epochs; it may end within an epoch", at_least=1
+    )
+    max_minutes: float = flag(
+        0.0, "pause the run, with everything saved, when it has been trained for so long over all its starts; 0 is off",
+        at_least=0,
+    )  # fmt: skip
+    eval_every: int | None = flag(
+        None, "score the validation set after every so many epochs, and after the last (default: 1)", metavar="EPOCHS",
+        at_least=1,
+    )  # fmt: skip
+    eval_every_steps: int | None = flag(
+        None, "the same in optimizer steps, also within an epoch", metavar="STEPS", at_least=1
     )
     seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
     num_workers: int = flag(
@@ -78,14 +89,30 @@ class RunFlags(FlagGroup):
         "settings",
     )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.max_steps is None:
+            self.epochs = 20
+        if self.eval_every is None and self.eval_every_steps is None:
+            self.eval_every = 1
+
     def problems(self) -> list[str]:
         found = []
+        if self.epochs is not None and self.max_steps is not None:
+            found.append(f"--epochs {self.epochs} and --max-steps {self.max_steps}: exclude each other; give one")
+        if self.eval_every is not None and self.eval_every_steps is not None:
+            given = f"--eval-every {self.eval_every} and --eval-every-steps {self.eval_every_steps}"
+            found.append(f"{given}: exclude each other; give one")
         for logger in self.logger or ():
             try:
                 split_name(logger, "--logger")
             except BadInput as error:
                 found.append(str(error))
         return found
+
+    @property
+    def length_flag(self) -> str:
+        """What says how long the run is."""
+        return "--epochs" if self.max_steps is None else "--max-steps"
 
 
 @dataclass
@@ -153,8 +180,8 @@ TRAINER_GROUPS: tuple[type, ...] = (
 )  # fmt: skip
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
-    ("warmup_epochs", "warmup_steps"), ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"),
-    ("resume_from", "init_from", "init_from_partial"),
+    ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
+    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), ("resume_from", "init_from", "init_from_partial"),
 )  # fmt: skip
 """Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
 DISPLACED = {
@@ -319,9 +346,9 @@ def files_ask_for_several_devices(argv: Sequence[str]) -> bool:
 def _contradictions(flags: Flags) -> list[str]:
     """What is wrong with flags of different groups taken together."""
     found = []
-    warmup, device = flags.learning.warmup_epochs, flags.devices.device
-    if warmup is not None and warmup > flags.run.epochs:
-        found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {flags.run.epochs}")
+    warmup, epochs, device = flags.learning.warmup_epochs, flags.run.epochs, flags.devices.device
+    if warmup is not None and epochs is not None and warmup > epochs:
+        found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; take torch 2.9, or another optimizer")
     if flags.prediction.predict is not None:

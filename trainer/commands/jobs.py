@@ -19,6 +19,7 @@ from trainer.checkpoint.manifest import MANIFEST, read_manifest
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
 from trainer.commands.flags import Flags, parse
 from trainer.commands.resume import changed_flags
+from trainer.commands.state import STATE
 from trainer.config import refuse, shown
 from trainer.loading.errors import BadInput
 from trainer.logs.console import say
@@ -54,24 +55,31 @@ class Job:
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
     @property
-    def epochs_done(self) -> int:
+    def progress(self) -> tuple[int, int]:
+        """Completed epochs and optimizer steps."""
         try:
             entries = read_manifest(self.directory / MANIFEST)
         except OSError:
-            return 0
-        return entries[-1].epoch if entries else 0
+            return 0, 0
+        return (entries[-1].epoch, entries[-1].step) if entries else (0, 0)
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Flags that differ from those that the run was last started with, if it was: (then, now)."""
         changed = changed_flags(read_json(self.directory / CONFIG).get("config", {}), self.config)
         changed.pop("--save-dir", None)  # the folder may have been moved
+        changed.pop("--max-minutes", None)  # how much of a run there is to be, not which one
         return changed
 
     @property
     def is_finished(self) -> bool:
         """Whether it needs no process. One with other flags does: it may have to go on, which is for the run to say."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it has used up its time before it was through."""
+        return read_json(self.directory / STATE).get("state") == "paused"
 
     def refuse_another_run(self) -> None:
         """Raises BadInput when the folder holds a run with another seed, or one that holds out something else."""

@@ -72,6 +72,9 @@ class SeveralRuns:
                 print(job.failure_message(status), file=sys.stderr)
             if failures:
                 return failures[0][1]
+            if unfinished and not launcher.stop:
+                self._tell_paused(unfinished)
+                return 0
             summary: dict[str, Any] = {}
             if not launcher.stop:
                 with suppress(StopRequested):
@@ -84,26 +87,36 @@ class SeveralRuns:
         return 0
 
     def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
-        """Takes those that end well out of `unfinished`; returns those that fail, with their exit statuses."""
+        """Takes those that finish out of `unfinished`; returns those that fail, with their exit statuses."""
         delete(self.flags.checkpoint.save_dir / SUMMARY)
         failures = []
+        epochs, steps = self.flags.run.epochs, self.flags.run.max_steps
+        length = epochs or steps or 0
 
-        def num_epochs_done() -> int:
+        def num_done() -> int:
             # Early stopping may have left a run fewer epochs; all of them count as done when it ends.
             num_ended = len(self.jobs) - len(unfinished)
-            return num_ended * self.flags.run.epochs + sum(job.epochs_done for job in unfinished)
+            return num_ended * length + sum(job.progress[0 if epochs else 1] for job in unfinished)
 
-        with closing(Progress(len(self.jobs) * self.flags.run.epochs, num_epochs_done())) as progress:
+        unit = "epochs" if epochs else "steps"
+        with closing(Progress(len(self.jobs) * length, num_done(), unit)) as progress:
             for running, ended in run_jobs(launcher, unfinished, self.slots.variables):
                 for job, status in ended:
-                    if status == 0:
+                    if status == 0 and not job.is_paused:
                         unfinished.remove(job)
                         table.run(job.entry())
                         job.tell_changes()
-                    elif status != launcher.stop.exit_status:
+                    elif status not in (0, launcher.stop.exit_status):
                         failures.append((job, status))
-                progress.show(num_epochs_done(), [job.name for job in running])
+                progress.show(num_done(), [job.name for job in running])
         return failures
+
+    def _tell_paused(self, paused: Sequence[Job]) -> None:
+        say(
+            f"--max-minutes {self.flags.run.max_minutes:g}: used up by {len(paused)} of {len(self.jobs)} runs before "
+            f"they were through, so there is no summary: {', '.join(job.name for job in paused)}; to train them on "
+            "raise it or leave it out"
+        )
 
     def _summary(self, stop: StopRequest) -> dict[str, Any]:
         """What summary.json is to hold.

@@ -21,7 +21,7 @@ from trainer.parallel.errors import Failure
 
 STATE = "state.json"
 
-State = Literal["running", "finished", "preempted", "refused", "failed"]
+State = Literal["running", "finished", "preempted", "paused", "refused", "failed"]
 
 
 class RunState:
@@ -32,10 +32,10 @@ class RunState:
         self._parallel = parallel
         self._run: Run | None = None
 
-    def enter(self, state: State, run: Run) -> None:
+    def enter(self, state: State, run: Run, message: str | None = None) -> None:
         """All processes call it. A file that says "finished" already stays. Raises BadInput when the disk refuses."""
         self._run = run
-        self._parallel.on_main(lambda: self._write(state))
+        self._parallel.on_main(lambda: self._write(state, message))
 
     def end_badly(self, error: BaseException) -> None:
         """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""

@@ -14,7 +14,7 @@ from trainer.loading.files import DISK_FULL, refusing_disk_errors
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.loop.run import Run
 from trainer.loop.train import train
-from trainer.loop.windows import StopRequested
+from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.base import Parallel
 from trainer.parallel.environment import torchrun_agent
 from trainer.task import Task
@@ -25,7 +25,8 @@ EXIT_FINISHED = 0
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
     """Trains in `--save-dir`; returns the exit status. Raises BadInput.
 
-    0: finished, or stopped where a launcher would take anything else for a failure. 128 + n: stopped by signal n.
+    0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
+    128 + n: stopped by signal n.
     """
     directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
     loggers: list[BackgroundLogger] = []
@@ -39,8 +40,13 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
         parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents))
         with recorded(directory, parallel) as state, refusing_full_disk():
             run, notes = build_run(flags, task, parallel, directory)
-            if _is_finished(run, flags.run.test):
+            if _is_finished(run, flags):
                 state.enter("finished", run)
+                return EXIT_FINISHED
+            if not run.is_complete and 0 < run.settings.max_s <= run.progress.train_seconds:
+                if parallel.is_main:
+                    print(_time_is_up(run))
+                state.enter("paused", run, _time_is_up(run))
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
             at_the_end.callback(run.close)
@@ -48,19 +54,30 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             return _train(run, flags, state, agents)
 
 
-def _is_finished(run: Run, of_test: bool) -> bool:
+def _is_finished(run: Run, flags: Flags) -> bool:
     """Whether nothing is left to do, with test scores if these are wanted; says so."""
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
     results = run.parallel.on_main(lambda: read_json(path / RESULTS))
-    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not of_test)
+    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not flags.run.test)
     if is_finished and run.parallel.is_main:
+        in_epochs = flags.run.max_steps is None
+        length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
         print(
-            f"This run is finished: {path} holds its results after {progress.position.epoch} epochs. "
-            "To train on raise --epochs, to start over add --fresh."
+            f"This run is finished: {path} holds its results after {length}. "
+            f"To train on raise {flags.run.length_flag}, to start over add --fresh."
         )
     return is_finished
+
+
+def _time_is_up(run: Run) -> str:
+    """As of the last checkpoint, which a pause makes."""
+    limit, minutes = run.settings.max_s / 60, run.progress.train_seconds / 60
+    return (
+        f"--max-minutes {limit:g}: used up, after {minutes:.3g} minutes and {run.progress.step} optimizer steps of "
+        "training; to train on raise it or leave it out, to score what there is add --eval-only"
+    )
 
 
 def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> int:
@@ -69,6 +86,10 @@ def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> in
     try:
         train(run)
         score(run, flags.run.test)
+    except TimeIsUp:
+        state.enter("paused", run, _time_is_up(run))
+        run.log.say(f"{_time_is_up(run)}. Everything is saved.")
+        return EXIT_FINISHED
     except StopRequested:
         state.enter("preempted", run)
     else:

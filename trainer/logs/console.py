@@ -76,17 +76,18 @@ class ProgressBar:
 
 
 class Progress(ProgressBar):
-    """A bar over the epochs of several runs."""
+    """A bar over several runs. unit: what their length is counted in."""
 
-    def __init__(self, num_epochs: int, num_done: int) -> None:
-        super().__init__(num_epochs, num_done, "epochs")
+    def __init__(self, total: int, num_done: int, unit: str) -> None:
+        super().__init__(total, num_done, unit)
+        self._unit = unit
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
         """running: the names of the runs at work."""
         self.bar.n = num_done
         if running:
             names = ", ".join(running)
-            self.report(names, f"{num_done} of {self.bar.total} epochs; running: {names}")
+            self.report(names, f"{num_done} of {self.bar.total} {self._unit}; running: {names}")
         self.bar.refresh()
 
 

@@ -5,13 +5,13 @@ from trainer.logs.logger import Logger, Record
 
 
 class ConsoleLogger(Logger):
-    """`start_epoch` and `end_training` enclose the steps of an epoch."""
+    """`open_bar` and `close_bar` enclose the steps between two reports."""
 
     def __init__(self) -> None:
         self._bar: ProgressBar | None = None
 
-    def start_epoch(self, description: str, num_samples: int, consumed: int) -> None:
-        """Opens the epoch's bar."""
+    def open_bar(self, description: str, num_samples: int, consumed: int) -> None:
+        """A bar over the samples of the epoch. consumed: those trained on before."""
         self._bar = ProgressBar(num_samples, consumed, "samples", description)
 
     def advance(self, num_samples: int) -> None:
@@ -19,8 +19,8 @@ class ConsoleLogger(Logger):
         assert self._bar is not None
         self._bar.bar.update(num_samples)
 
-    def end_training(self) -> None:
-        """Takes the bar away."""
+    def close_bar(self) -> None:
+        """Takes it away."""
         if self._bar is not None:
             self._bar.close()
 
@@ -36,4 +36,4 @@ class ConsoleLogger(Logger):
             say(record.text)
 
     def end(self, state: str) -> None:
-        self.end_training()
+        self.close_bar()

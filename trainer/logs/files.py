@@ -19,7 +19,7 @@ class FileLogger(Logger):
     def start(self, run: LoggedRun) -> None:
         self._train_log = (run.directory / "train.log").open("a", buffering=1)
         self._val_log = (run.directory / "val.log").open("a", buffering=1)
-        self._metrics = _truncated(run.directory / "metrics.jsonl", run.step, run.epoch)
+        self._metrics = _truncated(run.directory / "metrics.jsonl", run.step, run.last_report)
 
     def say(self, line: str) -> None:
         self._train_log.write(line + "\n")
@@ -40,16 +40,16 @@ class FileLogger(Logger):
             file.close()
 
 
-def _truncated(path: Path, step: int, num_epochs: int) -> IO[str]:
+def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
     """Opens metrics.jsonl for appending, without later records, those of an end, and any half-written line.
 
-    An epoch's record has the step of a checkpoint that was saved at the epoch's last step, before its validation.
+    A report has the step of a checkpoint that was saved before it, at the last step that it tells of.
     """
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line is dropped
             record = json.loads(line)
-            in_the_past = record["step"] <= step and (record["event"] != "epoch" or record["epoch"] <= num_epochs)
+            in_the_past = record["step"] <= (step if record["event"] == "step" else last_report)
             if in_the_past and record["event"] != "result":
                 kept.append(line + "\n")
     replace_text(path, "".join(kept))

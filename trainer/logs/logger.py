@@ -15,14 +15,14 @@ class LoggedRun:
 
     id: 12 hexadecimal digits, the same whenever this run goes on. directory: its `--save-dir`. config: every flag by
     its name without dashes, such as "lr", in a form that JSON can hold. step: optimizer steps done, 0 at the start:
-    what was logged of later ones comes again. epoch: epochs done.
+    what was logged of later ones comes again. last_report: the same of epochs and evaluations.
     """
 
     id: str
     directory: Path
     config: Mapping[str, Any]
     step: int
-    epoch: int
+    last_report: int
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class SilentLog:
     def _ignore(self, *arguments: object) -> None:
         pass
 
-    say = start_epoch = advance = step = end_training = report = _ignore
+    say = start_stretch = advance = step = end_training = report = _ignore
     pictures = result = flush = close = _ignore
 
 
@@ -38,7 +38,7 @@ class RunLog:
     """The log of the main process.
 
     headline: the metrics that tables show, without their split; empty shows all. own: loggers of the user's own.
-    data_wait_seconds: how long this process waited for data in the current epoch; the loop adds to it.
+    data_wait_seconds: how long this process waited for data since the last report; the loop adds to it.
     state: what state.json says of the run; loggers are told at their end.
     """
 
@@ -51,8 +51,8 @@ class RunLog:
             logger.start(run)
         self._rows: list[str] = []
         self._table = Table("epoch", self._rows.append)
-        self._epoch_started = time.monotonic()
-        self._epoch_samples = 0
+        self._stretch_started = time.monotonic()
+        self._stretch_samples = 0
         self._training_seconds = self.data_wait_seconds = 0.0
         self.state = "failed"
 
@@ -65,42 +65,47 @@ class RunLog:
         """The items, with a bar on the console if going through them takes seconds."""
         return progress_bar(items, description)
 
-    def start_epoch(self, position: Position, epochs: int, num_samples: int, consumed: int) -> None:
-        """Opens the epoch's progress bar. consumed: samples of this epoch trained on before a resume."""
-        self._epoch_started = time.monotonic()
-        self._epoch_samples = 0
-        self._training_seconds = self.data_wait_seconds = 0.0
-        self._console.start_epoch(f"epoch {position.epoch + 1}/{epochs}", num_samples, consumed)
+    def start_stretch(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
+        """Opens the epoch's progress bar, or opens it again after a report within the epoch.
+
+        epochs: of the run, None if it is counted in steps. consumed: of the epoch's samples, those trained on before.
+        """
+        self._stretch_started = time.monotonic()
+        self._stretch_samples = 0
+        self.data_wait_seconds = 0.0
+        which = f"epoch {position.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
+        self._console.open_bar(which, num_samples, consumed)
 
     def advance(self, num_samples: int) -> None:
         """After every step."""
-        self._epoch_samples += num_samples
+        self._stretch_samples += num_samples
         self._console.advance(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         """Every `--log-interval` steps. metrics: the loss first, then the learning rate."""
-        rate = self._epoch_samples / max(time.monotonic() - self._epoch_started, 1e-9)
+        rate = self._stretch_samples / max(time.monotonic() - self._stretch_started, 1e-9)
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
         self._log(Record("step", step, position, metrics, line))
 
     def end_training(self) -> None:
-        """The epoch's training is over; its evaluation may follow."""
-        self._training_seconds = time.monotonic() - self._epoch_started
-        self._console.end_training()
+        """Training pauses, or ends; an evaluation may follow."""
+        self._training_seconds = time.monotonic() - self._stretch_started
+        self._console.close_bar()
 
     def report(self, step: int, position: Position, epochs_done: float, metrics: Mapping[str, float]) -> None:
-        """After an epoch and its validation, if it has one, or after an evaluation within an epoch.
+        """After an epoch and its validation, if it has one, and after each validation within an epoch.
 
-        position: how far training is, the end of the epoch or within it. epochs_done: the same as a number of epochs.
+        metrics: since the last report. position: where the run is then, at an epoch's end the start of the next one.
+        epochs_done: the same as a number of epochs.
         """
-        elapsed = time.monotonic() - self._epoch_started
         speed = {
-            "samples_per_second": self._epoch_samples / max(self._training_seconds or elapsed, 1e-9),
-            "epoch_seconds": elapsed,
+            "samples_per_second": self._stretch_samples / max(self._training_seconds, 1e-9),
+            "epoch_seconds": time.monotonic() - self._stretch_started,
         }
         row = of_headline(metrics, self._headline) | speed
-        self._table.row(f"{round(epochs_done, 2):>5g}", {name: f"{value:.5g}" for name, value in row.items()})
+        first = f"{position.epoch:>5}" if position.at_epoch_start else f"{epochs_done:.3f}"[:5]
+        self._table.row(first, {name: f"{value:.5g}" for name, value in row.items()})
         text = "\n".join(self._rows)
         self._rows.clear()
         values = {**metrics, **speed, DATA_WAIT: self.data_wait_seconds}

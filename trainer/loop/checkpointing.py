@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.manifest import verdict_of
 from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
@@ -22,6 +23,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     `finish_saving`.
     """
     run.progress.read_clock()
+    run.progress.last_save = run.progress.step
     run.parallel.sync_buffers(run.learner.objective)
     totals = {phase: own.reduced(run.parallel) for phase, own in run.progress.totals.items()}
     # As after a resume, so that an unbroken run adds up in the same order.
@@ -66,7 +68,8 @@ def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Te
         "position": asdict(progress.position),
         "step": progress.step,
         "best": asdict(progress.best) if progress.best else None,
-        "epochs_since_best": progress.epochs_since_best,
+        "evaluations_since_best": progress.evaluations_since_best,
+        "last_report": progress.last_report,
         "train_seconds": progress.train_seconds,
         "totals": totals,
         "reported": progress.reported,
@@ -94,19 +97,30 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
 def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
     learner, first = run.learner, run.task.phases[0]
+    position, step = Position(**state["position"]), state["step"]
+    # Before there were evaluations within an epoch, every checkpoint within one came after its report.
+    last_report = state.get("last_report", step if position.at_epoch_start else step - 1)
     run.parallel.load_moments(state["optimizers"], learner.optimizers)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(
-        position=Position(**state["position"]),
-        step=state["step"],
-        best=Best(**state["best"]) if state["best"] else None,
-        epochs_since_best=state["epochs_since_best"],
+        position=position,
+        step=step,
+        best=_best(state),
+        # Older ones counted epochs.
+        evaluations_since_best=state.get("evaluations_since_best", state.get("epochs_since_best", 0)),
+        last_report=last_report,
+        last_save=step,
         train_seconds=state["train_seconds"],
         totals=_shares(run, _by_phase(state["totals"], first)),
         reported=_by_phase(state["reported"], first),
         skipped_steps=state.get("skipped_steps", 0),
     )
+
+
+def _best(state: Mapping[str, Any]) -> Best | None:
+    best, (_, is_best) = state["best"], verdict_of(state)
+    return Best(**best | {"step": state["step"]} if is_best else best) if best else None
 
 
 def _by_phase(value: Any, first: str) -> dict[str, Any]:

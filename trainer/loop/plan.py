@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from trainer.config import FlagGroup, flag
@@ -37,8 +38,8 @@ class PlannedStep(NamedTuple):
     """One optimizer step before it is done.
 
     phase: its index. epoch: of the phase's own data, from 0. start, end: where its global batch lies in that epoch.
-    after: the run's position when it is done. progress: epochs of the run, where the learning rate is asked for; at
-    the middle of the global batch it is the schedule's mean over the step, up to curvature.
+    after: the run's position when it is done. progress: where the learning rate is asked for, in the unit of
+    `Plan.total`; at the middle of the step it is the schedule's mean over it, up to curvature.
     """
 
     phase: int
@@ -51,16 +52,35 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run: so many epochs of phases, each in its own global batches.
+    """The arithmetic of a run: so many epochs of phases, each in its own global batches, or so many optimizer steps.
 
-    orders: of each phase. turns: optimizer steps of each phase until the next one has its turn; empty where they come
-    one after another. eval_every: epochs from one validation to the next; None where there is no validation set.
+    epochs, max_steps: the length of the run; one of them is None. orders: of each phase. turns: optimizer steps of each
+    phase until the next one has its turn; empty where they come one after another. eval_every, eval_every_steps: epochs
+    or optimizer steps from one validation to the next; both None where there is no validation set.
     """
 
-    epochs: int
+    epochs: int | None
     orders: tuple[SampleOrder, ...]
     turns: tuple[int, ...] = ()
     eval_every: int | None = 1
+    max_steps: int | None = None
+    eval_every_steps: int | None = None
+
+    @cached_property
+    def total(self) -> float:
+        """The length of the run in the unit of its schedule: epochs, or optimizer steps."""
+        length = self.epochs if self.max_steps is None else self.max_steps
+        assert length is not None
+        return float(length)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.max_steps if self.max_steps is not None else int(self.total) * self.steps_per_epoch
+
+    @property
+    def has_validation(self) -> bool:
+        return self.eval_every is not None or self.eval_every_steps is not None
 
     @cached_property
     def phase_sizes(self) -> list[int]:
@@ -79,11 +99,23 @@ class Plan:
             return sum(steps)
         return steps[0] + -(-steps[0] // self.turns[0]) * sum(self.turns[1:])
 
-    def validates_after(self, num_epochs: int) -> bool:
-        """Whether the validation set is scored after so many epochs: every `eval_every`, and after the last."""
-        if self.eval_every is None:
+    def is_through(self, num_epochs: int, num_steps: int) -> bool:
+        """Whether so many completed epochs, or optimizer steps, are the whole run."""
+        return (num_epochs if self.max_steps is None else num_steps) >= self.total
+
+    def validates_after(self, num_epochs: int, num_steps: int) -> bool:
+        """Whether the report at that point scores the validation set: at each interval, and at the end of the run."""
+        if not self.has_validation:
             return False
-        return num_epochs % self.eval_every == 0 or num_epochs == self.epochs
+        if self.is_through(num_epochs, num_steps):
+            return True
+        return num_epochs % self.eval_every == 0 if self.eval_every is not None else self.reports_after(num_steps)
+
+    def reports_after(self, num_steps: int) -> bool:
+        """Whether there is a report after so many optimizer steps although the epoch may go on."""
+        if self.max_steps is not None and num_steps >= self.max_steps:
+            return True
+        return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
         """Whether the last of so many steps is logged: every `interval`, and of phases in turns one of each then."""
@@ -96,7 +128,7 @@ class Plan:
         return sum(before) + position.samples
 
     def epochs_done(self, position: Position) -> float:
-        """Training progress in epochs, in [0, epochs]."""
+        """Training progress in epochs, at least 0."""
         return position.epoch + self.consumed(position) / self.samples_per_epoch
 
     def steps_done(self, position: Position) -> int:
@@ -110,8 +142,23 @@ class Plan:
         in_this_round = sum(self.turns[1 : position.phase]) + (position.turn if position.phase > 0 else 0)
         return steps + num_rounds * sum(self.turns[1:]) + in_this_round
 
-    def rest_of_epoch(self, position: Position) -> Iterator[PlannedStep]:
-        """The steps that are left of the current epoch."""
+    def rest_of_epoch(self, position: Position, num_done: int = 0) -> Iterator[PlannedStep]:
+        """The steps that are left of the current epoch, as far as the run goes.
+
+        num_done: optimizer steps done; of a run that is counted in them.
+        """
+        steps = self._steps_from(position)
+        if self.max_steps is None:
+            return steps
+        left = islice(steps, max(0, self.max_steps - num_done))
+        return (step._replace(progress=number + 0.5) for number, step in enumerate(left, start=num_done))
+
+    def is_end_of_epoch(self, position: Position) -> bool:
+        """Whether nothing is left of the current epoch, which does not count as completed yet."""
+        return next(self._steps_from(position), None) is None
+
+    def _steps_from(self, position: Position) -> Iterator[PlannedStep]:
+        """Those that are left of the current epoch, with their progress in epochs."""
         return self._in_turns(position) if self.turns else self._one_after_another(position)
 
     def _one_after_another(self, position: Position) -> Iterator[PlannedStep]:

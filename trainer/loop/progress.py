@@ -11,21 +11,28 @@ from trainer.loop.totals import Totals
 
 @dataclass
 class Best:
-    """The best validation score so far. epoch: number of completed epochs when it was reached."""
+    """The best validation score so far.
+
+    epoch, step: completed epochs and optimizer steps when it was reached; step is None for an epoch's end that an older
+    checkpoint tells of.
+    """
 
     epoch: int
     value: float
+    step: int | None = None
 
 
 @dataclass
 class Progress:
     """What a checkpoint keeps of a run besides its model and optimizers.
 
-    epochs_since_best: as of the last validation; what early stopping looks at.
+    evaluations_since_best: what early stopping looks at.
+    last_report: optimizer steps done at the last report, which an epoch's end and every evaluation make.
+    last_save: the same of the last checkpoint, which itself does not hold it.
     train_seconds: wall time from the first step on, evaluation and saving included, over all sessions, as of the last
-    `read_clock`.
-    totals: of each phase, sums over this process's share of the current epoch.
-    reported: of each phase, the loss and the weight of its totals over all processes that the log has reported.
+    `read_clock`, which every save makes.
+    totals: of each phase, sums over this process's share of the steps since the last report.
+    reported: of each phase, the loss and the weight of its totals over all processes that the log has shown.
     skipped_steps: optimizer steps left out because they were not finite.
     skipped_in_a_row: the last step skipped, and how many in a row that were.
     """
@@ -33,7 +40,9 @@ class Progress:
     position: Position = field(default_factory=Position)
     step: int = 0
     best: Best | None = None
-    epochs_since_best: int = 0
+    evaluations_since_best: int = 0
+    last_report: int = 0
+    last_save: int = 0
     train_seconds: float = 0.0
     totals: dict[str, Totals] = field(default_factory=dict)
     reported: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -44,6 +53,11 @@ class Progress:
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
         """epoch: number of completed ones."""
         self.position = Position(epoch, others=self.position.others)
+        self.start_stretch(phases)
+
+    def start_stretch(self, phases: Sequence[str]) -> None:
+        """After a report."""
+        self.last_report = self.step
         self.totals = {phase: Totals() for phase in phases}
         self.reported = dict.fromkeys(phases, (0.0, 0.0))
 
@@ -51,6 +65,10 @@ class Progress:
         """After an optimizer step."""
         self.position = position
         self.step += 1
+
+    @property
+    def seconds_since_reading(self) -> float:
+        return time.monotonic() - self.clock
 
     def read_clock(self) -> None:
         """Adds the time since the last reading to `train_seconds`."""
@@ -63,6 +81,6 @@ class Progress:
         sign = 1 if mode == "max" else -1
         is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best.value)
         if is_best:
-            self.best = Best(self.position.epoch, value)
-        self.epochs_since_best = self.position.epoch - (self.best.epoch if self.best else 0)
+            self.best = Best(self.position.epoch, value, self.step)
+        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best

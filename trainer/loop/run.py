@@ -22,12 +22,17 @@ from trainer.task import Sums, Task
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the flags say about the loop itself. patience, save_every_steps: 0 is off."""
+    """What the flags say about the loop itself. patience, save_every_steps, save_every_s, max_s: 0 is off.
+
+    patience: evaluations. save_every_s: seconds from one checkpoint to the next. max_s: seconds of training.
+    """
 
     seed: int
     on_nonfinite: Literal["stop", "skip"]
     patience: int
     save_every_steps: int
+    save_every_s: float
+    max_s: float
     log_interval: int
 
 
@@ -58,9 +63,29 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all epochs are done, or early stopping has ended them."""
-        out_of_patience = 0 < self.settings.patience <= self.progress.epochs_since_best
-        return out_of_patience or self.progress.position.epoch >= self.plan.epochs
+        """Whether all epochs or steps are done, and their last report, or early stopping has ended them."""
+        progress, plan = self.progress, self.plan
+        if 0 < self.settings.patience <= progress.evaluations_since_best:
+            return True
+        is_reported = plan.max_steps is None or progress.last_report == progress.step  # an epoch ends with its report
+        return is_reported and plan.is_through(progress.position.epoch, progress.step)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done, as the schedule counts them: in epochs it goes by the position."""
+        in_epochs = self.plan.max_steps is None
+        return self.plan.steps_done(self.progress.position) if in_epochs else self.progress.step
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether `--max-minutes` are used up, by this process's clock."""
+        progress, limit_s = self.progress, self.settings.max_s
+        return 0 < limit_s <= progress.train_seconds + progress.seconds_since_reading
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether `--save-every-minutes` have passed since the last checkpoint, by this process's clock."""
+        return 0 < self.settings.save_every_s <= self.progress.seconds_since_reading
 
     @property
     def eval_micro_batch_size(self) -> int:
@@ -77,7 +102,7 @@ class Run:
         return self.parallel.on_main(lambda: checked_metrics(self.task, "summarise", self.task.summarise(sums)))
 
     def training_metrics(self) -> dict[str, float]:
-        """Those of the current epoch so far, by name, such as "train/loss". All processes call it."""
+        """Those of the steps since the last report, by name, such as "train/loss". All processes call it."""
         totals = {phase: self.progress.totals[phase].reduced(self.parallel) for phase in self.task.phases}
         is_own = type(self.task).summarise_training is not Task.summarise_training
         method = "summarise_training" if is_own else "summarise"

@@ -34,7 +34,7 @@ class LearningFlags(FlagGroup):
     schedule: Schedule = flag(
         "cosine", "the learning rate after warm-up; wsd: constant, then down to --min-lr over the last fifth of the run"
     )
-    warmup_epochs: float | None = flag(None, "epochs of linear warm-up (default: a tenth of --epochs)", at_least=0)
+    warmup_epochs: float | None = flag(None, "epochs of linear warm-up (default: a tenth of the run)", at_least=0)
     warmup_steps: int | None = flag(None, "the same in optimizer steps", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
         "none", "multiply --lr by global batch / one-device batch, by its root, or not at all"
@@ -60,7 +60,7 @@ class LearningFlags(FlagGroup):
         "stop", "when a loss or gradient is not finite: end the run, or leave that optimizer step out"
     )
     early_stopping_patience: int = flag(
-        0, "stop after so many epochs without a better validation score; 0 never stops early", at_least=0
+        0, "stop after so many evaluations without a better validation score; 0 never stops early", at_least=0
     )
 
     def problems(self) -> list[str]:
@@ -92,7 +92,8 @@ class LearningFlags(FlagGroup):
 def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: Schedule = "cosine") -> float:
     """The factor on the base learning rate: linear warm-up, then the schedule.
 
-    progress, warmup, total: in epochs, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of "constant".
+    progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of
+    "constant".
 
     "cosine" is that of Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
     arXiv:2404.06395) falls as 1 - sqrt does, which ends better than a line (Hägele et al., 2024, section 3).
@@ -114,7 +115,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of a run. peak, floor: per step; warmup, total: in epochs.
+    """The learning rate of a run. peak, floor: per step; warmup, total: in the unit of `Plan.total`.
 
     factor_of_step: `Task.lr_factor`, which comes before the schedule; num_steps: what it is told of the whole run.
     """
@@ -128,7 +129,7 @@ class LearningRate:
     factor_of_step: Callable[[int, int], float | None] = lambda step, total: None
 
     def at(self, progress: float, step: int = 0) -> float:
-        """progress: in epochs. step: optimizer steps done before. Raises BadInput for a factor that is none."""
+        """progress: in the same unit. step: optimizer steps done before. Raises BadInput for a factor that is none."""
         factor = self.factor_of_step(step, self.num_steps)
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)

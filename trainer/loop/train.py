@@ -20,7 +20,7 @@ from trainer.loop.pictures import log_pictures
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord, StepResult
 from trainer.loop.totals import counted
-from trainer.loop.windows import StopRequested, WeightedBatch, Window, agree_ahead, training_windows
+from trainer.loop.windows import Agreed, StopRequested, WeightedBatch, Window, agree_ahead, training_windows
 from trainer.parallel.base import Parallel
 from trainer.task import Sums
 
@@ -28,12 +28,14 @@ from trainer.task import Sums
 def train(run: Run) -> None:
     """Trains from the run's position to its end; when it returns, everything is on the disk.
 
-    Raises StopRequested, with all progress saved, if the run was asked to stop; BadInput if training diverges.
+    Raises StopRequested, with all progress saved, if the run was asked to stop or its time is up; BadInput if training
+    diverges.
     """
     try:
         while not run.is_complete:
             train_epoch(run)
-            finish_epoch(run)
+            if not run.is_complete:  # as early stopping within an epoch leaves it
+                report(run)
     except StopRequested:
         check_steps(run, wait=True)
         save(run)
@@ -43,25 +45,46 @@ def train(run: Run) -> None:
 
 
 def train_epoch(run: Run) -> None:
-    """Trains what is left of the current epoch: one optimizer step for each global batch."""
-    position, plan = run.progress.position, run.plan
-    if position.at_epoch_start:
-        run.progress.start_epoch(position.epoch, run.task.phases)
+    """Trains what is left of the current epoch, or of the run: one optimizer step for each global batch.
+
+    Where a report is due within the epoch it comes before the next step, so that a run which was stopped or killed
+    meanwhile makes up for it.
+    """
+    progress = run.progress
+    if progress.position.at_epoch_start:
+        progress.start_epoch(progress.position.epoch, run.task.phases)
         start_epoch(run)
-    run.log.start_epoch(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
+    start_stretch(run)
+    for window, agreed in agree_ahead(run, training_windows(run), by_the_clock=True):
+        if progress.last_report < progress.step and run.plan.reports_after(progress.step):
+            end_stretch(run)
+            report(run)
+            if run.is_complete:
+                return
+            start_stretch(run)
+        train_window(run, window, agreed)
+    end_stretch(run)
+
+
+def start_stretch(run: Run) -> None:
+    """Begins what is trained between two reports."""
+    position, plan = run.progress.position, run.plan
+    run.log.start_stretch(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     run.learner.train()
-    for window, total_weight in agree_ahead(run, training_windows(run)):
-        train_window(run, window, total_weight)
+
+
+def end_stretch(run: Run) -> None:
+    """Waits until all steps so far are done."""
     check_steps(run, wait=True)
     run.log.end_training()
 
 
-def train_window(run: Run, window: Window, total_weight: float) -> None:
-    """Trains on one global batch, and logs and saves what is due. total_weight: its loss terms over all processes."""
+def train_window(run: Run, window: Window, agreed: Agreed) -> None:
+    """Trains on one global batch, and logs and saves what is due. agreed: what all processes say of it."""
     progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
-    start = progress.position
+    start, total_weight = progress.position, agreed.weight
     run.parallel.phase.step = progress.step + 1
-    learning_rate = run.learning_rate.at(step.progress, run.plan.steps_done(start))
+    learning_rate = run.learning_rate.at(step.progress, run.steps_done)
     if total_weight > 0:
         run.learner.set_learning_rate(phase, learning_rate)
         result = train_within_memory(
@@ -75,12 +98,20 @@ def train_window(run: Run, window: Window, total_weight: float) -> None:
     progress.advance(step.after)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
-    saves = run.settings.save_every_steps > 0 and progress.step % run.settings.save_every_steps == 0
+    saves = saves_after_step(run, agreed)
     check_steps(run, wait=logs or saves)
     if logs:
         log_step(run, phase, learning_rate, result.grad_norm)
     if saves:
         save(run)
+
+
+def saves_after_step(run: Run, agreed: Agreed) -> bool:
+    """Whether a checkpoint is due after the last step, and not made by a report anyway."""
+    num_steps, interval = run.progress.step, run.settings.save_every_steps
+    # What the clock asked for before the last checkpoint may be on its way for two more steps.
+    clock_asks = agreed.save > 0 and num_steps > run.progress.last_save + 2
+    return (clock_asks or (interval > 0 and num_steps % interval == 0)) and not run.plan.reports_after(num_steps)
 
 
 def train_step(
@@ -124,7 +155,7 @@ def train_step(
 
 
 def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> None:
-    """Logs the mean loss since the last report; the one place in the step that waits for the device."""
+    """Logs the mean loss since the last time; the one place in the step that waits for the device."""
     report_saving(run)
     progress = run.progress
     totals = progress.totals[phase].reduced(run.parallel)
@@ -136,18 +167,25 @@ def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> N
     run.log.step(progress.step, progress.position, {run.of_phase(name, phase): value for name, value in values.items()})
 
 
-def finish_epoch(run: Run) -> None:
-    """Scores the validation sets where that is due, goes on to the next epoch, decides about "best", logs, saves."""
-    progress = run.progress
-    num_epochs = progress.position.epoch + 1
-    validation = validate(run) if run.plan.validates_after(num_epochs) else {}
+def report(run: Run) -> None:
+    """Scores the validation sets where that is due, decides about "best", logs and saves: what an epoch ends with.
+
+    Within an epoch it changes nothing else, and training goes on as if it had not been.
+    """
+    progress, phases = run.progress, run.task.phases
+    ends_epoch = run.plan.is_end_of_epoch(progress.position)
+    num_epochs = progress.position.epoch + ends_epoch
+    validation = validate(run) if run.plan.validates_after(num_epochs, progress.step) else {}
     metrics = run.training_metrics() | run.metrics(validation)
     if progress.skipped_steps:
         metrics["train/skipped_steps"] = progress.skipped_steps
-    progress.start_epoch(num_epochs, run.task.phases)
+    if ends_epoch:
+        progress.start_epoch(num_epochs, phases)
+    else:
+        progress.start_stretch(phases)
     value = monitored(run.task, metrics) if validation else None
     is_best = value is not None and progress.judge(value, run.task.monitor[1])
-    run.log.report(progress.step, progress.position, float(num_epochs), metrics)
+    run.log.report(progress.step, progress.position, run.plan.epochs_done(progress.position), metrics)
     if validation:
         log_pictures(run, validation)
     save(run, value, is_best)

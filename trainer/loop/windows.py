@@ -16,6 +16,10 @@ class StopRequested(Exception):
     """One of the processes was asked to stop; all of them learn of it at the same step."""
 
 
+class TimeIsUp(StopRequested):
+    """The run has used up its `--max-minutes`, by the clock of the main process."""
+
+
 class WeightedBatch(NamedTuple):
     """A batch, still in host memory, with the number of its loss terms."""
 
@@ -31,6 +35,19 @@ class Window(NamedTuple):
     weight: float
 
 
+class Agreed(NamedTuple):
+    """What the processes tell each other of a piece of work, summed.
+
+    weight: loss terms. num_stop_requests: of processes that were asked to stop. time_is_up, save: whether the clock of
+    the main process says so; 0 or 1.
+    """
+
+    weight: float
+    num_stop_requests: float
+    time_is_up: float = 0.0
+    save: float = 0.0
+
+
 T = TypeVar("T", Window, WeightedBatch)
 
 
@@ -43,7 +60,7 @@ def training_windows(run: Run) -> Iterator[Window]:
     """This process's part of each global batch that is left in the epoch."""
     position, (_, world_size) = run.progress.position, run.parallel.shard
     sizes = [split.micro_batch_size for split in run.batches]
-    steps, loaded_ahead = tee(run.plan.rest_of_epoch(position))
+    steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
     batches = run.loaders["train"](keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
     for step in steps:
         run.parallel.phase.enter("data loading")
@@ -56,7 +73,7 @@ def training_windows(run: Run) -> Iterator[Window]:
 
 def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
     samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end)
-    share = step.progress / run.plan.epochs
+    share = step.progress / run.plan.total
     return split_global_batch(samples, run.parallel.shard, micro_batch_size, step.epoch, step.phase, share)
 
 
@@ -72,17 +89,20 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
         yield weighted(batch)
 
 
-def agree_ahead(run: Run, work: Iterator[T]) -> Iterator[tuple[T, float]]:
-    """Adds to each piece of work its weight over all processes.
+def agree_ahead(run: Run, work: Iterator[T], by_the_clock: bool = False) -> Iterator[tuple[T, Agreed]]:
+    """Adds to each piece of work what all processes say of it.
 
-    Raises StopRequested once any of them was asked to stop.
+    by_the_clock: whether the time may end the work, and ask for checkpoints. Raises StopRequested once any process was
+    asked to stop, TimeIsUp.
 
-    The exchange starts one piece ahead of its use, so that nobody waits for it; a request to stop is therefore
-    honoured within two of them.
+    The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
+    two of them.
     """
+    asks_clock = by_the_clock and run.parallel.is_main
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in work:
-        pending = run.parallel.start_sum([piece.weight, bool(run.stop)])
+        clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
+        pending = run.parallel.start_sum(Agreed(piece.weight, bool(run.stop), *clock))
         if waiting is not None:
             yield _agreed(*waiting)
         waiting = piece, pending
@@ -90,8 +110,10 @@ def agree_ahead(run: Run, work: Iterator[T]) -> Iterator[tuple[T, float]]:
         yield _agreed(*waiting)
 
 
-def _agreed(piece: T, pending: Callable[[], Sequence[float]]) -> tuple[T, float]:
-    total_weight, num_stop_requests = pending()
-    if num_stop_requests > 0:
+def _agreed(piece: T, pending: Callable[[], Sequence[float]]) -> tuple[T, Agreed]:
+    agreed = Agreed(*pending())
+    if agreed.num_stop_requests > 0:
         raise StopRequested
-    return piece, total_weight
+    if agreed.time_is_up > 0:
+        raise TimeIsUp
+    return piece, agreed

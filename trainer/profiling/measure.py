@@ -51,7 +51,8 @@ def opened(
         task = parallel.together(lambda: build_task(flags))
     with ExitStack() as leaving:
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
-        flags = replace(flags, checkpoint=replace(flags.checkpoint, save_dir=folder))
+        run_flags, checkpoint = replace(flags.run, max_minutes=0.0), replace(flags.checkpoint, save_dir=folder)
+        flags = replace(flags, run=run_flags, checkpoint=checkpoint)
         directory = RunDirectory(folder, flags.checkpoint.retention(task), print)
         parallel.on_main(directory.acquire)
         leaving.callback(directory.release)
@@ -73,7 +74,8 @@ def train_steps(run: Run, num_steps: int) -> int:
     num_samples = num_done = 0
     while num_done < num_steps:
         most = [(num_steps - num_done) * order.global_batch_size for order in whole.orders]
-        run.plan = replace(whole, orders=tuple(map(shortened, whole.orders, most)))
+        orders = tuple(map(shortened, whole.orders, most))
+        run.plan = replace(whole, orders=orders, epochs=whole.epochs or 1, max_steps=None, eval_every_steps=None)
         run.progress.position = Position()
         train_epoch(run)
         num_samples += run.plan.samples_per_epoch

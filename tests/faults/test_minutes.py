@@ -1,0 +1,19 @@
+"""Checkpoints and the end of the time by the main process's clock: two processes agree, and nothing else changes."""
+
+import json
+from dataclasses import replace
+
+from tests.faults.lives import IN_STEPS, Life, assert_as_unbroken
+
+
+def test_two_processes_pause_together_and_go_on(tmp_path, forked, unbroken):
+    life = Life(tmp_path / "run", replace(IN_STEPS, argv=(*IN_STEPS.argv, "--max-minutes", 0.002)))
+    job = life.attempt(forked, 2)
+    assert life.statuses == [0, 0], job.output
+    assert "--max-minutes 0.002: used up, after " in job.output
+    state = json.loads((life.directory / "state.json").read_text())
+    assert state["state"] == "paused" and state["step"] < IN_STEPS.max_steps
+    life.recipe = IN_STEPS
+    life.attempt(forked, 2)
+    assert life.statuses == [0, 0]
+    assert_as_unbroken(life, unbroken(IN_STEPS, 2), same_bits=True)
