@@ -4,7 +4,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer.commands.build import build_task, set_up_torch, start_parallel
 from trainer.commands.evaluate import evaluate_only
@@ -18,52 +18,90 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.launch import launch, num_processes
+from trainer.task import Task
 
 
-def main(argv: Sequence[str], several_devices: bool, environment: RankEnvironment | None = None) -> int:
+def main(
+    argv: Sequence[str],
+    several_devices: bool,
+    environment: RankEnvironment | None = None,
+    task_type: type[Task] | None = None,
+) -> int:
     """Runs one command line; returns the exit status.
 
-    environment: who this process is, when it was started by `launch`; otherwise read from the environment.
+    environment, task_type: see `read_command_line`.
 
     0: finished. 1: something failed that nobody foresaw, here or in another process. 2: something in the command line,
     the data or the run directory has to be changed first. 128 + n: one process, or a self-launched group, stopped by
     signal n with everything saved; a process that somebody else launched then returns 0, because launchers take
     anything else for a failure.
     """
-    reports = True  # whether this process, and not another one, tells the user of a mistake
     try:
-        flags, problems = parse(argv, several_devices)
-        if environment is None:
-            environment, contradictions = read_rank_environment(os.environ, flags.multi)
-            problems += contradictions
-        # Ranks of one launcher share a console and are wrong alike; those started by hand have a terminal each.
-        reports = environment is None or environment.local_rank in (None, 0)
-        if flags.several.wanted and environment is not None:
-            problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
-        refuse(problems)
+        flags, environment = read_command_line(argv, several_devices, environment, task_type)
         if flags.several.wanted:
             return train_several(flags, argv, functools.partial(main, several_devices=several_devices))
-        if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
-            world_size = num_processes(flags.multi, flags.devices.device)
-            if world_size == 1 and flags.multi.nproc is None:
-                print("One process, because this machine shows at most one device; --nproc N starts more.")
-            # What a second start is to go on from must not be moved aside.
-            again = [argument for argument in argv if argument != "--fresh"]
-            start, start_again = (functools.partial(main, arguments, True) for arguments in (list(argv), again))
-            return launch(start, world_size, start_again)
-        reports = True
+        if starts_processes(flags, environment):
+            return start_processes(flags, argv, main)
         parallel = start_parallel(flags, environment)
         with parallel.in_use():
             return run_command(flags, argv, parallel)
     except Failure as failure:
         return failure.status
     except BadInput as error:
-        if reports:
-            print_refusal(error)
+        print_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was changed", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def read_command_line(
+    argv: Sequence[str],
+    several_devices: bool,
+    environment: RankEnvironment | None = None,
+    task_type: type[Task] | None = None,
+    problems: Sequence[str] = (),
+) -> tuple[Flags, RankEnvironment | None]:
+    """The flags, and who this process is among several.
+
+    environment: of a process that was started by `start_processes`; otherwise it is read from the variables of the
+    environment. task_type: the class that `--task` names, where the caller has it.
+    problems: what is wrong with it already.
+
+    Raises BadInput with all that is wrong; Failure where another process tells the user of it.
+    """
+    flags, found = parse(argv, several_devices, task_type=task_type)
+    problems = [*problems, *found]
+    if environment is None:
+        environment, contradictions = read_rank_environment(os.environ, flags.multi)
+        problems += contradictions
+    if flags.several.wanted and environment is not None:
+        problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
+    # Ranks of one launcher share a console and are wrong alike; those started by hand have a terminal each.
+    if problems and environment is not None and environment.local_rank not in (None, 0):
+        raise Failure("\n".join(problems), EXIT_BAD_INPUT)
+    refuse(problems)
+    return flags, environment
+
+
+def starts_processes(flags: Flags, environment: RankEnvironment | None) -> bool:
+    """Whether the run is one of several processes that nobody has started."""
+    return flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None
+
+
+def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) -> int:
+    """Trains in processes of its own; returns the exit status.
+
+    run: `main`, or what calls it with the same arguments by position in each of them; picklable.
+    """
+    assert flags.multi is not None
+    world_size = num_processes(flags.multi, flags.devices.device)
+    if world_size == 1 and flags.multi.nproc is None:
+        print("One process, because this machine shows at most one device; --nproc N starts more.")
+    # What a second start is to go on from must not be moved aside.
+    again = [argument for argument in argv if argument != "--fresh"]
+    start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))
+    return launch(start, world_size, start_again)
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:

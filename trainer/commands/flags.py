@@ -160,17 +160,18 @@ def parse(
     tool: type[FlagGroup] | None = None,
     about: tuple[str, str] | None = None,
     command: str = "",
+    task_type: type[Task] | None = None,
 ) -> tuple[Flags, list[str]]:
     """The flags and everything that is wrong with them.
 
     tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
     that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
+    task_type: the class that `--task` names; without it, it is looked for.
     """
     (chosen,), _ = parse_flags([RunFlags], [a for a in argv if a not in ("-h", "--help")], ignore_unknown=True)
     problems = []
-    task_type: type[Task] | None = None
     try:
-        task_type = find_task(chosen.task)
+        task_type = task_type or find_task(chosen.task)
     except BadInput as error:
         problems.append(str(error))
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])

@@ -166,7 +166,7 @@ class Parallel:
             with self.diagnosis.explaining():
                 yield
         except BadInput as error:
-            if self.is_main:
+            if self.is_main and self.diagnosis.prints:
                 print_refusal(error)
             raise Failure(str(error), EXIT_BAD_INPUT) from None
         finally:

@@ -21,32 +21,35 @@ class Diagnosis:
     """Of a run of one process.
 
     phase: what this process is doing. has_checkpoints: whether the same command goes on after a process is lost, and
-    the user should know.
+    the user should know. prints: whether the user learns of it here, and not by an exception from whoever called.
     """
 
     phase: CurrentPhase
     has_checkpoints: bool = field(default=True, kw_only=True)
+    prints: bool = field(default=True, kw_only=True)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Whatever goes wrong within it is explained to the user, by one process, and ends all of them.
 
         A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
-        Failure.
+        Failure, whose cause it is.
         """
         try:
             yield
         except Failure:
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            raise self.explain(error) from None
+            explained = self.explain(error)
+            raise explained from error if explained is not error else None
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise instead of an exception, once the user knows of it; see `explaining`."""
         if isinstance(error, BadInput) or not isinstance(error, Exception):
             return error
         failure = Failure(f"failed in {self.phase}: {reason(error)}")
-        print_error(str(failure), error)
+        if self.prints:
+            print_error(str(failure), error)
         return failure
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
