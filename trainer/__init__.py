@@ -1,4 +1,5 @@
-"""All that a task of one's own needs: `from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag`.
+"""All that a task of one's own needs: `from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag`;
+and its use from Python: `trainer.fit`, `trainer.load`, `trainer.SavedRun`.
 
 Each name is imported when it is asked for, so that a part of the trainer can be used without the others.
 """
@@ -7,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.api import SavedRun, fit, load
     from trainer.config import FlagGroup, flag
     from trainer.loading.batch_orders import bucketed_batches, sharded_batches
     from trainer.loading.batches import Batch, KeyedDataset
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.task import Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
+    "trainer.api": ("SavedRun", "fit", "load"),
     "trainer.config": ("FlagGroup", "flag"),
     "trainer.loading.batch_orders": ("bucketed_batches", "sharded_batches"),
     "trainer.loading.batches": ("Batch", "KeyedDataset"),

@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import Flags, RunFlags
+from trainer.commands.trained import recorded_task
 from trainer.commands.weights import restore_weights
-from trainer.config import flag_values, group_from_values, refuse, shown
+from trainer.config import flag_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, written_as_a_whole
@@ -87,11 +88,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
         task_type = find_task(name)
     except BadInput as error:
         raise BadInput(f"{error}; {run.label} were trained with it: say by --task where it is now") from None
-    cache_dir = flags.run.cache_dir.expanduser()
-    try:
-        return task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir)
-    except ValueError as error:
-        raise BadInput(f"{run.label}: {error}") from None
+    return recorded_task(run, task_type, flags.run.cache_dir)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """DistributedDataParallel: one process per device."""
 
+import itertools
 import os
 import socket
 import threading
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
 
+_runs = itertools.count()
+"""Of this process; those that meet have had equally many."""
+
 DIRECT_BYTES = 3 * 2**18
 """So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
 
@@ -43,6 +47,11 @@ class Distributed(Parallel):
         self.gradient_divisor = environment.world_size
         self._flags = flags
         self._is_prompt = False
+        if dist.is_initialized():
+            raise BadInput(
+                "this process is in a process group already; the trainer makes its own: call "
+                "torch.distributed.destroy_process_group() before, or do not make one"
+            )
         gpus = usable_gpus(devices.device, flags.gpu_ids)
         self.backend = flags.backend or ("nccl" if gpus else "gloo")
         rank, world_size = self.shard
@@ -75,8 +84,9 @@ class Distributed(Parallel):
         timeout = timedelta(seconds=self._flags.dist_timeout_s)
         store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again.
-        store = dist.PrefixStore(f"attempt {environment.attempt}", store)
+        # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again, nor
+        # the next run of the same ones.
+        store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
         # process does for all, which may take long.

@@ -35,6 +35,11 @@ class RankEnvironment:
         return address if self.init_method == "env://" else self.init_method
 
 
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher, or somebody by hand, has said which rank this process is."""
+    return any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+
+
 def read_rank_environment(
     environ: Mapping[str, str], flags: MultiDeviceFlags | None
 ) -> tuple[RankEnvironment | None, list[str]]:

@@ -28,6 +28,9 @@ from trainer.parallel.signals import STOP_SIGNALS, StopRequest, exit_quickly
 GRACE_PERIOD_S = 10
 MOST_STARTS = 32
 """More than a batch size can be halved."""
+EXIT_UNGUARDED = 64
+"""Of a process that trains anew what it was to help with, while it imports its parent's script; EX_USAGE of
+sysexits.h."""
 STDOUT, STDERR = 1, 2
 
 
@@ -141,6 +144,11 @@ def _stop_with_parent() -> None:
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def imports_script_of_parent() -> bool:
+    """Whether this process was started by another one, whose script it imports before anything else."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 # --- the processes of one run ------------------------------------------------------------------------------------

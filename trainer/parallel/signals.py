@@ -4,8 +4,10 @@ import atexit
 import gc
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -27,7 +29,12 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """A signal that is ignored, as nohup does with SIGHUP, stays ignored."""
+        """A signal that is ignored, as nohup does with SIGHUP, stays ignored.
+
+        Only the main thread of a process can handle signals; on another one this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -57,6 +64,20 @@ class StopRequest:
         if self.signal_number is not None and number == signal.SIGINT:
             sys.exit(128 + number)
         self.signal_number = number
+
+
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Around what installs a `StopRequest` for as long as its process runs, in a process that goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_quickly() -> None:

@@ -1,0 +1,450 @@
+"""`trainer.fit` does what the command line does, and leaves its process as it was; `trainer.load` gives the model."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import trainer
+from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
+from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
+from trainer.parallel.errors import Failure
+from trainer.tasks import is_same_task, name_of
+from trainer.tasks.har import HarTask
+
+SETTINGS = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "num_threads": 1}
+"""Those of TINY."""
+
+
+@pytest.fixture(autouse=True)
+def alone(no_rank_variables):
+    """No launcher has started this process."""
+
+
+class Acting(WeightedObjective):
+    """Does something in a forward of training. acts_in: its number."""
+
+    acts_in = None
+    num_forwards = 0
+
+    @staticmethod
+    def act():
+        raise NotImplementedError
+
+    def forward(self, batch, phase="train"):
+        if self.training:
+            Acting.num_forwards += 1
+            if Acting.num_forwards == Acting.acts_in:
+                Acting.act()
+        return super().forward(batch, phase)
+
+
+class Actor(Weighted):
+    def build_objective(self):
+        return Acting(Network(self.config.width, self.config.dropout), self.config.delay_s)
+
+
+@pytest.fixture
+def acts(monkeypatch):
+    """Has `Actor` call a function in the forward of so many steps from now."""
+
+    def plan(function, steps):
+        trials = 1  # before the first step
+        monkeypatch.setattr(Acting, "num_forwards", 0)
+        monkeypatch.setattr(Acting, "acts_in", steps + trials)
+        monkeypatch.setattr(Acting, "act", staticmethod(function))
+
+    return plan
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail():
+    raise ZeroDivisionError("by the task")
+
+
+def same_run(one, other):
+    """Two run directories hold the same last checkpoint and the same results, wall times aside."""
+    assert_same_bits(load(one / "last.pth"), load(other / "last.pth"))
+    metrics = [json.loads((path / "results.json").read_text())["metrics"] for path in (one, other)]
+    assert metrics[0] == metrics[1]
+
+
+# --- the same as the command line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"epochs": 2, "test": False, "ema_decay": 0.9, "grad_accum_steps": 2}])
+def test_fit_trains_like_the_command_line(settings, train, tmp_path, monkeypatch):
+    flags = ["--epochs", 2, "--no-test", "--ema-decay", 0.9, "--grad-accum-steps", 2] if settings else []
+    train(tmp_path / "cli", *flags)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(int(random.random() * 1e9))
+    torch.set_default_dtype(torch.float64)
+    try:
+        metrics, run = trainer.fit(Weighted, save_dir="fit", fresh=False, resume_from=None, **(SETTINGS | settings))
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same_run(tmp_path / "cli", tmp_path / "fit")
+    assert metrics == json.loads((tmp_path / "fit" / "results.json").read_text())["metrics"] == run.metrics
+    configs = [json.loads((tmp_path / name / "config.json").read_text())["config"] for name in ("cli", "fit")]
+    assert [config.pop("--save-dir") for config in configs] == [str(tmp_path / "cli"), "fit"]
+    assert configs[0] == configs[1]
+    assert (run.state, str(run.path)) == ("finished", "fit")
+
+
+def test_either_goes_on_with_what_the_other_began(train, tmp_path):
+    train(tmp_path / "cli")
+    train(tmp_path / "cli", "--epochs", 2)
+    train(tmp_path / "there")
+    trainer.fit(Weighted, save_dir=tmp_path / "there", **(SETTINGS | {"epochs": 2}))
+    trainer.fit(Weighted, save_dir=tmp_path / "back", **SETTINGS)
+    assert "Resuming after optimizer step 3" in train(tmp_path / "back", "--epochs", 2)
+    same_run(tmp_path / "cli", tmp_path / "there")
+    same_run(tmp_path / "cli", tmp_path / "back")
+
+
+def test_the_recorded_command_line_gives_the_run_again(cli, tmp_path):
+    trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
+    recorded = json.loads((tmp_path / "config.json").read_text())["command_line"]
+    status, out, _ = cli(*recorded)
+    assert status == 0 and "This run is finished" in out
+
+
+def test_a_finished_run_is_found_finished(tmp_path):
+    metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
+    before = contents(tmp_path)
+    assert trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS) == (metrics, run)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", [1, STEPS_PER_EPOCH + 1])
+def test_an_interrupted_fit_saves_and_goes_on_to_the_bit(step, acts, tmp_path):
+    settings = SETTINGS | {"epochs": 2}
+    trainer.fit(Actor, save_dir=tmp_path / "whole", **settings)
+    acts(interrupt, step)
+    metrics, run = trainer.fit(Actor, save_dir=tmp_path / "parts", **settings)
+    assert (metrics, run.state, run.results) == ({}, "preempted", {})
+    assert trainer.fit(Actor, save_dir=tmp_path / "parts", **settings).run.state == "finished"
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_second_interrupt_does_not_wait(acts, tmp_path):
+    acts(lambda: [interrupt(), interrupt()], 1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
+    assert trainer.fit(Actor, save_dir=tmp_path, **SETTINGS).run.state == "finished"
+
+
+def test_fit_works_in_any_thread(tmp_path):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(trainer.fit(Weighted, save_dir=tmp_path / "a", **SETTINGS)))
+    thread.start()
+    thread.join()
+    trainer.fit(Weighted, save_dir=tmp_path / "b", **SETTINGS)
+    assert found[0].run.state == "finished"
+    same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_history_holds_the_records_in_order(tmp_path):
+    run = trainer.fit(Weighted, save_dir=tmp_path, log_interval=1, **SETTINGS).run
+    assert [record["event"] for record in run.history] == ["step"] * STEPS_PER_EPOCH + ["epoch", "result"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    assert len(run.history) == STEPS_PER_EPOCH + 2
+    nothing = trainer.SavedRun(tmp_path / "none")
+    assert (nothing.state, nothing.results, nothing.metrics, nothing.history) == (None, {}, {}, [])
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_are_told_together(capsys, tmp_path):
+    wrong = {
+        "lrr": 1, "num_trian": 3, "epochs": 0, "lr": "fast", "fresh": "yes", "gpu_ids": [], "seeds": 2,
+        "predict": "x.csv", "resume_from": tmp_path / "none.pth",
+    }  # fmt: skip
+    with pytest.raises(trainer.BadInput) as refusal:
+        trainer.fit(Weighted, save_dir=tmp_path / "run", **wrong)
+    expected = [
+        "lrr: no such setting; did you mean lr?", "num_trian: no such setting; did you mean num_train?",
+        "--fresh 'yes': must be True or False", "--gpu-ids: needs at least one value", "seeds: fit trains one run",
+        "predict: fit trains one run", "--epochs 0: must be at least 1", "--lr fast: must be a number",
+        "--multi-gpu: needs a value", "none.pth: does not exist",
+    ]  # fmt: skip
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == len(expected) and all(any(part in line for line in lines) for part in expected), lines
+    assert capsys.readouterr() == ("", "")
+    assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", [Weighted.Config, "har", Weighted])
+def test_what_is_no_task_is_refused(task, tmp_path):
+    given = task if task is not Weighted else object()
+    with pytest.raises(trainer.BadInput, match="must be a class derived from"):
+        trainer.fit(given, save_dir=tmp_path / "run")
+
+
+def test_a_refusal_of_the_run_is_raised_and_not_printed(tmp_path, capsys):
+    with pytest.raises(trainer.BadInput, match="--drop-last"):
+        trainer.fit(Weighted, save_dir=tmp_path, drop_last=True, **(SETTINGS | {"batch_size": 100}))
+    assert capsys.readouterr().err == ""
+    assert trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS).run.state == "finished"
+
+
+def test_an_error_of_the_task_is_raised_as_it_is(acts, capsys, tmp_path):
+    acts(fail, 2)
+    with pytest.raises(ZeroDivisionError, match="by the task") as raised:
+        trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
+    assert raised.traceback[-1].name == "fail"
+    assert capsys.readouterr().err == ""
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["state"] == "failed" and "ZeroDivisionError: by the task" in state["message"]
+    assert trainer.fit(Actor, save_dir=tmp_path, **SETTINGS).run.state == "finished"
+
+
+def test_one_run_at_a_time(acts, tmp_path):
+    def fit_within():
+        trainer.fit(Weighted, save_dir=tmp_path / "inner", **SETTINGS)
+
+    acts(fit_within, 1)
+    with pytest.raises(trainer.BadInput, match="this process trains already"):
+        trainer.fit(Actor, save_dir=tmp_path / "outer", **SETTINGS)
+    assert not (tmp_path / "inner").exists()
+
+
+def test_a_class_that_processes_cannot_import_is_refused(tmp_path):
+    class Local(Weighted):
+        pass
+
+    with pytest.raises(trainer.BadInput, match=r"cannot import .*Local from a notebook, a prompt or a function"):
+        trainer.fit(Local, save_dir=tmp_path / "run", multi_gpu="ddp", nproc=2, device="cpu")
+    assert not (tmp_path / "run").exists()
+    assert trainer.fit(Local, save_dir=tmp_path / "alone", **SETTINGS).run.state == "finished"
+
+
+# --- the process afterwards --------------------------------------------------------------------------------------
+
+
+def global_state():
+    return {
+        "signals": [signal.getsignal(number) for number in range(1, signal.NSIG)],
+        "threads": torch.get_num_threads(),
+        "determinism": torch.get_deterministic_debug_mode(),
+        "fills": torch.utils.deterministic.fill_uninitialized_memory,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "dtype": torch.get_default_dtype(),
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": str(np.random.get_state()),
+        "random": random.getstate(),
+        "path": list(sys.path),
+        "environment": dict(os.environ),
+        "streams": (sys.stdout, sys.stderr),
+        "group": torch.distributed.is_initialized(),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+@pytest.mark.parametrize("end", ["finished", "interrupted", "failed", "refused"])
+def test_the_process_is_as_it_was(end, acts, tmp_path):
+    def change_everything():
+        random.random()
+        np.random.random()
+        sys.path.insert(0, str(tmp_path))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # as --deterministic does on a GPU
+        torch.backends.cudnn.benchmark = True
+        {"finished": int, "interrupted": interrupt, "failed": fail, "refused": int}[end]()
+
+    acts(change_everything, 1)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        before = global_state()
+        try:
+            lr = 1e30 if end == "refused" else 0.01  # it diverges
+            trainer.fit(
+                Actor, save_dir=tmp_path / "run", **(SETTINGS | {"num_threads": 2, "lr": lr, "warmup_steps": 0})
+            )
+            assert end in ("finished", "interrupted")
+        except (ZeroDivisionError, trainer.BadInput):
+            assert end in ("failed", "refused")
+        assert global_state() == before
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def test_a_lock_of_tqdm_stays():
+    """Of a user who had bars before the trainer was imported."""
+    code = "from tqdm import tqdm; lock = tqdm.get_lock(); import trainer.logs.console; assert tqdm.get_lock() is lock"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# --- the trained model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9, "dtype": "float64"}])
+def test_load_returns_the_model_that_is_scored(settings, tmp_path):
+    run = trainer.fit(Weighted, save_dir=tmp_path, **(SETTINGS | settings | {"epochs": 3, "dropout": 0.5})).run
+    expected = load(tmp_path / "best.pth")["model"]
+    before, files = global_state(), contents(tmp_path)
+    for model in (run.load(), trainer.load(str(tmp_path)), trainer.load(tmp_path, Weighted)):
+        assert type(model).__name__ == "Network" and not any(module.training for module in model.modules())
+        weights = model.state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        assert {value.device.type for value in weights.values()} == {"cpu"}
+    assert global_state() == before and contents(tmp_path) == files
+
+
+def test_load_finds_a_class_by_the_file_of_the_run(train, tmp_path):
+    (tmp_path / "mine.py").write_text("from tests.helpers.weighted_task import Weighted\nclass Mine(Weighted): pass\n")
+    code = f"import trainer; print(type(trainer.load({str(tmp_path / 'run')!r})).__name__)"
+    train(tmp_path / "run", "--task", f"{tmp_path / 'mine.py'}:Mine")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "Network\n", done.stderr
+
+
+def test_load_says_what_is_missing(train, tmp_path):
+    with pytest.raises(trainer.BadInput, match="holds no intact checkpoint"):
+        trainer.load(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(trainer.BadInput, match="holds no intact checkpoint"):
+        trainer.load(tmp_path)
+    (tmp_path / "gone.py").write_text("from tests.helpers.weighted_task import Weighted\nclass Gone(Weighted): pass\n")
+    train(tmp_path / "run", "--task", f"{tmp_path / 'gone.py'}:Gone")
+    (tmp_path / "gone.py").unlink()
+    sys.modules.pop("gone")
+    with pytest.raises(trainer.BadInput, match=r"there is no file .*gone\.py; .* give the class, as task="):
+        trainer.load(tmp_path / "run")
+    assert isinstance(trainer.load(tmp_path / "run", Weighted), Network)
+    with pytest.raises(trainer.BadInput, match="is of another model"):
+        trainer.load(tmp_path / "run", HarTask)
+
+
+def test_names_of_tasks():
+    class Weighted(HarTask):
+        pass
+
+    assert name_of(HarTask) == "har"
+    assert name_of(Actor) == f"{__file__}:Actor"
+    assert name_of(Weighted).startswith(f"{__file__}:test_names")
+    Weighted.__module__, Weighted.__qualname__ = "nowhere", "Weighted"
+    assert name_of(Weighted) == "__main__:Weighted"
+    assert is_same_task("__main__:Weighted", WEIGHTED) and is_same_task(WEIGHTED, "__main__:Weighted")
+    assert not is_same_task("__main__:Other", WEIGHTED) and not is_same_task(f"other.py{WEIGHTED[-9:]}", WEIGHTED)
+
+
+def test_import_trainer_is_light():
+    code = (
+        "import sys, trainer; trainer.BadInput; assert 'torch' not in sys.modules and 'trainer.cli' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+
+import trainer
+from tests.helpers.weighted_task import Weighted
+
+class Mine(Weighted):
+    pass
+
+def main():
+    settings = dict(epochs=1, num_train=24, batch_size=8, lr=0.01, num_threads=1, global_batch_size=8)
+    for name in sys.argv[1:]:
+        metrics, run = trainer.fit(Mine, save_dir=name, {more} **settings)
+        assert metrics == run.metrics and metrics, metrics
+        print(f"returned {{run.state}}\\n", end="")
+    assert isinstance(trainer.load(name).training, bool)
+
+{guard}
+    main()
+"""
+GUARD = 'if __name__ == "__main__":'
+OWN = "multi_gpu='ddp', nproc=2, device='cpu',"
+
+
+@pytest.fixture
+def script(tmp_path, environment):
+    """Runs SCRIPT in a folder; returns the finished process."""
+
+    def run(guard=GUARD, more="", launcher=(sys.executable,), folders=("a", "b")):
+        (tmp_path / "script.py").write_text(SCRIPT.format(guard=guard, more=more))
+        variables = environment | {"PYTHONPATH": str(ROOT)}
+        command = [*launcher, "script.py", *folders]
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def flags_of_script(directory, task):
+    return ["--task", task, "--save-dir", directory, *TINY[2:], "--global-batch-size", 8]
+
+
+@pytest.mark.slow
+def test_fit_under_torchrun(script, command, tmp_path):
+    """Twice in the same processes; like the command line, which finds what it did finished."""
+    done = script(launcher=("torchrun", "--nproc_per_node=2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("returned finished") == 2 * 2
+    ddp = ("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu")
+    task = f"{tmp_path / 'script.py'}:Mine"
+    command(*ddp, *flags_of_script(tmp_path / "cli", task))
+    for name in "ab":
+        same_run(tmp_path / "cli", tmp_path / name)
+    again = command(*ddp, *flags_of_script(tmp_path / "a", task))
+    assert "This run is finished" in again.stdout
+
+
+@pytest.mark.slow
+def test_all_ranks_raise_what_is_wrong(script):
+    done = script(launcher=("torchrun", "--nproc_per_node=2", "--no-python", sys.executable), more="lrr=1,")
+    assert done.returncode == 1
+    assert len(re.findall("BadInput: lrr: no such setting", done.stderr)) >= 1
+
+
+@pytest.mark.slow
+def test_fit_starts_processes_of_its_own(script, command, tmp_path):
+    done = script(more=OWN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("returned finished") == 2
+    ddp = ("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu")
+    command(*ddp, *flags_of_script(tmp_path / "cli", f"{tmp_path / 'script.py'}:Mine"))
+    for name in "ab":
+        same_run(tmp_path / "cli", tmp_path / name)
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_refused(script, tmp_path):
+    done = script(more=OWN, guard="if True:")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1 and 'put it below `if __name__ == "__main__":`' in done.stderr
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
+    settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}
+    with pytest.raises(trainer.BadInput, match="refused to train, and said why"):
+        trainer.fit(Weighted, **(settings | {"drop_last": True, "batch_size": 100}))
+    with pytest.raises(Failure, match="ended with status 1"):
+        trainer.fit(Failing, **settings)
+
+
+class Failing(Weighted):
+    def build_objective(self):
+        fail()

@@ -1,0 +1,211 @@
+"""Training from Python: a task's class and settings in, metrics and a trained model out.
+
+The flags, the run directory and all that becomes of them are those of the command line, by the same code.
+"""
+
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from trainer.checkpoint.directory import METRICS
+from trainer.checkpoint.records import RESULTS, read_json
+from trainer.cli import main, read_command_line, run_command, start_processes, starts_processes
+from trainer.commands.build import start_parallel
+from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralFlags
+from trainer.commands.in_process import process_restored
+from trainer.commands.state import STATE
+from trainer.commands.trained import trained_model
+from trainer.config import arguments_of
+from trainer.loading.errors import BadInput
+from trainer.parallel.devices import MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment, is_launched
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
+from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
+from trainer.task import Task
+from trainer.tasks import name_of, source_file
+
+LOADS_WITHIN_S = 60.0
+"""What another thread loads is waited for; what it trains takes longer."""
+NOT_OF_ONE_RUN = (
+    "task",
+    "eval_only",
+    *(field.name for group in (SeveralFlags, PredictFlags) for field in fields(group)),
+)
+"""Flags that ask for something else than to train one run."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run directory, to read; each attribute is what it holds now.
+
+    task: the class that was trained, for `load`; None takes the one that the run names.
+    """
+
+    path: Path
+    task: type[Task] | None = None
+
+    @property
+    def state(self) -> str | None:
+        """What became of it, as in state.json: "finished", or "preempted" when it was stopped; None where none was."""
+        return read_json(self.path / STATE).get("state")
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """results.json; empty before the end."""
+        return read_json(self.path / RESULTS)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of results.json, by names such as "test/loss"; empty before the end."""
+        return self.results.get("metrics", {})
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl, in the order of training; "event" says of what each is."""
+        path, records = self.path / METRICS, []
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+            with suppress(ValueError):  # the last line may be half-written
+                records.append(json.loads(line))
+        return records
+
+    def load(self) -> nn.Module:
+        """The trained model; see `trainer.load`."""
+        return load(self.path, self.task)
+
+
+class Fitted(NamedTuple):
+    """What `fit` returns. metrics: see `SavedRun.metrics`; none of a run that was stopped."""
+
+    metrics: dict[str, float]
+    run: SavedRun
+
+
+def fit(task: type[Task], /, **settings: Any) -> Fitted:
+    """Trains a task as the command line does, and goes on with or finds finished what `save_dir` holds.
+
+    task: the class, wherever it is defined. settings: flags by the names of their fields, the trainer's and those of
+    `task.Config`: `save_dir="runs/a", lr=1e-3, test=False`. A switch is what its field is, True or False; a list is a
+    list or a tuple; None leaves a flag at its default.
+
+    Within a process that a launcher started, all of them call it and train together. With `multi_gpu="ddp"` and no
+    launcher it starts processes by itself, which import the class.
+
+    An interrupt while it trains saves, and returns the run with the state "preempted" and no metrics; a second one
+    raises KeyboardInterrupt at once, and so does one before training. What a run changes of the process is put back.
+
+    Raises BadInput with all mistakes in the settings, or what else has to be changed first. Raises what the task's
+    code raises; where several processes train, Failure in those whose code did not.
+
+    Example:
+        metrics, run = trainer.fit(Spirals, save_dir="runs/spirals", epochs=40, hidden_units=64)
+        model = run.load()
+    """
+    if imports_script_of_parent():
+        sys.exit(EXIT_UNGUARDED)  # the parent says why
+    try:
+        argv, problems, several_devices = _command_line(task, settings)
+        flags, environment = read_command_line(argv, several_devices, task_type=task, problems=problems)
+        run = SavedRun(flags.checkpoint.save_dir, task)
+        if starts_processes(flags, environment):
+            return _fit_in_processes(flags, argv, task, run)
+        with process_restored():
+            return _fit_here(flags, argv, environment, run)
+    except BadInput as error:
+        refusal = str(error)
+    except Failure as failure:
+        if failure.status != EXIT_BAD_INPUT:
+            raise failure.__cause__ or failure from None
+        refusal = str(failure)
+    except SystemExit as end:
+        if end.code != 128 + signal.SIGINT:
+            raise
+        raise KeyboardInterrupt from None  # the second one
+    raise BadInput(refusal)
+
+
+def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module:
+    """The trained model of a run: the task's plain module with the best weights, in eval mode on the CPU.
+
+    The weights are those that the run is scored with: of the best epoch, or the last where nothing was validated, and
+    their moving average with `ema_decay`. task: the class; None takes the one that the run names, by its file. No code
+    is executed that is in the run directory. Raises BadInput.
+    """
+    try:
+        with process_restored(wait_s=LOADS_WITHIN_S):
+            return trained_model(Path(run_directory).expanduser(), task)
+    except BadInput as error:
+        refusal = str(error)
+    raise BadInput(refusal)
+
+
+def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
+    """The command line that says the same, what is wrong with it already, and whether it is of main_multi_gpu.py."""
+    if not (isinstance(task, type) and issubclass(task, Task)):
+        raise BadInput(f"{task!r}: must be a class derived from trainer.Task")
+    given = {name: value for name, value in settings.items() if value is not None}
+    if is_launched(os.environ):
+        given = {"multi_gpu": "ddp", **given}
+    several_devices = any(field.name in given for field in fields(MultiDeviceFlags))
+    elsewhere = [name for name in NOT_OF_ONE_RUN if given.pop(name, None) is not None]
+    argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given)
+    problems += [f"{name}: fit trains one run of the class that it is given; leave it out" for name in elsewhere]
+    return [f"--task={name_of(task)}", *argv], problems, several_devices
+
+
+def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
+    parallel = start_parallel(flags, environment)
+    parallel.diagnosis.prints = environment is not None  # of several processes one speaks for all
+    with parallel.in_use():
+        run_command(flags, argv, parallel)
+        return Fitted(parallel.on_main(lambda: run.metrics), run)
+
+
+def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: SavedRun) -> Fitted:
+    """Raises BadInput for a class that other processes cannot import, and when they refuse; Failure when they fail."""
+    if not _is_importable(task):
+        raise BadInput(
+            f"multi_gpu ddp: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
+            "or a function; move it into a file and import it from there, or leave multi_gpu out"
+        )
+    status = start_processes(flags, argv, partial(_main_in_own_session, task_type=task))
+    if status == EXIT_UNGUARDED:
+        raise BadInput(
+            "multi_gpu ddp: the processes that it starts import this script, and came upon this call of fit again; "
+            'put it below `if __name__ == "__main__":`'
+        )
+    if status == EXIT_BAD_INPUT:
+        raise BadInput("multi_gpu ddp: the processes that it started refused to train, and said why on standard error")
+    if status == 128 + signal.SIGINT and run.state != "preempted":
+        raise KeyboardInterrupt
+    if status != 0 and run.state != "preempted":
+        raise Failure(f"the processes that multi_gpu ddp started ended with status {status}", status)
+    return Fitted(run.metrics, run)
+
+
+def _is_importable(task: type[Task]) -> bool:
+    try:
+        pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError):  # of a function, or defined anew since
+        return False
+    return source_file(task) is not None
+
+
+def _main_in_own_session(
+    argv: Sequence[str], several_devices: bool, environment: RankEnvironment, task_type: type[Task]
+) -> int:
+    """`main` out of reach of a Ctrl-C to the whole group, which the parent passes on: two would end it at once.
+
+    A notebook's server sends one to the group, as a terminal does.
+    """
+    os.setsid()
+    return main(argv, several_devices, environment, task_type)

@@ -1,0 +1,46 @@
+"""The task and the model of a run, from what its checkpoint recorded."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.weights import TrainedRun, find_weights
+from trainer.commands.flags import RunFlags
+from trainer.commands.weights import restore_weights
+from trainer.config import group_from_values
+from trainer.loading.errors import BadInput
+from trainer.loop.precision import PrecisionFlags
+from trainer.parallel.base import SingleDevice
+from trainer.task import Task
+from trainer.tasks import defined_task, find_task
+
+
+def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path) -> Task:
+    """The task with the flags and the seed that the run was trained with. Raises BadInput."""
+    config = run.state["config"]
+    try:
+        return task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir.expanduser())
+    except ValueError as error:
+        raise BadInput(f"{run.label}: {error}") from None
+
+
+def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
+    """The model of a run directory with its best weights, in eval mode on the CPU.
+
+    task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises BadInput.
+    """
+    run = find_weights(folder, {}, partial(print, file=sys.stderr))
+    name, config = run.state["task"], run.state["config"]
+    try:
+        task_type = task_type or defined_task(name) or find_task(name)
+    except BadInput as error:
+        raise BadInput(f"{error}; {run.label} were trained with it: give the class, as task=") from None
+    task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
+    dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)
+    model = task.build_objective().to(dtype).model
+    hint = "the task's code has changed since, or another class was given"
+    restore_weights(model, run.state["model"], SingleDevice(torch.device("cpu")), str(folder), hint)
+    return model.eval()
