@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-# tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there.
-tqdm.set_lock(threading.RLock())
+# tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there. Where
+# somebody uses tqdm already, theirs stays.
+if not hasattr(tqdm, "_lock"):
+    tqdm.set_lock(threading.RLock())
 
 T = TypeVar("T")
 
@@ -28,9 +30,27 @@ def say(line: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, which shows bars though it has no terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def new_bar(*arguments: Any, **options: Any) -> "tqdm[Any]":
+    """A bar of tqdm that goes when it is done, where there is something to show it on."""
+    kind: Any = tqdm
+    is_shown = sys.stderr.isatty()
+    if in_notebook():
+        from tqdm.auto import tqdm as kind  # it imports much that no command line needs
+
+        is_shown = True
+    return kind(*arguments, **options, leave=False, dynamic_ncols=True, disable=not is_shown)
+
+
 def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
     """The items, with a bar on a terminal once going through them has taken two seconds."""
-    return tqdm(items, description, delay=2, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
+    return new_bar(items, description, delay=2)
 
 
 class ProgressBar:
@@ -40,15 +60,7 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, num_done: int, unit: str, description: str = "") -> None:
-        self.bar = tqdm(
-            total=total,
-            initial=num_done,
-            desc=description,
-            unit=f" {unit}",
-            leave=False,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
+        self.bar = new_bar(total=total, initial=num_done, desc=description, unit=f" {unit}")
         self._last_line, self._last_time = "", time.monotonic()
 
     def report(self, state: str, line: str) -> None:
