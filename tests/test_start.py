@@ -15,7 +15,8 @@ for run in sys.argv[1].split(","):
     for epochs in "12":  # the second time it is resumed: moments are loaded
         argv = ["--epochs", epochs, "--save-every-steps", "2", *run.split(), "--save-dir", f"{sys.argv[2]}/{run[-4:]}"]
         status = main(argv, several_devices=False)
-        found = {"torch._dynamo", "torch._inductor", "sympy", "models.sequential"} & sys.modules.keys()
+        useless = {"torch._dynamo", "torch._inductor", "sympy", "models.sequential", "tqdm.auto", "trainer.api"}
+        found = useless & sys.modules.keys()
         if status or found:
             sys.exit(f"{run}, {epochs} epochs: status {status}, imported: {found}")
 """
