@@ -97,8 +97,8 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
     `task.Config`: `save_dir="runs/a", lr=1e-3, test=False`. A switch is what its field is, True or False; a list is a
     list or a tuple; None leaves a flag at its default.
 
-    Within a process that a launcher started, all of them call it and train together. With `multi_gpu="ddp"` and no
-    launcher it starts processes by itself, which import the class.
+    Processes that a launcher started all call it, and train together. Without a launcher `multi_gpu="ddp"` starts
+    processes by itself, which import the class.
 
     An interrupt while it trains saves, and returns the run with the state "preempted" and no metrics; a second one
     raises KeyboardInterrupt at once, and so does one before training. What a run changes of the process is put back.
@@ -185,9 +185,10 @@ def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: 
         )
     if status == EXIT_BAD_INPUT:
         raise BadInput("multi_gpu ddp: the processes that it started refused to train, and said why on standard error")
-    if status == 128 + signal.SIGINT and run.state != "preempted":
+    was_stopped = status > 128 and run.state == "preempted"
+    if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
-    if status != 0 and run.state != "preempted":
+    if status != 0 and not was_stopped:
         raise Failure(f"the processes that multi_gpu ddp started ended with status {status}", status)
     return Fitted(run.metrics, run)
 

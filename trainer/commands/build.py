@@ -40,6 +40,7 @@ from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.task import Task
 
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
 
@@ -58,7 +59,7 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
     set_num_threads(flags.devices.num_threads, parallel.local_world_size)
     if flags.precision.deterministic or parallel.device.type == "cpu":
         if parallel.device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
         torch.set_deterministic_debug_mode("error")
         # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.

@@ -5,12 +5,13 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.commands.build import CUBLAS_WORKSPACE
 from trainer.loading.errors import BadInput
 from trainer.parallel.signals import handlers_restored
 
@@ -24,6 +25,7 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (np.random.get_state, np.random.set_state),
 )
 """What reads something global, and what writes it."""
+_SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
 
 
 @contextmanager
@@ -35,24 +37,19 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
     """
     if not _in_use.acquire(timeout=wait_s):
         raise BadInput("this process trains already, and one run at a time is all it can; start another process")
-    path, workspace = list(sys.path), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    before = [(write, read()) for read, write in _STATES]
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    gpu = torch.cuda.current_device() if gpus else None
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmarks = torch.backends.cudnn.benchmark
-    try:
-        with handlers_restored(), torch.random.fork_rng(gpus):
-            torch.set_default_dtype(torch.float32)
-            yield
-    finally:
-        for write, value in before:
-            write(value)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmarks
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        sys.path[:] = path
-        _in_use.release()
+    with ExitStack() as afterwards:
+        afterwards.callback(_in_use.release)
+        for read, write in _STATES:
+            afterwards.callback(write, read())
+        for module, name in _SWITCHES:
+            afterwards.callback(setattr, module, name, getattr(module, name))
+        afterwards.callback(sys.path.__setitem__, slice(None), list(sys.path))
+        if CUBLAS_WORKSPACE not in os.environ:
+            afterwards.callback(os.environ.pop, CUBLAS_WORKSPACE, None)
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        if gpus:
+            afterwards.callback(torch.cuda.set_device, torch.cuda.current_device())
+        afterwards.enter_context(torch.random.fork_rng(gpus))
+        afterwards.enter_context(handlers_restored())
+        torch.set_default_dtype(torch.float32)
+        yield

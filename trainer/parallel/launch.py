@@ -29,8 +29,8 @@ GRACE_PERIOD_S = 10
 MOST_STARTS = 32
 """More than a batch size can be halved."""
 EXIT_UNGUARDED = 64
-"""Of a process that trains anew what it was to help with, while it imports its parent's script; EX_USAGE of
-sysexits.h."""
+"""Of a process that comes upon the start of the run again that it was started for; EX_USAGE of sysexits.h."""
+PROCESS_NAME = "Lockstep"
 STDOUT, STDERR = 1, 2
 
 
@@ -74,7 +74,8 @@ class Launcher:
         if stderr is not None:
             stderr.parent.mkdir(parents=True, exist_ok=True)
             stderr.touch()
-        process = multiprocessing.get_context("spawn").Process(target=_call, args=(function, variables, stderr))
+        arguments = (function, variables, stderr)
+        process = multiprocessing.get_context("spawn").Process(name=PROCESS_NAME, target=_call, args=arguments)
         # Signals wait until the new process can handle them. Python's tracker comes first: its start unblocks them.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -147,8 +148,9 @@ def _stop_with_parent() -> None:
 
 
 def imports_script_of_parent() -> bool:
-    """Whether this process was started by another one, whose script it imports before anything else."""
-    return getattr(multiprocessing.current_process(), "_inheriting", False)
+    """Whether this process was started by a `Launcher`, and is still importing the script that did."""
+    process = multiprocessing.current_process()
+    return process.name == PROCESS_NAME and getattr(process, "_inheriting", False)
 
 
 # --- the processes of one run ------------------------------------------------------------------------------------
