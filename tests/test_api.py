@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -367,7 +368,7 @@ def main():
     settings = dict(epochs=1, num_train=24, batch_size=8, lr=0.01, num_threads=1, global_batch_size=8)
     for name in sys.argv[1:]:
         metrics, run = trainer.fit(Mine, save_dir=name, {more} **settings)
-        assert metrics == run.metrics and metrics, metrics
+        assert metrics == run.metrics and bool(metrics) == (run.state == "finished")
         print(f"returned {{run.state}}\\n", end="")
     assert isinstance(trainer.load(name).training, bool)
 
@@ -380,13 +381,24 @@ OWN = "multi_gpu='ddp', nproc=2, device='cpu',"
 
 @pytest.fixture
 def script(tmp_path, environment):
-    """Runs SCRIPT in a folder; returns the finished process."""
+    """Runs SCRIPT in a folder and a session of its own; returns the finished process.
 
-    def run(guard=GUARD, more="", launcher=(sys.executable,), folders=("a", "b")):
+    meanwhile: called with the process while it runs.
+    """
+
+    def run(guard=GUARD, more="", launcher=(sys.executable,), folders=("a", "b"), meanwhile=lambda process: None):
         (tmp_path / "script.py").write_text(SCRIPT.format(guard=guard, more=more))
-        variables = environment | {"PYTHONPATH": str(ROOT)}
-        command = [*launcher, "script.py", *folders]
-        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+        with subprocess.Popen(
+            [*launcher, "script.py", *folders], cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                meanwhile(process)
+                out, err = process.communicate(timeout=120)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     return run
 
@@ -434,6 +446,23 @@ def test_a_script_without_a_guard_is_refused(script, tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and 'put it below `if __name__ == "__main__":`' in done.stderr
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_whole_group_stops_the_processes_in_order(script, tmp_path):
+    """As the server of a notebook sends it: to the process that called `fit`, and to all of its group."""
+
+    def interrupt_group(process):
+        deadline = time.monotonic() + 60
+        while trainer.SavedRun(tmp_path / "a").state != "running":
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)
+
+    done = script(more=OWN + "delay_s=0.5,", folders=("a",), meanwhile=interrupt_group)
+    assert done.returncode == 0, done.stderr
+    assert "returned preempted" in done.stdout
+    assert "returned finished" in script(more=OWN, folders=("a",)).stdout
 
 
 @pytest.mark.slow
