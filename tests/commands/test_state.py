@@ -276,7 +276,7 @@ def test_slurm_job_is_queued_again_until_it_is_finished(num_nodes, environment, 
     [
         ("preempted", True, True),
         ("preempted", False, False),
-        *((state, True, False) for state in ("running", "finished", "refused", "failed")),
+        *((state, True, False) for state in ("running", "finished", "paused", "refused", "failed")),
     ],
 )
 def test_slurm_job_decides_by_the_state(state, asked, again, environment, tmp_path):

@@ -54,14 +54,15 @@ class Job:
         """Where it complains: beside its folder, which it may still refuse to make or move the contents of."""
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Completed epochs and optimizer steps."""
+    def num_done(self, in_steps: bool) -> int:
+        """Optimizer steps, or completed epochs."""
         try:
             entries = read_manifest(self.directory / MANIFEST)
         except OSError:
-            return 0, 0
-        return (entries[-1].epoch, entries[-1].step) if entries else (0, 0)
+            return 0
+        if not entries:
+            return 0
+        return entries[-1].step if in_steps else entries[-1].epoch
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:

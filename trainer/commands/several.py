@@ -90,15 +90,15 @@ class SeveralRuns:
         """Takes those that finish out of `unfinished`; returns those that fail, with their exit statuses."""
         delete(self.flags.checkpoint.save_dir / SUMMARY)
         failures = []
-        epochs, steps = self.flags.run.epochs, self.flags.run.max_steps
-        length = epochs or steps or 0
+        in_steps = self.flags.run.max_steps is not None
+        length = self.flags.run.max_steps or self.flags.run.epochs or 0
 
         def num_done() -> int:
-            # Early stopping may have left a run fewer epochs; all of them count as done when it ends.
+            # Early stopping may have left a run fewer of them; all count as done when it ends.
             num_ended = len(self.jobs) - len(unfinished)
-            return num_ended * length + sum(job.progress[0 if epochs else 1] for job in unfinished)
+            return num_ended * length + sum(job.num_done(in_steps) for job in unfinished)
 
-        unit = "epochs" if epochs else "steps"
+        unit = "steps" if in_steps else "epochs"
         with closing(Progress(len(self.jobs) * length, num_done(), unit)) as progress:
             for running, ended in run_jobs(launcher, unfinished, self.slots.variables):
                 for job, status in ended:

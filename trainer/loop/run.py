@@ -11,7 +11,7 @@ from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.memory_limit import MemoryLimit
-from trainer.loop.plan import BatchSplit, Plan
+from trainer.loop.plan import BatchSplit, Plan, PlannedStep
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import LearningRate
 from trainer.loop.step_results import StepResults
@@ -70,11 +70,14 @@ class Run:
         is_reported = plan.max_steps is None or progress.last_report == progress.step  # an epoch ends with its report
         return is_reported and plan.is_through(progress.position.epoch, progress.step)
 
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps done, as the schedule counts them: in epochs it goes by the position."""
-        in_epochs = self.plan.max_steps is None
-        return self.plan.steps_done(self.progress.position) if in_epochs else self.progress.step
+    def learning_rate_of(self, step: PlannedStep) -> float:
+        """That of the next step. Raises BadInput when the task's own schedule is wrong."""
+        rate, plan = self.learning_rate, self.plan
+        if rate.factor_of_step is None:
+            return rate.at(step.progress)
+        # A run in epochs goes by its position, whatever batch sizes it had.
+        num_done = plan.steps_done(self.progress.position) if plan.max_steps is None else self.progress.step
+        return rate.at(step.progress, num_done)
 
     @property
     def time_is_up(self) -> bool:

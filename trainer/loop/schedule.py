@@ -117,7 +117,8 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 class LearningRate:
     """The learning rate of a run. peak, floor: per step; warmup, total: in the unit of `Plan.total`.
 
-    factor_of_step: `Task.lr_factor`, which comes before the schedule; num_steps: what it is told of the whole run.
+    factor_of_step: a task's own `lr_factor`, which comes before the schedule; num_steps: what it is told of the whole
+    run.
     """
 
     peak: float
@@ -126,11 +127,14 @@ class LearningRate:
     total: float
     schedule: Schedule = "cosine"
     num_steps: int = 0
-    factor_of_step: Callable[[int, int], float | None] = lambda step, total: None
+    factor_of_step: Callable[[int, int], float | None] | None = None
 
     def at(self, progress: float, step: int = 0) -> float:
-        """progress: in the same unit. step: optimizer steps done before. Raises BadInput for a factor that is none."""
-        factor = self.factor_of_step(step, self.num_steps)
+        """progress: in the same unit. step: optimizer steps done before, which only a task's own factor asks for.
+
+        Raises BadInput for a factor that is none.
+        """
+        factor = self.factor_of_step(step, self.num_steps) if self.factor_of_step is not None else None
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
         elif not 0 <= factor < math.inf:

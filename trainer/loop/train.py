@@ -84,7 +84,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
     start, total_weight = progress.position, agreed.weight
     run.parallel.phase.step = progress.step + 1
-    learning_rate = run.learning_rate.at(step.progress, run.steps_done)
+    learning_rate = run.learning_rate_of(step)
     if total_weight > 0:
         run.learner.set_learning_rate(phase, learning_rate)
         result = train_within_memory(
