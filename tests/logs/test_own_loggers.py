@@ -39,7 +39,7 @@ for_ever = threading.Event().wait
 class HoldsOn(Logger):
     def start(self, run):
         atexit.register(for_ever)
-        threading.Thread(target=for_ever).start()
+        threading.Thread(target=for_ever, daemon=False).start()
         for_ever()
 """
 
