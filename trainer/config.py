@@ -120,15 +120,6 @@ class Option:
         values = value if self.is_list and isinstance(value, tuple | list | range) else [value]
         return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(map(str, values))])]
 
-    def argument(self, value: Any) -> list[str]:
-        """The command line that gives this value; nothing for what is off by default. Raises ValueError."""
-        if not self.is_switch:
-            text = ",".join(map(str, value)) if self.is_list and isinstance(value, tuple | list | range) else value
-            return [f"{self.name}={text}"]
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.name} {value!r}: must be True or False")
-        return [self.name] if value != self.default else []
-
     def parse(self, given: Any) -> Any:
         """The value of what the command line gives. Raises ValueError with the whole message."""
         # A comma separates the values of a list, or a space, or both; names of files may have commas.
@@ -237,25 +228,6 @@ def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tu
     A switch is True or False as its field is, a list also a tuple or a range; None leaves a flag at its default.
     """
     known = options(*group_types)
-    argv, problems = [], []
-    for field, value in settings.items():
-        if field not in known or known[field].hidden:
-            close = difflib.get_close_matches(field, [name for name in known if not known[name].hidden], n=1)
-            problems.append(f"{field}: no such setting" + (f"; did you mean {close[0]}?" if close else ""))
-        elif value is not None:
-            try:
-                argv += known[field].argument(value)
-            except ValueError as error:
-                problems.append(str(error))
-    return argv, problems
-
-
-def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The command line that gives settings by field name, and what is wrong with them before it is read.
-
-    A switch is True or False as its field is, a list also a tuple or a range; None leaves a flag at its default.
-    """
-    known = {field: option for group_type in group_types for field, option in _options(group_type).items()}
     argv, problems = [], []
     for field, value in settings.items():
         if field not in known or known[field].hidden:

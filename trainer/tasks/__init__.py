@@ -70,39 +70,6 @@ def defined_task(name: str) -> type[Task] | None:
     return found
 
 
-def name_of(task_type: type[Task]) -> str:
-    """The value of `--task` that finds a class, with the whole path of its file.
-
-    Where no file holds it, as in a notebook, "__main__:ClassName", which only this process can find.
-    """
-    for name, find in TASKS.items():
-        if task_type.__module__ == f"trainer.tasks.{name}" and find() is task_type:
-            return name
-    return f"{source_file(task_type) or IN_NO_FILE}:{task_type.__qualname__}"
-
-
-def source_file(task_type: type[Task]) -> Path | None:
-    """Where a class is defined; None for a notebook's cell, or a prompt."""
-    file = getattr(sys.modules.get(task_type.__module__), "__file__", None)
-    return Path(file).resolve() if file is not None and Path(file).is_file() else None
-
-
-def defined_task(name: str) -> type[Task] | None:
-    """A class that this process has defined already, by a value of `--task`; the last one of that name.
-
-    Importing its file once more would run it again: it may be the script that asks.
-    """
-    file, _, class_name = name.rpartition(":")
-    whole = name if file == IN_NO_FILE else f"{Path(file).resolve()}:{class_name}"
-    found, to_visit = None, list(Task.__subclasses__())
-    while to_visit:
-        task_type = to_visit.pop(0)
-        to_visit += task_type.__subclasses__()
-        if task_type.__name__ == class_name and name_of(task_type) == whole:
-            found = task_type
-    return found
-
-
 def is_same_task(one: str, other: str) -> bool:
     """Whether two values of `--task` name the same task: its class and its file's name count, not the folder.
 
