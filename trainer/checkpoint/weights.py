@@ -12,6 +12,7 @@ from trainer.checkpoint.file import CheckpointReader, read_checkpoint
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
+from trainer.loading.order import Position
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
         if path is not None:
             return TrainedRun(f"the weights in {path}", read_checkpoint(path, f"{name} {path}", only_weights=True))
     state = load_best_weights(folder, say)
-    return TrainedRun(f"the weights of epoch {state['position']['epoch']} in {folder}", state)
+    position = Position(**state["position"])
+    moment = f"epoch {position.epoch}" if position.at_epoch_start else f"optimizer step {state['step']}"
+    return TrainedRun(f"the weights of {moment} in {folder}", state)
 
 
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:

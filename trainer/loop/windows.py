@@ -92,8 +92,8 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
 def agree_ahead(run: Run, work: Iterator[T], by_the_clock: bool = False) -> Iterator[tuple[T, Agreed]]:
     """Adds to each piece of work what all processes say of it.
 
-    by_the_clock: whether the time may end the work, and ask for checkpoints. Raises StopRequested once any process was
-    asked to stop, TimeIsUp.
+    by_the_clock: whether the main process's clock may end the work, and ask for checkpoints. Raises StopRequested once
+    any process was asked to stop, TimeIsUp once the clock ends it.
 
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
