@@ -165,6 +165,7 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
     assert "seed-1: no checkpoint in it is intact" in failed.stderr and len(failed.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_paused_runs_are_named_and_leave_no_summary(cli, cache_dir, tmp_path):
     """With less time than a step takes; later they go on."""
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]

@@ -18,7 +18,7 @@ def live_and_compare(base, recipe, start, worlds, seed, unbroken):
     return life.kills
 
 
-@pytest.mark.parametrize("worlds", [[1], [1, 2, 3, 1]], ids=str)
+@pytest.mark.parametrize("worlds", [pytest.param([1], marks=pytest.mark.slow), [1, 2, 3, 1]], ids=str)
 def test_killed_at_random(worlds, tmp_path, forked, unbroken):
     recipe = HARD if len(worlds) == 1 else DOUBLE
     kills = live_and_compare(tmp_path, recipe, forked, worlds, FIRST_SEED, unbroken)

@@ -151,6 +151,7 @@ def test_a_stopped_run_goes_on_under_the_same_id_where_it_was(cli, train, tmp_pa
     assert steps == list(range(1, 3 * STEPS_PER_EPOCH + 1))
 
 
+@pytest.mark.slow
 def test_one_process_of_several_logs(environment, tmp_path):
     run = Forks([*TINY, "--save-dir", tmp_path / "run", *named("Recording")], 2, tmp_path / "job", environment)
     assert run.statuses() == [0, 0], run.output

@@ -36,6 +36,7 @@ def test_is_the_same_on_two_processes_and_after_a_resume_anywhere(task, run_here
     assert_close(expected, final(tmp_path / "two"))
 
 
+@pytest.mark.slow
 def test_another_value_on_another_rank_is_refused(command, tmp_path):
     argv = ["--task", f"{FILE}:Refreshing", *RUN, "--differs", *TWO, "--save-dir", tmp_path]
     done = command("main_multi_gpu.py", *argv, status=2)

@@ -133,7 +133,7 @@ def test_one_device_learns_what_a_bare_loop_does(case, batch_size, run_here, tmp
             case,
             world,
             size,
-            marks=[] if (case, world, size) in (("gan", 3, 2), ("one after another", 2, 1)) else pytest.mark.slow,
+            marks=[] if (case, world, size) in (("gan", 2, 2), ("one after another", 2, 1)) else pytest.mark.slow,
         )
         for case, world, size in product(CASES, (2, 3), (6, 1, 2))
     ],
@@ -181,6 +181,7 @@ def test_a_run_in_steps_ends_within_a_turn_or_a_phase(case, max_steps, run_here,
             assert read_metrics(again, event) == read_metrics(whole, event)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_a_run_in_steps(command, tmp_path):
     argv = [*without_epochs(argv_of("gan")), "--max-steps", 13, "--eval-every-steps", 5, "--batch-size", 2]
     several = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]

@@ -308,6 +308,7 @@ def test_movielens_1m_has_the_published_size(cache_dir) -> None:
     assert interactions.items.min() == 1 and interactions.items.max() == 3416
 
 
+@pytest.mark.slow
 def test_movielens_1m_in_its_published_archive(cache_dir) -> None:
     interactions = load_interactions(real("ml-1m/ml-1m_985427.zip"), 1, cache_dir)
     assert (interactions.num_users, interactions.num_items, len(interactions.items)) == (6040, 3669, 985427)
