@@ -104,6 +104,34 @@ def test_fit_trains_like_the_command_line(settings, train, tmp_path, monkeypatch
     assert (run.state, str(run.path)) == ("finished", "fit")
 
 
+def test_settings_go_before_those_of_files(train, tmp_path):
+    lines = [
+        f"{name.replace('_', '-')} = {value}" for name, value in (SETTINGS | {"lr": 0.5, "drop_last": "true"}).items()
+    ]
+    (tmp_path / "my.toml").write_text("\n".join(lines))
+    train(tmp_path / "cli", "--batch-size", 7)
+    settings = {"lr": 0.01, "batch_size": 7, "drop_last": False}
+    trainer.fit(Weighted, config=tmp_path / "my.toml", save_dir=tmp_path / "fit", **settings)
+    same_run(tmp_path / "cli", tmp_path / "fit")
+    files = [tmp_path / "my.toml", tmp_path / "fit" / "config.json"]
+    trainer.fit(Weighted, config=files, save_dir=tmp_path / "again")
+    same_run(tmp_path / "cli", tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_a_file_may_ask_for_processes(tmp_path):
+    (tmp_path / "two.toml").write_text('multi-gpu = "ddp"\nnproc = 2\ndevice = "cpu"\n')
+    _, run = trainer.fit(Weighted, config=tmp_path / "two.toml", save_dir=tmp_path / "run", **SETTINGS)
+    assert run.results["world_size"] == 2
+
+
+def test_out_of_time_it_is_paused(tmp_path):
+    metrics, run = trainer.fit(Weighted, save_dir=tmp_path, max_minutes=1e-9, **SETTINGS)
+    assert (metrics, run.state, run.results) == ({}, "paused", {})
+    metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
+    assert metrics and run.state == "finished"
+
+
 def test_either_goes_on_with_what_the_other_began(train, tmp_path):
     train(tmp_path / "cli")
     train(tmp_path / "cli", "--epochs", 2)

@@ -57,7 +57,7 @@ class SavedRun:
 
     @property
     def state(self) -> str | None:
-        """What became of it, as in state.json: "finished", or "preempted" when it was stopped; None where none was."""
+        """What became of it, as in state.json: "finished", "preempted" by a stop, "paused"; None where none was."""
         return read_json(self.path / STATE).get("state")
 
     @property
@@ -102,7 +102,8 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
     processes by itself, which import the class.
 
     An interrupt while it trains saves, and returns the run with the state "preempted" and no metrics; a second one
-    raises KeyboardInterrupt at once, and so does one before training. What a run changes of the process is put back.
+    raises KeyboardInterrupt at once, and so does one before training. `max_minutes` does the same with "paused". What a
+    run changes of the process is put back.
 
     Raises BadInput with all mistakes in the settings, or what else has to be changed first. Raises what the task's
     code raises; where several processes train, Failure in those whose code did not.
