@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, cut_back, load, read_metrics
+from trainer.commands.build import open_run
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import lr_factor
 
@@ -272,16 +273,7 @@ def a_minute_per_step(monkeypatch):
 
     monkeypatch.setattr(Progress, "advance", advance_and_tick)
     monkeypatch.setattr("trainer.loop.progress.time", SimpleNamespace(monotonic=lambda: clock.now))
-    # The default was bound when the class was made.
-    monkeypatch.setattr(Progress, "__init__", with_clock(Progress.__init__, clock))
-
-
-def with_clock(init, clock):
-    def start(progress, *args, **kwargs):
-        init(progress, *args, **kwargs)
-        progress.clock = clock.now
-
-    return start
+    return clock
 
 
 def test_saves_by_the_clock(a_minute_per_step, run_here, tmp_path):
@@ -319,6 +311,21 @@ def test_pauses_when_the_time_is_up(a_minute_per_step, run_here, tmp_path):
     run_here(*argv, "--save-dir", run)
     assert state() == ("finished", 12)
     assert_same_run(tmp_path / "plain", run)
+
+
+def test_what_comes_before_training_takes_none_of_its_time(a_minute_per_step, run_here, monkeypatch, tmp_path):
+    """Such as compiling, and finding out what fits into memory; at a start, and when a run goes on."""
+
+    def open_slowly(*args):
+        a_minute_per_step.now += 3600
+        open_run(*args)
+
+    monkeypatch.setattr("trainer.commands.train.open_run", open_slowly)
+    argv = [*RUN, "--max-minutes", 10, "--save-every-minutes", 9, "--save-dir", tmp_path]
+    for max_steps in (4, 7):
+        run_here(*argv, "--max-steps", max_steps)
+        assert load(tmp_path / "last.pth")["train_seconds"] == 60 * max_steps == results_of(tmp_path)["train_seconds"]
+    assert [entry["step"] for entry in entries_of(tmp_path)] == [4, 5, 7]
 
 
 def test_a_kill_gives_no_new_time_and_the_end_is_scored_however_late(a_minute_per_step, run_here, tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from trainer.loading.order import SampleKeys
 from trainer.loop.memory import recut, rehearse
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchFlags
+from trainer.loop.windows import evaluation_batches
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
@@ -135,6 +137,26 @@ def test_an_evaluation_is_redone_in_smaller_parts(small, run_here, tmp_path):
     assert memory_of(tmp_path)["eval_batch_size"] == 2
     out, _ = run_here(*args, "--epochs", 3)
     assert "Out of memory" not in out
+
+
+def test_an_evaluation_is_split_alike_whoever_had_too_little_memory_before(tmp_path):
+    """By all processes, or samples would be left out, and one process would wait for the others for ever."""
+    sizes, found = [7, 2], []
+    for rank, size in enumerate(sizes):
+        run = built(SingleDevice(CPU), tmp_path)
+        run.memory_limit = replace(run.memory_limit, eval_batch_size=size)
+        run.parallel.shard, run.parallel.gather = (rank, len(sizes)), lambda value: sizes
+        found.append(list(evaluation_batches(run, "val")))
+    assert len(found[0]) == len(found[1])
+    counted = [i for own in found for batch, weight in own if weight > 0 for i in batch["index"].tolist()]
+    assert sorted(counted) == list(range(17))
+
+
+@pytest.mark.slow
+def test_a_rank_with_too_little_memory_for_an_evaluation_goes_on_in_step(small, command, tmp_path):
+    tight = ["--fit-eval", 2, "--tight-rank", 1, "--hang-timeout-s", 20]
+    command(*launcher(2), *TINY, "--batch-size", 3, "--eval-batch-size", 7, *tight, "--save-dir", tmp_path)
+    assert_same_learning(tmp_path, small)
 
 
 def test_recut_keeps_every_sample_once_and_its_weight():

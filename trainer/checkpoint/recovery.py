@@ -5,14 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
-from trainer.checkpoint.manifest import (
-    CHECKPOINT_NAME,
-    MANIFEST,
-    Entry,
-    newest_best,
-    read_manifest,
-    unused_path,
-)
+from trainer.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
 from trainer.loading.errors import BadInput

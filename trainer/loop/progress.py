@@ -29,12 +29,13 @@ class Progress:
     evaluations_since_best: what early stopping looks at.
     last_report: optimizer steps done at the last report, which an epoch's end and every evaluation make.
     last_save: the same of the last checkpoint, which itself does not hold it.
-    train_seconds: wall time from the first step on, evaluation and saving included, over all sessions, as of the last
+    train_seconds: wall time of training, evaluation and saving included, over all sessions, as of the last
     `read_clock`, which every save makes.
     totals: of each phase, sums over this process's share of the steps since the last report.
     reported: of each phase, the loss and the weight of its totals over all processes that the log has shown.
     skipped_steps: optimizer steps left out because they were not finite.
     skipped_in_a_row: the last step skipped, and how many in a row that were.
+    clock: when it was last read; None before the first reading, which starts the time.
     """
 
     position: Position = field(default_factory=Position)
@@ -48,7 +49,7 @@ class Progress:
     reported: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_in_a_row: tuple[int, int] = (0, 0)
-    clock: float = field(default_factory=time.monotonic)
+    clock: float | None = None
 
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
         """epoch: number of completed ones."""
@@ -68,12 +69,12 @@ class Progress:
 
     @property
     def seconds_since_reading(self) -> float:
-        return time.monotonic() - self.clock
+        return time.monotonic() - self.clock if self.clock is not None else 0.0
 
     def read_clock(self) -> None:
         """Adds the time since the last reading to `train_seconds`."""
         now = time.monotonic()
-        self.train_seconds += now - self.clock
+        self.train_seconds += now - self.clock if self.clock is not None else 0.0
         self.clock = now
 
     def judge(self, value: float, mode: str) -> bool:

@@ -31,6 +31,7 @@ def train(run: Run) -> None:
     Raises StopRequested, with all progress saved, if the run was asked to stop or its time is up; BadInput if training
     diverges.
     """
+    run.progress.read_clock()
     try:
         while not run.is_complete:
             train_epoch(run)

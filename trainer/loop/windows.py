@@ -80,7 +80,9 @@ def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[Sample
 def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
     """This process's batches of a data set; equally many on every process."""
     num_samples = len(run.task.splits()[split])
-    batches = iter(run.loaders[split](evaluation_keys(num_samples, run.parallel.shard, run.eval_micro_batch_size)))
+    # A process that has run out of memory in an evaluation knows of it alone, and all must split the samples alike.
+    size = min(run.parallel.gather(run.eval_micro_batch_size))
+    batches = iter(run.loaders[split](evaluation_keys(num_samples, run.parallel.shard, size)))
     while True:
         run.parallel.phase.enter("data loading of the evaluation")
         batch = next(batches, None)
