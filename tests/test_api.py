@@ -71,7 +71,7 @@ def interrupt():
 
 
 def fail():
-    raise ZeroDivisionError("by the task")
+    raise ZeroDivisionError("by the task") from OverflowError("in it")
 
 
 def same_run(one, other):
@@ -118,6 +118,15 @@ def test_settings_go_before_those_of_files(train, tmp_path):
     same_run(tmp_path / "cli", tmp_path / "again")
 
 
+@pytest.mark.parametrize("line", ["seeds = 3", "folds = 2", "eval-only = true", "predict = 'README.md'"])
+def test_a_file_may_not_ask_for_more_than_a_run(line, tmp_path):
+    (tmp_path / "my.toml").write_text(line)
+    name = line.partition(" ")[0].replace("-", "_")
+    with pytest.raises(trainer.BadInput, match=f"^{name}, in a file of config: fit trains one run"):
+        trainer.fit(Weighted, config=tmp_path / "my.toml", save_dir=tmp_path / "run", **SETTINGS)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_file_may_ask_for_processes(tmp_path):
     (tmp_path / "two.toml").write_text('multi-gpu = "ddp"\nnproc = 2\ndevice = "cpu"\n')
@@ -130,6 +139,9 @@ def test_out_of_time_it_is_paused(tmp_path):
     assert (metrics, run.state, run.results) == ({}, "paused", {})
     metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
     assert metrics and run.state == "finished"
+    longer = SETTINGS | {"epochs": 2, "max_minutes": 1e-9}
+    metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **longer)
+    assert (metrics, run.state) == ({}, "paused")
 
 
 def test_either_goes_on_with_what_the_other_began(train, tmp_path):
@@ -237,6 +249,7 @@ def test_an_error_of_the_task_is_raised_as_it_is(acts, capsys, tmp_path):
     with pytest.raises(ZeroDivisionError, match="by the task") as raised:
         trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
     assert raised.traceback[-1].name == "fail"
+    assert isinstance(raised.value.__cause__, OverflowError) and not isinstance(raised.value.__context__, Failure)
     assert capsys.readouterr().err == ""
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["state"] == "failed" and "ZeroDivisionError: by the task" in state["message"]
@@ -315,6 +328,17 @@ def test_the_process_is_as_it_was(end, acts, tmp_path):
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_a_run_is_the_same_whatever_is_set_around_it(around, train, tmp_path):
+    train(tmp_path / "cli")
+    with around():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+        model = trainer.fit(Weighted, save_dir=tmp_path / "fit", **SETTINGS).run.load()
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()) == before
+    same_run(tmp_path / "cli", tmp_path / "fit")
+    assert {(value.device.type, value.is_inference()) for value in model.parameters()} == {("cpu", False)}
+
+
 def test_a_lock_of_tqdm_stays():
     """Of a user who had bars before the trainer was imported."""
     code = "from tqdm import tqdm; lock = tqdm.get_lock(); import trainer.logs.console; assert tqdm.get_lock() is lock"
@@ -344,6 +368,37 @@ def test_load_finds_a_class_by_the_file_of_the_run(train, tmp_path):
     train(tmp_path / "run", "--task", f"{tmp_path / 'mine.py'}:Mine")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "Network\n", done.stderr
+
+
+def test_load_finds_a_class_of_a_function_while_it_is_there(tmp_path):
+    """Without running its file once more."""
+    (tmp_path / "script.py").write_text(f"""
+import gc
+import trainer
+from tests.helpers.weighted_task import Weighted
+
+def make():
+    class Mine(Weighted):
+        pass
+    return Mine
+
+print("script")
+mine = make()
+trainer.fit(mine, save_dir={str(tmp_path / "run")!r}, **{SETTINGS})
+print(type(trainer.load({str(tmp_path / "run")!r})).__name__)
+del mine
+gc.collect()
+try:
+    trainer.load({str(tmp_path / "run")!r})
+except trainer.BadInput as error:
+    print(error)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    first, *_, found, last = done.stdout.splitlines()
+    assert (first, found, done.stdout.count("script\n"), done.stderr) == ("script", "Network", 1, "")
+    assert "must be path/to/file.py:ClassName; " in last and last.endswith("give the class, as task=")
 
 
 def test_load_says_what_is_missing(train, tmp_path):
@@ -493,6 +548,17 @@ def test_an_interrupt_of_the_whole_group_stops_the_processes_in_order(script, tm
     assert done.returncode == 0, done.stderr
     assert "returned preempted" in done.stdout
     assert "returned finished" in script(more=OWN, folders=("a",)).stdout
+
+
+def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch, tmp_path):
+    """Although the start before them was."""
+    (tmp_path / "state.json").write_text('{"state": "preempted"}')
+    again = {"save_dir": tmp_path, "multi_gpu": "ddp", "nproc": 2, "device": "cpu"}
+    monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGKILL)
+    with pytest.raises(Failure, match="ended with status 137"):
+        trainer.fit(Weighted, **again)
+    monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGTERM)
+    assert trainer.fit(Weighted, **again).run.state == "preempted"
 
 
 @pytest.mark.slow

@@ -25,12 +25,13 @@ from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralF
 from trainer.commands.in_process import process_restored
 from trainer.commands.state import STATE
 from trainer.commands.trained import trained_model
-from trainer.config import arguments_of
+from trainer.config import arguments_of, refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
+from trainer.parallel.signals import STOP_SIGNALS
 from trainer.task import Task
 from trainer.tasks import name_of, source_file
 
@@ -43,6 +44,7 @@ NOT_OF_ONE_RUN = (
     *(field.name for group in (SeveralFlags, PredictFlags) for field in fields(group)),
 )
 """Flags that ask for something else than to train one run."""
+ONE_RUN = "fit trains one run of the class that it is given; leave it out"
 
 
 @dataclass(frozen=True)
@@ -117,30 +119,32 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
     try:
         argv, problems, several_devices = _command_line(task, settings)
         flags, environment = read_command_line(argv, several_devices, task_type=task, problems=problems)
+        _refuse_other_than_one_run(flags)
         run = SavedRun(flags.checkpoint.save_dir, task)
         if starts_processes(flags, environment):
             return _fit_in_processes(flags, argv, task, run)
         with process_restored():
             return _fit_here(flags, argv, environment, run)
     except BadInput as error:
-        refusal = str(error)
+        end: BaseException = BadInput(str(error))
     except Failure as failure:
-        if failure.status != EXIT_BAD_INPUT:
-            raise failure.__cause__ or failure from None
-        refusal = str(failure)
-    except SystemExit as end:
-        if end.code != 128 + signal.SIGINT:
+        end = BadInput(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
+    except SystemExit as leaving:
+        if leaving.code != 128 + signal.SIGINT:
             raise
-        raise KeyboardInterrupt from None  # the second one
-    raise BadInput(refusal)
+        end = KeyboardInterrupt()  # the second one
+    try:
+        raise end  # here, where an exception of the task keeps what it was raised from
+    finally:
+        del end  # which would keep this frame, and with it the run, in memory
 
 
 def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module:
     """The trained model of a run: the task's plain module with the best weights, in eval mode on the CPU.
 
     The weights are those that the run is scored with: of the best epoch, or the last where nothing was validated, and
-    their moving average with `ema_decay`. task: the class; None takes the one that the run names, by its file. No code
-    is executed that is in the run directory. Raises BadInput.
+    their moving average with `ema_decay`. task: the class; None takes the one that the run names, by its file, which
+    must not be in the run directory: nothing there is executed. Raises BadInput.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
@@ -159,10 +163,18 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
         given = {"multi_gpu": "ddp", **given}
     elsewhere = [name for name in NOT_OF_ONE_RUN if given.pop(name, None) is not None]
     argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given)
-    problems += [f"{name}: fit trains one run of the class that it is given; leave it out" for name in elsewhere]
+    problems += [f"{name}: {ONE_RUN}" for name in elsewhere]
     several_devices = any(field.name in given for field in fields(MultiDeviceFlags))
     several_devices = several_devices or files_ask_for_several_devices(argv)
     return [f"--task={name_of(task)}", *argv], problems, several_devices
+
+
+def _refuse_other_than_one_run(flags: Flags) -> None:
+    """Raises BadInput for what a config file asks for."""
+    groups = (flags.several, flags.prediction)
+    found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
+    found += ["eval_only"] * flags.checkpoint.eval_only
+    refuse([f"{name}, in a file of config: {ONE_RUN}" for name in found])
 
 
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
@@ -170,7 +182,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
     parallel.diagnosis.prints = environment is not None  # of several processes one speaks for all
     with parallel.in_use():
         run_command(flags, argv, parallel)
-        return Fitted(parallel.on_main(lambda: run.metrics), run)
+        return Fitted(parallel.on_main(lambda: _metrics_at_end(run)), run)
 
 
 def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: SavedRun) -> Fitted:
@@ -188,12 +200,18 @@ def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: 
         )
     if status == EXIT_BAD_INPUT:
         raise BadInput("multi_gpu ddp: the processes that it started refused to train, and said why on standard error")
-    was_stopped = status > 128 and run.state == "preempted"
+    # What ends otherwise, as by SIGKILL, may have left the state of a start before it.
+    was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
     if status != 0 and not was_stopped:
         raise Failure(f"the processes that multi_gpu ddp started ended with status {status}", status)
-    return Fitted(run.metrics, run)
+    return Fitted(_metrics_at_end(run), run)
+
+
+def _metrics_at_end(run: SavedRun) -> dict[str, float]:
+    """None of a run that is out of time before it goes on: what its directory holds are those of a shorter one."""
+    return run.metrics if run.state == "finished" else {}
 
 
 def _is_importable(task: type[Task]) -> bool:

@@ -93,6 +93,7 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
         ("warmup-epochs = 2", "warmup-steps = 0", {"warmup_epochs": None, "warmup_steps": 0}),
         ("warmup-steps = 7", "", {"warmup_epochs": None, "warmup_steps": 7}),
         ("optimizer = 'sgd'\nnesterov = true", "optimizer = 'adam'", {"momentum": None, "nesterov": False}),
+        ("nesterov = true", "optimizer = 'sgd'", {"optimizer": "sgd", "momentum": 0.9, "nesterov": True}),
         ("nesterov = true", "lr = 1", {"momentum": 0.9, "nesterov": True, "lr": 1.0}),
         ("", "optimizer = 'muon'\nmomentum = 0.5", {"momentum": 0.5}),
         ("grad-accum-steps = 2", "global-batch-size = 8", {"grad_accum_steps": 1, "global_batch_size": 8}),
@@ -100,6 +101,7 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
         ("amp = 'bf16'", "no-amp = false", {"amp": "bf16", "no_amp": False}),
         ("init-from = 'main.py'", "resume-from = 'main.py'", {"init_from": None, "resume_from": Path("main.py")}),
         ("resume-from = 'main.py'", "eval-only = true", {"resume_from": None, "eval_only": True}),
+        ("init-from = 'main.py'", "eval-only = true", {"init_from": None, "eval_only": True}),
         ("resume-from = 'main.py'", "eval-only = false", {"resume_from": Path("main.py"), "eval_only": False}),
         ("init-from-partial = 'main.py'", "predict = 'x.csv'", {"init_from_partial": None}),
         ("drop-last = false", "", {"drop_last": False}),
@@ -220,7 +222,8 @@ def test_mistakes_of_files_and_command_line_are_shown_together(write, refused):
 
 def test_a_task_that_is_not_found_does_not_make_its_flags_unknown(write, refused):
     file = write("task = 'nope'\nwidth = 3\nlr = 'x'")
-    refused(["--task nope: must be one of", f"--config {file}: lr = "], "--config", file)
+    refused([f"ClassName (--task is set in {file})", f"--config {file}: lr = "], "--config", file)
+    refused(["--task no: must be one of", f"--config {file}: lr = "], "--config", file, "--task", "no")
 
 
 def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):

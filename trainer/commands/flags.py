@@ -179,16 +179,13 @@ TRAINER_GROUPS: tuple[type, ...] = (
     ConfigFlags, MultiDeviceFlags,
 )  # fmt: skip
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
+BEGINNINGS = ("resume_from", "init_from", "init_from_partial")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
-    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), ("resume_from", "init_from", "init_from_partial"),
+    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), BEGINNINGS,
 )  # fmt: skip
 """Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
-DISPLACED = {
-    "optimizer": (*OPTIMIZER_SETTINGS,),
-    "eval_only": ("resume_from",),
-    "predict": ("resume_from", "init_from", "init_from_partial"),
-}
+DISPLACED = {"optimizer": tuple(OPTIMIZER_SETTINGS), "eval_only": BEGINNINGS, "predict": BEGINNINGS}
 """What else a flag displaces of lower layers: settings of another optimizer, and the weights that a run began with."""
 
 
@@ -242,10 +239,11 @@ def parse(
     given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
     files, problems = read_config_files(given.get("config") or ())
     task_name = given.get("task") or _task_of(files)
+    of_task: list[str] = []
     try:
         task_type = task_type or find_task(task_name)
     except BadInput as error:
-        problems.append(str(error))
+        of_task = [str(error)]
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
         group_types.insert(0, tool)
@@ -264,7 +262,8 @@ def parse(
     task = by_type[task_type.Config] if task_type is not None else None
     flags = Flags(*of_trainer, task, task_type, by_type.get(tool))  # type: ignore[call-arg]
     origins = layers.origins_of_flags(group_types, argv)
-    return flags, problems + [with_origins(problem, origins) for problem in found + _contradictions(flags)]
+    found = [*of_task, *found, *_contradictions(flags)]
+    return flags, problems + [with_origins(problem, origins) for problem in found]
 
 
 def _task_of(files: Sequence[ConfigFile]) -> str:
@@ -320,7 +319,8 @@ class Layers:
     def make_room_for(self, values: Mapping[str, Any]) -> None:
         """Forgets what values of a higher layer displace."""
         for field, value in values.items():
-            if value is None or value is False:
+            is_as_before = field == "optimizer" and value == self.values.get(field, LearningFlags.optimizer)
+            if value is None or value is False or is_as_before:
                 continue
             displaced = {*DISPLACED.get(field, ())}.union(*(fields for fields in ALTERNATIVES if field in fields))
             for other in displaced - values.keys():
