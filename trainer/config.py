@@ -79,8 +79,8 @@ class Option:
 
     @property
     def adds_up(self) -> bool:
-        """Whether a second one on a command line adds to the first, as with files; other lists are replaced."""
-        return self.is_list and self.type is Path
+        """Whether a second one on a command line adds to the first: lists of files and of text; others are replaced."""
+        return self.is_list and self.type in (Path, str)
 
     def to_plain(self, value: Any) -> Any:
         """A value in a form that JSON, TOML and a checkpoint can hold; of a switch, whether it is given."""
