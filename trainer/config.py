@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,13 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """What may have been meant by a name that is not known. Dashes in front, which all flags share, make none alike."""
+    by_core = {other.lstrip("-"): other for other in known}
+    found = difflib.get_close_matches(name.lstrip("-"), by_core, n=1)
+    return by_core[found[0]] if found else None
+
+
 def shown(value: Any) -> str:
     """A flag's value as one would type it."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
@@ -72,8 +79,8 @@ class Option:
 
     @property
     def adds_up(self) -> bool:
-        """Whether a second one on a command line adds to the first, as with files; other lists are replaced."""
-        return self.is_list and self.type is Path
+        """Whether a second one on a command line adds to the first: lists of files and of text; others are replaced."""
+        return self.is_list and self.type in (Path, str)
 
     def to_plain(self, value: Any) -> Any:
         """A value in a form that JSON, TOML and a checkpoint can hold; of a switch, whether it is given."""
@@ -210,8 +217,8 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
     known = options(*group_types)
     for field in defaults:
         if field not in known:
-            close = difflib.get_close_matches(field, known, n=1)
-            raise TypeError(f"{field} is no flag of the trainer" + (f"; did you mean {close[0]}?" if close else ""))
+            near = nearest(field, known)
+            raise TypeError(f"{field} is no flag of the trainer" + (f"; did you mean {near}?" if near else ""))
     return {field: _stated(known[field], value, known[field].checked) for field, value in defaults.items()}
 
 
@@ -231,8 +238,8 @@ def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tu
     argv, problems = [], []
     for field, value in settings.items():
         if field not in known or known[field].hidden:
-            close = difflib.get_close_matches(field, [name for name in known if not known[name].hidden], n=1)
-            problems.append(f"{field}: no such setting" + (f"; did you mean {close[0]}?" if close else ""))
+            near = nearest(field, [name for name in known if not known[name].hidden])
+            problems.append(f"{field}: no such setting" + (f"; did you mean {near}?" if near else ""))
         elif value is not None:
             try:
                 argv += known[field].argument(value)
@@ -359,8 +366,8 @@ def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) ->
     found = []
     for previous, token in zip(["", *tokens], tokens, strict=False):
         if token.startswith("-"):
-            close = difflib.get_close_matches(token.partition("=")[0], parser._option_string_actions, n=1)
-            found.append(f"{token}: no such flag; " + (f"did you mean {close[0]}?" if close else "see --help"))
+            near = nearest(token.partition("=")[0], parser._option_string_actions)
+            found.append(f"{token}: no such flag; " + (f"did you mean {near}?" if near else "see --help"))
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
     return found

@@ -160,6 +160,7 @@ def test_help_shows_what_files_say(write, capsys):
         ("betas = []", ["betas = []: must have at least one value"]),
         ("betas = [0.9, '0.99']", ['betas = [0.9, "0.99"]: must be a number']),
         ("batchsize = 4", ["batchsize: no such flag; did you mean batch-size?"]),
+        ("learning-rate = 0.1", ["learning-rate: no such flag; see --help"]),
         ("test = false", ["test: no such flag; did you mean no-test?"]),
         ("config = ['x']\nlocal-rank = 0", ["config: no such flag; ", "local-rank: no such flag; "]),
         ("lr = 1\n[learning]\nlr = 2", ["learning is a table; write each setting as a line of its own"]),

@@ -134,6 +134,16 @@ def test_a_run_goes_on_and_is_scored_however_its_task_is_spelled(train, cli, tmp
     assert train(tmp_path, "--eval-only") == train(tmp_path, "--eval-only", *respelled)
 
 
+def test_a_finished_run_says_what_would_have_it_go_on(train, tmp_path):
+    early = ["--lr", 1e-12, "--early-stopping-patience"]
+    train(tmp_path, *early, 1, "--epochs", 4)
+    for epochs in (4, 5):
+        assert "To train on raise --early-stopping-patience, " in train(tmp_path, *early, 1, "--epochs", epochs)
+    assert "Resuming" in train(tmp_path, *early, 2, "--epochs", 3)
+    assert "To train on raise --epochs and --early-stopping-patience, " in train(tmp_path, *early, 2, "--epochs", 3)
+    assert "Resuming" in train(tmp_path, *early, 3, "--epochs", 4)
+
+
 def test_several_runs_are_finished_however_their_task_is_spelled(train, tmp_path):
     train(tmp_path, "--seeds", 2)
     out = train(tmp_path, "--seeds", 2, "--task", os.path.relpath(WEIGHTED))

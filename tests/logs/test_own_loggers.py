@@ -134,6 +134,11 @@ def test_several_do_not_disturb_each_other(train, tmp_path):
     assert read_metrics(tmp_path, "epoch")[0]["val/loss"] == greedy[0]["values"]["val/loss"]
 
 
+def test_several_flags_add_up(train, tmp_path):
+    train(tmp_path, *named("Recording"), "--logger", f"{FILE}:Other")
+    assert logged(tmp_path, "metrics") and logged(tmp_path, "metrics", f"other-{RECORD}")
+
+
 def test_a_stopped_run_goes_on_under_the_same_id_where_it_was(cli, train, tmp_path):
     stops = tmp_path / "stops_the_run.py"
     stops.write_text(STOPS)

@@ -95,6 +95,9 @@ def test_a_warm_up_longer_than_the_run(refused, tmp_path):
     refused(["--warmup-steps 9: the whole run has 8 steps; warm up for fewer or raise --max-steps"],
             *run, "--warmup-steps", 9)  # fmt: skip
     refused(["--warmup-epochs 2, which are 10 steps: the whole run has 8 steps"], *run, "--warmup-epochs", 2)
+    (tmp_path / "long.toml").write_text("warmup-steps = 9")
+    refused([f"raise --max-steps (--warmup-steps is set in {tmp_path / 'long.toml'})"],
+            *run, "--config", tmp_path / "long.toml")  # fmt: skip
 
 
 def test_a_task_s_own_schedule_is_told_the_steps(run_here, tmp_path):

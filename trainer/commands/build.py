@@ -92,7 +92,7 @@ def build_task(flags: Flags) -> Task:
             raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
     if patience and not validation_sets(splits):
-        raise BadInput(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
+        raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
     return task
 
 
@@ -281,7 +281,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
         return TaskOrder(f"{type(task).__name__}.order({name!r})", batches, global_batch_size, num_samples)
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
     if rest == num_samples:
-        raise BadInput(
+        raise flags.refusal(
             f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
             "--batch-size or leave it out"
         )
@@ -315,7 +315,7 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
         length = epochs * per_epoch
         given = f"--warmup-epochs {epochs:g}, which are {length:g} steps"
     if length > plan.num_steps:
-        raise BadInput(
+        raise flags.refusal(
             f"{given}: the whole run has {plan.num_steps} steps; warm up for fewer or raise {flags.run.length_flag}"
         )
     if plan.max_steps is not None:

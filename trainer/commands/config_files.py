@@ -1,6 +1,5 @@
 """Settings in files: read as TOML or from the record of a run, and written by `--print-config`."""
 
-import difflib
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import FlagGroup, Option, described, flag, options, shown
+from trainer.config import FlagGroup, Option, described, flag, nearest, options, shown
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120
@@ -43,8 +42,8 @@ class ConfigFile:
         values, problems = {}, []
         for name, value in self.settings.items():
             if name not in fields:
-                close = difflib.get_close_matches(name, fields, n=1)
-                hint = f"did you mean {_key(close[0])}?" if close else "see --help"
+                near = nearest(name, fields)
+                hint = f"did you mean {_key(near)}?" if near else "see --help"
                 problems += [f"--config {self.path}: {_key(name)}: no such flag; {hint}"] if all_known else []
                 continue
             try:

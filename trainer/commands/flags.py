@@ -1,5 +1,6 @@
 """A whole command line as one typed object."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -207,6 +208,12 @@ class Flags:
     task_type: type[Task] | None
     tool: Any = None
     """Of a program that does something else with a training run than train it: its own group."""
+    origins: Mapping[str, Path] = dataclasses.field(default_factory=dict, compare=False)
+    """Which file a value is from, by the name of the flag."""
+
+    def refusal(self, problem: str) -> BadInput:
+        """Of what only the data show to be wrong."""
+        return BadInput(with_origins(problem, self.origins))
 
     def values(self) -> dict[str, Any]:
         """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
@@ -260,8 +267,8 @@ def parse(
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
     task = by_type[task_type.Config] if task_type is not None else None
-    flags = Flags(*of_trainer, task, task_type, by_type.get(tool))  # type: ignore[call-arg]
     origins = layers.origins_of_flags(group_types, argv)
+    flags = Flags(*of_trainer, task, task_type, by_type.get(tool), origins)  # type: ignore[call-arg]
     found = [*of_task, *found, *_contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
 

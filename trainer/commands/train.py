@@ -64,9 +64,11 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     if is_finished and run.parallel.is_main:
         in_epochs = flags.run.max_steps is None
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
+        bounds = [flags.run.length_flag] if run.is_through else []
+        bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
         print(
             f"This run is finished: {path} holds its results after {length}. "
-            f"To train on raise {flags.run.length_flag}, to start over add --fresh."
+            f"To train on raise {' and '.join(bounds)}, to start over add --fresh."
         )
     return is_finished
 

@@ -64,11 +64,19 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether all epochs or steps are done, and their last report, or early stopping has ended them."""
-        progress, plan = self.progress, self.plan
-        if 0 < self.settings.patience <= progress.evaluations_since_best:
+        if self.is_out_of_patience:
             return True
-        is_reported = plan.max_steps is None or progress.last_report == progress.step  # an epoch ends with its report
-        return is_reported and plan.is_through(progress.position.epoch, progress.step)
+        # An epoch ends with its report.
+        return self.is_through and (self.plan.max_steps is None or self.progress.last_report == self.progress.step)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all epochs or steps are done."""
+        return self.plan.is_through(self.progress.position.epoch, self.progress.step)
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        return 0 < self.settings.patience <= self.progress.evaluations_since_best
 
     def learning_rate_of(self, step: PlannedStep) -> float:
         """That of the next step. Raises BadInput when the task's own schedule is wrong."""
