@@ -100,6 +100,7 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
         ("amp = 'bf16'", "no-amp = false", {"amp": "bf16", "no_amp": False}),
         ("init-from = 'main.py'", "resume-from = 'main.py'", {"init_from": None, "resume_from": Path("main.py")}),
         ("resume-from = 'main.py'", "eval-only = true", {"resume_from": None, "eval_only": True}),
+        ("init-from = 'main.py'", "eval-only = true", {"init_from": None, "eval_only": True}),
         ("resume-from = 'main.py'", "eval-only = false", {"resume_from": Path("main.py"), "eval_only": False}),
         ("init-from-partial = 'main.py'", "predict = 'x.csv'", {"init_from_partial": None}),
         ("drop-last = false", "", {"drop_last": False}),

@@ -179,16 +179,13 @@ TRAINER_GROUPS: tuple[type, ...] = (
     ConfigFlags, MultiDeviceFlags,
 )  # fmt: skip
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
+BEGINNINGS = ("resume_from", "init_from", "init_from_partial")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
-    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), ("resume_from", "init_from", "init_from_partial"),
+    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), BEGINNINGS,
 )  # fmt: skip
 """Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
-DISPLACED = {
-    "optimizer": (*OPTIMIZER_SETTINGS,),
-    "eval_only": ("resume_from",),
-    "predict": ("resume_from", "init_from", "init_from_partial"),
-}
+DISPLACED = {"optimizer": tuple(OPTIMIZER_SETTINGS), "eval_only": BEGINNINGS, "predict": BEGINNINGS}
 """What else a flag displaces of lower layers: settings of another optimizer, and the weights that a run began with."""
 
 
