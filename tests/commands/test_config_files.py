@@ -93,6 +93,7 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
         ("warmup-epochs = 2", "warmup-steps = 0", {"warmup_epochs": None, "warmup_steps": 0}),
         ("warmup-steps = 7", "", {"warmup_epochs": None, "warmup_steps": 7}),
         ("optimizer = 'sgd'\nnesterov = true", "optimizer = 'adam'", {"momentum": None, "nesterov": False}),
+        ("nesterov = true", "optimizer = 'sgd'", {"optimizer": "sgd", "momentum": 0.9, "nesterov": True}),
         ("nesterov = true", "lr = 1", {"momentum": 0.9, "nesterov": True, "lr": 1.0}),
         ("", "optimizer = 'muon'\nmomentum = 0.5", {"momentum": 0.5}),
         ("grad-accum-steps = 2", "global-batch-size = 8", {"grad_accum_steps": 1, "global_batch_size": 8}),

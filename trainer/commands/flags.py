@@ -317,7 +317,8 @@ class Layers:
     def make_room_for(self, values: Mapping[str, Any]) -> None:
         """Forgets what values of a higher layer displace."""
         for field, value in values.items():
-            if value is None or value is False:
+            is_as_before = field == "optimizer" and value == self.values.get(field, LearningFlags.optimizer)
+            if value is None or value is False or is_as_before:
                 continue
             displaced = {*DISPLACED.get(field, ())}.union(*(fields for fields in ALTERNATIVES if field in fields))
             for other in displaced - values.keys():
