@@ -118,6 +118,15 @@ def test_settings_go_before_those_of_files(train, tmp_path):
     same_run(tmp_path / "cli", tmp_path / "again")
 
 
+@pytest.mark.parametrize("line", ["seeds = 3", "folds = 2", "eval-only = true", "predict = 'README.md'"])
+def test_a_file_may_not_ask_for_more_than_a_run(line, tmp_path):
+    (tmp_path / "my.toml").write_text(line)
+    name = line.partition(" ")[0].replace("-", "_")
+    with pytest.raises(trainer.BadInput, match=f"^{name}, in a file of config: fit trains one run"):
+        trainer.fit(Weighted, config=tmp_path / "my.toml", save_dir=tmp_path / "run", **SETTINGS)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_file_may_ask_for_processes(tmp_path):
     (tmp_path / "two.toml").write_text('multi-gpu = "ddp"\nnproc = 2\ndevice = "cpu"\n')

@@ -25,7 +25,7 @@ from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralF
 from trainer.commands.in_process import process_restored
 from trainer.commands.state import STATE
 from trainer.commands.trained import trained_model
-from trainer.config import arguments_of
+from trainer.config import arguments_of, refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
@@ -43,6 +43,7 @@ NOT_OF_ONE_RUN = (
     *(field.name for group in (SeveralFlags, PredictFlags) for field in fields(group)),
 )
 """Flags that ask for something else than to train one run."""
+ONE_RUN = "fit trains one run of the class that it is given; leave it out"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
     try:
         argv, problems, several_devices = _command_line(task, settings)
         flags, environment = read_command_line(argv, several_devices, task_type=task, problems=problems)
+        _refuse_other_than_one_run(flags)
         run = SavedRun(flags.checkpoint.save_dir, task)
         if starts_processes(flags, environment):
             return _fit_in_processes(flags, argv, task, run)
@@ -159,10 +161,18 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
         given = {"multi_gpu": "ddp", **given}
     elsewhere = [name for name in NOT_OF_ONE_RUN if given.pop(name, None) is not None]
     argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given)
-    problems += [f"{name}: fit trains one run of the class that it is given; leave it out" for name in elsewhere]
+    problems += [f"{name}: {ONE_RUN}" for name in elsewhere]
     several_devices = any(field.name in given for field in fields(MultiDeviceFlags))
     several_devices = several_devices or files_ask_for_several_devices(argv)
     return [f"--task={name_of(task)}", *argv], problems, several_devices
+
+
+def _refuse_other_than_one_run(flags: Flags) -> None:
+    """Raises BadInput for what a config file asks for."""
+    groups = (flags.several, flags.prediction)
+    found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
+    found += ["eval_only"] * flags.checkpoint.eval_only
+    refuse([f"{name}, in a file of config: {ONE_RUN}" for name in found])
 
 
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
