@@ -139,6 +139,9 @@ def test_out_of_time_it_is_paused(tmp_path):
     assert (metrics, run.state, run.results) == ({}, "paused", {})
     metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
     assert metrics and run.state == "finished"
+    longer = SETTINGS | {"epochs": 2, "max_minutes": 1e-9}
+    metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **longer)
+    assert (metrics, run.state) == ({}, "paused")
 
 
 def test_either_goes_on_with_what_the_other_began(train, tmp_path):

@@ -180,7 +180,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
     parallel.diagnosis.prints = environment is not None  # of several processes one speaks for all
     with parallel.in_use():
         run_command(flags, argv, parallel)
-        return Fitted(parallel.on_main(lambda: run.metrics), run)
+        return Fitted(parallel.on_main(lambda: _metrics_at_end(run)), run)
 
 
 def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: SavedRun) -> Fitted:
@@ -203,7 +203,12 @@ def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: 
         raise KeyboardInterrupt
     if status != 0 and not was_stopped:
         raise Failure(f"the processes that multi_gpu ddp started ended with status {status}", status)
-    return Fitted(run.metrics, run)
+    return Fitted(_metrics_at_end(run), run)
+
+
+def _metrics_at_end(run: SavedRun) -> dict[str, float]:
+    """None of a run that is out of time before it goes on: what its directory holds are those of a shorter one."""
+    return run.metrics if run.state == "finished" else {}
 
 
 def _is_importable(task: type[Task]) -> bool:
