@@ -327,6 +327,17 @@ def test_the_process_is_as_it_was(end, acts, tmp_path):
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_a_run_is_the_same_whatever_is_set_around_it(around, train, tmp_path):
+    train(tmp_path / "cli")
+    with around():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+        model = trainer.fit(Weighted, save_dir=tmp_path / "fit", **SETTINGS).run.load()
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()) == before
+    same_run(tmp_path / "cli", tmp_path / "fit")
+    assert {(value.device.type, value.is_inference()) for value in model.parameters()} == {("cpu", False)}
+
+
 def test_a_lock_of_tqdm_stays():
     """Of a user who had bars before the trainer was imported."""
     code = "from tqdm import tqdm; lock = tqdm.get_lock(); import trainer.logs.console; assert tqdm.get_lock() is lock"

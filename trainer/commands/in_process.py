@@ -30,7 +30,7 @@ _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.ba
 
 @contextmanager
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
-    """Around a run. Its floating-point numbers are those of a new process, whatever default this one has.
+    """Around a run. Default dtype and device and gradients are those of a new process, whatever this one has.
 
     Raises BadInput if another thread of this process is within it for longer than `wait_s`: they would share random
     numbers.
@@ -52,4 +52,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
         afterwards.enter_context(torch.random.fork_rng(gpus))
         afterwards.enter_context(handlers_restored())
         torch.set_default_dtype(torch.float32)
+        afterwards.enter_context(torch.inference_mode(False))  # gradients too, also within torch.no_grad()
+        if torch.get_default_device().type != "cpu":  # a context costs every operation some time
+            afterwards.enter_context(torch.device("cpu"))
         yield
