@@ -369,6 +369,37 @@ def test_load_finds_a_class_by_the_file_of_the_run(train, tmp_path):
     assert done.stdout == "Network\n", done.stderr
 
 
+def test_load_finds_a_class_of_a_function_while_it_is_there(tmp_path):
+    """Without running its file once more."""
+    (tmp_path / "script.py").write_text(f"""
+import gc
+import trainer
+from tests.helpers.weighted_task import Weighted
+
+def make():
+    class Mine(Weighted):
+        pass
+    return Mine
+
+print("script")
+mine = make()
+trainer.fit(mine, save_dir={str(tmp_path / "run")!r}, **{SETTINGS})
+print(type(trainer.load({str(tmp_path / "run")!r})).__name__)
+del mine
+gc.collect()
+try:
+    trainer.load({str(tmp_path / "run")!r})
+except trainer.BadInput as error:
+    print(error)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    first, *_, found, last = done.stdout.splitlines()
+    assert (first, found, done.stdout.count("script\n"), done.stderr) == ("script", "Network", 1, "")
+    assert "must be path/to/file.py:ClassName; " in last and last.endswith("give the class, as task=")
+
+
 def test_load_says_what_is_missing(train, tmp_path):
     with pytest.raises(trainer.BadInput, match="holds no intact checkpoint"):
         trainer.load(tmp_path / "none")

@@ -111,6 +111,7 @@ def test_mistakes_about_several_devices(args, parts, refused, tmp_path):
         ("def broken(:", "Mine", "cannot import"),
         ("import no_such_module_at_all", "Mine", "No module named 'no_such_module_at_all'"),
         ("x = 1", "Mine", "defines no Mine"),
+        ("raise SystemExit", "Outer.Mine", "must be path/to/file.py:ClassName"),
         ("class Mine: pass", "Mine", "Mine is not a subclass of trainer.Task"),
     ],
 )

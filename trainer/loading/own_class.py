@@ -25,7 +25,7 @@ def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any
 def split_name(value: str, flag: str) -> tuple[Path, str]:
     """The file, which is there, and the name of the class; nothing is imported. Raises BadInput."""
     file, colon, class_name = value.rpartition(":")
-    if not colon:
+    if not colon or not class_name.isidentifier():  # a class within another, or within a function
         raise BadInput(f"{flag} {value}: must be path/to/file.py:ClassName")
     path = Path(file)
     if not path.is_file():

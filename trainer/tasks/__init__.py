@@ -65,7 +65,7 @@ def defined_task(name: str) -> type[Task] | None:
     while to_visit:
         task_type = to_visit.pop(0)
         to_visit += task_type.__subclasses__()
-        if task_type.__name__ == class_name and name_of(task_type) == whole:
+        if name_of(task_type) == whole:
             found = task_type
     return found
 
