@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+import trainer
 from data.har.uci_har import load_uci_har
 from data.interactions.reader import load_interactions
 from tests.conftest import ROOT, WEIGHTED
 from tests.helpers.malicious import Malicious
 from tests.helpers.uci_har_files import write_layout
+from tests.helpers.weighted_task import Network, Weighted
 from trainer.checkpoint.file import size_and_sum
 from trainer.cli import main
 from trainer.loading.cache import cached_arrays
@@ -123,6 +125,22 @@ def tell_the_manifest(directory: Path, manifest: str) -> None:
         for entry in content["checkpoints"]:
             entry |= size_and_sum(directory / entry["file"])
         file.write_text(json.dumps(content))
+
+
+def test_a_task_that_comes_with_the_run(trained, run_here, tmp_path):
+    """A checkpoint names the file of its task, and may name one beside it, however it gets there."""
+    file = trained / "code" / "beside.py"
+    file.parent.mkdir()
+    file.write_text(f"open({str(tmp_path / 'created')!r}, 'x')\nfrom tests.helpers.weighted_task import Weighted\n")
+    for path in trained.glob("*.pth"):
+        torch.save(torch.load(path, weights_only=True) | {"task": f"{trained}/../run/code/beside.py:Weighted"}, path)
+    tell_the_manifest(trained, "made to fit")
+    with pytest.raises(BadInput, match=r"in the folder of the run, where nothing is executed; .* as task="):
+        trainer.load(trained)
+    assert isinstance(trainer.load(trained, Weighted), Network)
+    _, err = run_here("--predict", trained / "metrics.jsonl", "--save-dir", trained, status=2)
+    assert "in the folder of the run, where nothing is executed; " in err and "say by --task" in err
+    assert not (tmp_path / "created").exists()
 
 
 @pytest.mark.parametrize("content", ["object array", "pickle"])

@@ -17,10 +17,11 @@ from trainer.loading.order import Position
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The checkpoint of a run. label: what messages call its weights, in the plural."""
+    """The checkpoint of a run. label: what messages call its weights, in the plural. folder: where it lies."""
 
     label: str
     state: dict[str, Any]
+    folder: Path
 
 
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
@@ -30,11 +31,12 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
     """
     for name, path in files.items():
         if path is not None:
-            return TrainedRun(f"the weights in {path}", read_checkpoint(path, f"{name} {path}", only_weights=True))
+            state = read_checkpoint(path, f"{name} {path}", only_weights=True)
+            return TrainedRun(f"the weights in {path}", state, path.parent)
     state = load_best_weights(folder, say)
     position = Position(**state["position"])
     moment = f"epoch {position.epoch}" if position.at_epoch_start else f"optimizer step {state['step']}"
-    return TrainedRun(f"the weights of {moment} in {folder}", state)
+    return TrainedRun(f"the weights of {moment} in {folder}", state, folder)
 
 
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import Flags, RunFlags
-from trainer.commands.trained import recorded_task
+from trainer.commands.trained import recorded_class, recorded_task
 from trainer.commands.weights import restore_weights
 from trainer.config import flag_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
@@ -25,7 +25,7 @@ from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
-from trainer.tasks import find_task, is_same_task
+from trainer.tasks import is_same_task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""
@@ -71,9 +71,10 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     name, config = run.state["task"], run.state["config"]
     defaults = flag_values(type(flags.task)())
     stated = {flag: value for flag, value in flag_values(flags.task).items() if value != defaults[flag]}
+    task_type = None
     if flags.run.task != RunFlags.task:
         if is_same_task(flags.run.task, name):
-            name = flags.run.task
+            task_type = flags.task_type
         else:
             stated = {"--task": flags.run.task}
     nothing = "no such flag"
@@ -84,10 +85,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
             if value != config.get(flag, nothing)
         ]
     )
-    try:
-        task_type = find_task(name)
-    except BadInput as error:
-        raise BadInput(f"{error}; {run.label} were trained with it: say by --task where it is now") from None
+    task_type = task_type or recorded_class(run, name, "say by --task where it is now")
     return recorded_task(run, task_type, flags.run.cache_dir)
 
 

@@ -27,17 +27,27 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path) -> Ta
         raise BadInput(f"{run.label}: {error}") from None
 
 
+def recorded_class(run: TrainedRun, name: str, advice: str) -> type[Task]:
+    """The class that a run names, by its file: not one beside the checkpoint, which came with it. Raises BadInput.
+
+    advice: how to give it otherwise.
+    """
+    try:
+        if ":" in name and run.folder.resolve() in Path(name.rpartition(":")[0]).resolve().parents:
+            raise BadInput(f"--task {name}: is in the folder of the run, where nothing is executed")
+        return defined_task(name) or find_task(name)
+    except BadInput as error:
+        raise BadInput(f"{error}; {run.label} were trained with it: {advice}") from None
+
+
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     """The model of a run directory with its best weights, in eval mode on the CPU.
 
     task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises BadInput.
     """
     run = find_weights(folder, {}, partial(print, file=sys.stderr))
-    name, config = run.state["task"], run.state["config"]
-    try:
-        task_type = task_type or defined_task(name) or find_task(name)
-    except BadInput as error:
-        raise BadInput(f"{error}; {run.label} were trained with it: give the class, as task=") from None
+    config = run.state["config"]
+    task_type = task_type or recorded_class(run, run.state["task"], "give the class, as task=")
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)
     model = task.build_objective().to(dtype).model
