@@ -78,6 +78,8 @@ def test_a_task_without_a_file_has_none(monkeypatch):
     assert identify_code(Weighted)["task_file"] == "weighted_task.py"
     monkeypatch.delattr(sys.modules[Weighted.__module__], "__file__")
     assert (identify_code(Weighted)["task_file"], identify_code(Weighted)["task_sha256"]) == (None, None)
+    monkeypatch.setattr(Weighted, "__module__", "forgotten")  # of a file that was run without being registered
+    assert identify_code(Weighted)["task_file"] is None
 
 
 @pytest.mark.parametrize(

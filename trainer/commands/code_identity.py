@@ -3,13 +3,13 @@
 import hashlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trainer.task import Task
+from trainer.tasks import source_file
 
 GIT_TIMEOUT_S = 5.0
 
@@ -21,12 +21,12 @@ def identify_code(task_type: type[Task]) -> dict[str, Any]:
     task_sha256: of the module that defines the task.
     """
     commit, changed = read_git(Path(__file__).resolve().parent)
-    file = getattr(sys.modules[task_type.__module__], "__file__", None)
+    file = source_file(task_type)
     try:
-        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
     except OSError:
         digest = None
-    return {"commit": commit, "changed": changed, "task_file": Path(file).name if file else None, "task_sha256": digest}
+    return {"commit": commit, "changed": changed, "task_file": file.name if file else None, "task_sha256": digest}
 
 
 @cache  # a process has imported its code once, whatever is committed later
