@@ -549,6 +549,17 @@ def test_an_interrupt_of_the_whole_group_stops_the_processes_in_order(script, tm
     assert "returned finished" in script(more=OWN, folders=("a",)).stdout
 
 
+def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch, tmp_path):
+    """Although the start before them was."""
+    (tmp_path / "state.json").write_text('{"state": "preempted"}')
+    again = {"save_dir": tmp_path, "multi_gpu": "ddp", "nproc": 2, "device": "cpu"}
+    monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGKILL)
+    with pytest.raises(Failure, match="ended with status 137"):
+        trainer.fit(Weighted, **again)
+    monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGTERM)
+    assert trainer.fit(Weighted, **again).run.state == "preempted"
+
+
 @pytest.mark.slow
 def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
     settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}

@@ -31,6 +31,7 @@ from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
+from trainer.parallel.signals import STOP_SIGNALS
 from trainer.task import Task
 from trainer.tasks import name_of, source_file
 
@@ -198,7 +199,8 @@ def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: 
         )
     if status == EXIT_BAD_INPUT:
         raise BadInput("multi_gpu ddp: the processes that it started refused to train, and said why on standard error")
-    was_stopped = status > 128 and run.state == "preempted"
+    # What ends otherwise, as by SIGKILL, may have left the state of a start before it.
+    was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
     if status != 0 and not was_stopped:
