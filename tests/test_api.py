@@ -71,7 +71,7 @@ def interrupt():
 
 
 def fail():
-    raise ZeroDivisionError("by the task")
+    raise ZeroDivisionError("by the task") from OverflowError("in it")
 
 
 def same_run(one, other):
@@ -249,6 +249,7 @@ def test_an_error_of_the_task_is_raised_as_it_is(acts, capsys, tmp_path):
     with pytest.raises(ZeroDivisionError, match="by the task") as raised:
         trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
     assert raised.traceback[-1].name == "fail"
+    assert isinstance(raised.value.__cause__, OverflowError) and not isinstance(raised.value.__context__, Failure)
     assert capsys.readouterr().err == ""
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["state"] == "failed" and "ZeroDivisionError: by the task" in state["message"]

@@ -126,16 +126,17 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
         with process_restored():
             return _fit_here(flags, argv, environment, run)
     except BadInput as error:
-        refusal = str(error)
+        end: BaseException = BadInput(str(error))
     except Failure as failure:
-        if failure.status != EXIT_BAD_INPUT:
-            raise failure.__cause__ or failure from None
-        refusal = str(failure)
-    except SystemExit as end:
-        if end.code != 128 + signal.SIGINT:
+        end = BadInput(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
+    except SystemExit as leaving:
+        if leaving.code != 128 + signal.SIGINT:
             raise
-        raise KeyboardInterrupt from None  # the second one
-    raise BadInput(refusal)
+        end = KeyboardInterrupt()  # the second one
+    try:
+        raise end  # here, where an exception of the task keeps what it was raised from
+    finally:
+        del end  # which would keep this frame, and with it the run, in memory
 
 
 def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module:
