@@ -222,7 +222,8 @@ def test_mistakes_of_files_and_command_line_are_shown_together(write, refused):
 
 def test_a_task_that_is_not_found_does_not_make_its_flags_unknown(write, refused):
     file = write("task = 'nope'\nwidth = 3\nlr = 'x'")
-    refused(["--task nope: must be one of", f"--config {file}: lr = "], "--config", file)
+    refused([f"ClassName (--task is set in {file})", f"--config {file}: lr = "], "--config", file)
+    refused(["--task no: must be one of", f"--config {file}: lr = "], "--config", file, "--task", "no")
 
 
 def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):

@@ -239,10 +239,11 @@ def parse(
     given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
     files, problems = read_config_files(given.get("config") or ())
     task_name = given.get("task") or _task_of(files)
+    of_task: list[str] = []
     try:
         task_type = task_type or find_task(task_name)
     except BadInput as error:
-        problems.append(str(error))
+        of_task = [str(error)]
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
         group_types.insert(0, tool)
@@ -261,7 +262,8 @@ def parse(
     task = by_type[task_type.Config] if task_type is not None else None
     flags = Flags(*of_trainer, task, task_type, by_type.get(tool))  # type: ignore[call-arg]
     origins = layers.origins_of_flags(group_types, argv)
-    return flags, problems + [with_origins(problem, origins) for problem in found + _contradictions(flags)]
+    found = [*of_task, *found, *_contradictions(flags)]
+    return flags, problems + [with_origins(problem, origins) for problem in found]
 
 
 def _task_of(files: Sequence[ConfigFile]) -> str:
