@@ -7,7 +7,7 @@ import torch
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loop.run import Run
 from trainer.parallel.base import SingleDevice

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.interactions.sequences import TrainSequences
 from trainer.commands.build import build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys, evaluation_keys

@@ -61,7 +61,8 @@ from data.interactions.reader import Interactions, load_interactions
 from models.sequential.sasrec import SASRec, SequentialRecommender
 from models.sequential.tisasrec import TiSASRec
 from trainer.commands.build import build_task, set_up_torch
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loading.batches import Batch
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, split_global_batch

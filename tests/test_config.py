@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import FlagGroup, build_parser, flag, flag_values, parse_flags
 from trainer.tasks import TASKS
 

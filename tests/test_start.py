@@ -11,6 +11,8 @@ RUNS = """
 import sys
 from trainer.cli import main
 
+if "tensorboard" in sys.modules:  # which the main process alone needs, and only to train
+    sys.exit("the command line has imported tensorboard")
 for run in sys.argv[1].split(","):
     for epochs in "12":  # the second time it is resumed: moments are loaded
         argv = ["--epochs", epochs, "--save-every-steps", "2", *run.split(), "--save-dir", f"{sys.argv[2]}/{run[-4:]}"]

@@ -13,7 +13,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.weighted_task import Weighted
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loop.evaluate import evaluate
 from trainer.parallel.base import SingleDevice
 from trainer.task import Task

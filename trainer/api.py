@@ -21,8 +21,9 @@ from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralFlags, files_ask_for_several_devices
+from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralFlags
 from trainer.commands.in_process import process_restored
+from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.state import STATE
 from trainer.commands.trained import trained_model
 from trainer.config import arguments_of, refuse

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from trainer.commands.build import build_task, set_up_torch, start_parallel
 from trainer.commands.evaluate import evaluate_only
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import parse
 from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
 from trainer.commands.train import EXIT_FINISHED, train_in_directory

@@ -12,7 +12,8 @@ import pytest
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_same_bits, contents, launcher, load
 from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
 from tests.helpers.weighted_task import Weighted, WeightedFlags
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import parse
 from trainer.config import flag
 from trainer.profiling.cli import names_several_devices, not_measured
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES

@@ -1,11 +1,12 @@
 """Whatever is wrong with a command line, the user reads one clear message for each mistake, and nothing is written."""
 
 import json
+import textwrap
 
 import pytest
 
 from tests.conftest import TINY, WEIGHTED, contents
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import flag_values, group_from_values
 
 WRONG_COMMAND_LINES = [
@@ -159,3 +160,22 @@ def test_a_length_and_an_interval_displace_each_other():
 def test_muon_needs_a_torch_that_has_it(refused, monkeypatch, tmp_path):
     monkeypatch.delattr("torch.optim.Muon", raising=False)
     refused(["--optimizer muon: torch ", "--lr 0: "], *TINY, "--save-dir", tmp_path, "--optimizer", "muon", "--lr", 0)
+
+
+def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp_path):
+    (tmp_path / "odd.py").write_text(
+        textwrap.dedent("""
+        from dataclasses import dataclass
+        from trainer import FlagGroup, Task, flag
+
+        class Bare(Task):
+            pass
+
+        class Taking(Task):
+            @dataclass
+            class Config(FlagGroup):
+                epochs: int = flag(3, "of its own")
+        """)
+    )
+    refused(["Bare has no `Config`, the dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Bare")
+    refused(["its flags --epochs are the trainer's own; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")

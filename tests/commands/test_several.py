@@ -15,8 +15,8 @@ import torch
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from tests.conftest import TINY, WEIGHTED, assert_same_bits, contents, load
-from trainer.commands.flags import parse
 from trainer.commands.jobs import choose_slots
+from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.devices import DeviceFlags
 from trainer.tasks.har import HarFlags, HarTask

@@ -7,7 +7,7 @@ from torch import nn
 from tests.conftest import TINY, assert_same_bits, contents, launcher, load
 from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import assemble_run, build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.commands.weights import restore_weights, restore_what_fits, use_weights
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import SingleDevice

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, TINY, load
 from tests.docs.test_docs import SCRIPTS
 from tests.docs.test_guide import anchors, blocks, commands_of
 from tests.helpers.processes import free_port
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.parallel import devices
 
 PAGE = (ROOT / "docs" / "containers.md").read_text()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, load
-from trainer.commands.flags import DEFAULT_CACHE, EXAMPLES, TRAINER_GROUPS, parse
+from trainer.commands.flags import DEFAULT_CACHE, TRAINER_GROUPS
+from trainer.commands.parse import EXAMPLES, parse
 from trainer.config import build_parser
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.tasks import TASKS, find_task

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from tests.conftest import ROOT, WEIGHTED
 from tests.docs.test_docs import SCRIPTS, code_in
 from tests.helpers import forks
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loop.plan import split_batch
 from trainer.loop.schedule import device_scaling_factor
 

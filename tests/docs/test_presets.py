@@ -12,7 +12,8 @@ from tests.docs.test_guide import GUIDE
 from tests.helpers import forks
 from tests.helpers.small_seqrec import write_interactions
 from tests.helpers.uci_har_files import write_layout
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import parse
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.parallel import devices
 

@@ -10,7 +10,7 @@ from tests.conftest import WEIGHTED, load
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loop.evaluate import evaluate
 from trainer.loop.train import train

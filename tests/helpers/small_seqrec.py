@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from trainer.commands.build import assemble_run, build_task, prepare_training
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask

@@ -17,7 +17,7 @@ from tests.helpers.recording_logger import logged_run
 from tests.helpers.weighted_task import Sequences, Weighted
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.pictures import log_pictures
 from trainer.parallel.base import SingleDevice

@@ -10,7 +10,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loading.batches import BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import EpochOrder, SampleKeys, num_micro_batches

@@ -15,7 +15,7 @@ from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task, set_up_torch
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory import recut, rehearse

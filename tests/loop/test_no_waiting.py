@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from models.sequential import ranking
 from tests.conftest import WEIGHTED
 from trainer.commands.build import assemble_run, prepare_training
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.logs.run_log import SilentLog
 from trainer.loop import totals
 from trainer.loop.run import Run

@@ -12,7 +12,7 @@ from tests.conftest import ROOT, launcher, load
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.scored_task import Points, Scored
 from trainer.commands.build import assemble_run, build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loading.errors import BadInput
 from trainer.loop.evaluate import evaluate
 from trainer.loop.per_sample import PerSampleOutputs, in_order, joined

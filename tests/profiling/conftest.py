@@ -3,7 +3,7 @@ import torch
 
 from profiler import main as profile
 from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.environment import RankEnvironment
 from trainer.profiling.measure import opened

@@ -10,7 +10,7 @@ from profiler import main as profile
 from tests.conftest import WEIGHTED
 from tests.profiling.conftest import SHORT, TINY
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.profiling import processes
 from trainer.profiling.cli import COMMANDS
 from trainer.profiling.step import StepFlags

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.docs.test_docs import DOCUMENTS, code_blocks, reference, rows, shown_default
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.config import build_parser, flag_name, parse_flags
 from trainer.profiling import cli
 from trainer.profiling.cli import COMMANDS

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.profiling.conftest import TINY
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.profiling import predict as command
 from trainer.profiling.cost_model import FIRST_BUCKET_BYTES, Compute, Link, buckets, predict
 from trainer.profiling.processes import World

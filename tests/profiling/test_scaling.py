@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.profiling.conftest import SHORT, TINY
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.profiling import scaling
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES, World, placed
 

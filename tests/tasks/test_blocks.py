@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.commands.build import build_task, example_batch
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loop.contract import check_blocks
 
 HAR = ["--model", "harnet", "--num-members", "2"]

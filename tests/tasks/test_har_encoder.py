@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.conftest import load, read_metrics
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.tasks.har import HarFlags, HarTask

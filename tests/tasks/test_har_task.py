@@ -13,7 +13,7 @@ from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from tests.conftest import load, read_metrics
 from trainer.commands.build import assemble_run, build_task
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
 from trainer.tasks.har import HarFlags, HarObjective, HarTask

@@ -100,7 +100,7 @@ PARSE = """
 import sys
 
 import trainer.cli
-from trainer.commands.flags import parse
+from trainer.commands.parse import parse
 
 assert parse(["--task", sys.argv[1]], several_devices=False)[1] == []
 print(*(name for name in sys.modules if name.partition(".")[0] in ("data", "models")))

@@ -1,9 +1,7 @@
 """Builds a run from a command line, at the position where it goes on."""
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,10 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.code_identity import identify_code
+from trainer.commands.describe import describe_environment, describe_run
 from trainer.commands.flags import Flags
-from trainer.commands.resume import (
-    choose_run_id,
-    choose_start,
-    recorded_global_batches,
-    resume,
-    starts_over,
-    take_over,
-    take_weights,
-)
+from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
+from trainer.commands.resume import choose_run_id, choose_start, resume, starts_over, take_over, take_weights
 from trainer.commands.weights import initialise
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.errors import BadInput
@@ -38,11 +30,8 @@ from trainer.loop.learner import Learner
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
-from trainer.loop.orders import EPOCHS_KEPT, SampleOrder, ShuffledOrder, TaskOrder
-from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.precision import choose_precision, in_precision
 from trainer.loop.run import LoopSettings, Run
-from trainer.loop.schedule import LearningRate, device_scaling_factor
 from trainer.loop.step_results import StepResults
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.data_parallel import start_data_parallel
@@ -52,7 +41,6 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.task import Task, validation_sets
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
 
 def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
@@ -234,97 +222,6 @@ def _logged(run: Run) -> LoggedRun:
 # --- the parts ---------------------------------------------------------------------------------------------------
 
 
-def arrange_batches(
-    flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], parallel: Parallel, before: Mapping[str, Any] | None
-) -> tuple[tuple[BatchSplit, ...], float]:
-    """How the batches of each phase are cut, and the factor of `--scale-lr`.
-
-    sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
-    its global batches and factor, whatever the devices are now.
-    """
-    batch, devices = flags.batch, (parallel.num_devices, parallel.shard[1])
-    if (
-        before is not None
-        and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
-        and before.get("batch_sizes", sizes) == sizes
-    ):
-        pairs = zip(sizes, recorded_global_batches(before), strict=True)
-        return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
-    asked = batch.global_batch_size
-    wholes = [asked and max(1, round(asked * size / batch.batch_size)) for size in sizes]
-    splits = tuple(
-        split_batch(size, batch.grad_accum_steps, whole, *devices) for size, whole in zip(sizes, wholes, strict=True)
-    )
-    one_device = sizes[0] * batch.grad_accum_steps
-    return splits, device_scaling_factor(flags.learning.scale_lr, splits[0].global_batch_size, one_device)
-
-
-def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
-    """Length, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
-    given, has_validation = flags.run, bool(validation_sets(task.splits()))
-    return Plan(
-        given.epochs,
-        tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches)),
-        task.turns,
-        given.eval_every if has_validation else None,
-        given.max_steps,
-        given.eval_every_steps if has_validation else None,
-    )
-
-
-def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
-    """The samples of a phase in global batches. Raises BadInput."""
-    name = task.phases[phase]
-    num_samples = task.num_samples(name)
-    batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
-    if batches(0) is not None:
-        return TaskOrder(f"{type(task).__name__}.order({name!r})", batches, global_batch_size, num_samples)
-    rest = num_samples % global_batch_size if flags.batch.drop_last else 0
-    if rest == num_samples:
-        raise flags.refusal(
-            f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
-            "--batch-size or leave it out"
-        )
-    return ShuffledOrder(flags.run.seed, phase, num_samples, global_batch_size, num_samples - rest)
-
-
-def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
-    """The schedule. Raises BadInput for a warm-up longer than the run."""
-    learning = flags.learning
-    return LearningRate(
-        peak=learning.lr * factor,
-        floor=learning.min_lr,
-        warmup=min(build_warmup(flags, plan), plan.total),
-        total=plan.total,
-        schedule=learning.schedule,
-        num_steps=plan.num_steps,
-        factor_of_step=task.lr_factor if type(task).lr_factor is not Task.lr_factor else None,
-    )
-
-
-def build_warmup(flags: Flags, plan: Plan) -> float:
-    """Its length in the unit of the schedule. Raises BadInput for one longer than the run."""
-    epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
-    per_epoch: float = plan.steps_per_epoch
-    if epochs is None and num_steps is None:
-        return plan.total / 10
-    if epochs is not None and plan.max_steps is None:
-        return epochs
-    given, length = f"--warmup-steps {num_steps}", float(num_steps or 0)
-    if epochs is not None:
-        length = epochs * per_epoch
-        given = f"--warmup-epochs {epochs:g}, which are {length:g} steps"
-    if length > plan.num_steps:
-        raise flags.refusal(
-            f"{given}: the whole run has {plan.num_steps} steps; warm up for fewer or raise {flags.run.length_flag}"
-        )
-    if plan.max_steps is not None:
-        return length
-    if len(plan.orders) == 1:  # whose short last batch counts as a step too
-        per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
-    return length / per_epoch
-
-
 def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
     """The model with its loss on this process's device, initialised alike on every process."""
     precision = choose_precision(flags.precision, parallel.device)
@@ -361,57 +258,3 @@ def example_batch(task: Task, phase: int, size: int) -> Batch:
     batch = task.collate(dataset.__getitems__(keys), keys)
     check_batch(task, batch, len(keys.index))
     return batch | {"weight": torch.zeros_like(batch["weight"])}
-
-
-# --- what the user is told ---------------------------------------------------------------------------------------
-
-
-def describe_environment(parallel: Parallel) -> dict[str, Any]:
-    """All that identity to the bit depends on, besides the flags."""
-    return {
-        "world_size": parallel.shard[1],
-        "num_devices": parallel.num_devices,
-        "num_threads_per_rank": torch.get_num_threads(),
-        "device_type": parallel.device.type,
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-
-
-def describe_run(run: Run, flags: Flags) -> list[str]:
-    """The lines at the start of every run."""
-    parallel, batches = run.parallel, run.batches[0]
-    world_size, num_devices = parallel.shard[1], parallel.num_devices
-    lines = [
-        f"Devices: {parallel.describe()}",
-        *describe_batches(run),
-        f"Workers: {flags.run.num_workers} per rank, {flags.run.num_workers * world_size} in all"
-        f"{', and as many for evaluation' if flags.run.num_workers else ''}. "
-        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
-        f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
-        f"Model: {run.learner.num_parameters} parameters.",
-    ]
-    scaled = run.learning_rate.peak
-    if scaled != flags.learning.lr:
-        one_device = flags.batch.batch_size * flags.batch.grad_accum_steps
-        why = f"{num_devices} devices"
-        if batches.global_batch_size != one_device * num_devices:
-            why = f"a global batch of {batches.global_batch_size} samples instead of {one_device}"
-        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {scaled:g} for {why}")
-    return lines
-
-
-def describe_batches(run: Run) -> list[str]:
-    """A line for each phase about how its batches are cut."""
-    lines, num_devices = [], run.parallel.num_devices
-    for phase, split in zip(run.task.phases, run.batches, strict=True):
-        exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
-        lines.append(
-            f"Batch{f' of phase {phase}' if len(run.batches) > 1 else ''}: {split.global_batch_size} samples per "
-            f"optimizer step, from {split.batch_size} per device per forward (--batch-size is per device) x "
-            f"{num_devices} device(s) x {split.grad_accum_steps} accumulation step(s)"
-            + ("" if exact else ", the last ones smaller")
-        )
-    return lines

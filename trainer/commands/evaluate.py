@@ -9,7 +9,8 @@ import torch
 
 from trainer.checkpoint.records import RESULTS, write_json
 from trainer.checkpoint.weights import find_weights, load_best_weights
-from trainer.commands.build import assemble_run, describe_run, set_up_torch
+from trainer.commands.build import assemble_run, set_up_torch
+from trainer.commands.describe import describe_run
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
 from trainer.commands.weights import restore_weights, use_weights

@@ -17,7 +17,8 @@ import torch
 
 from trainer.checkpoint.manifest import MANIFEST, read_manifest
 from trainer.checkpoint.records import CONFIG, RESULTS, read_json
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
 from trainer.commands.state import STATE
 from trainer.config import refuse, shown

@@ -12,7 +12,6 @@ from trainer.logs.console import Table, of_headline, progress_bar
 from trainer.logs.console_logger import ConsoleLogger
 from trainer.logs.files import DATA_WAIT, FileLogger
 from trainer.logs.logger import LoggedRun, Logger, Record
-from trainer.logs.tensorboard import TensorBoardLogger
 from trainer.task import Picture
 
 T = TypeVar("T")
@@ -43,6 +42,8 @@ class RunLog:
     """
 
     def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
+        from trainer.logs.tensorboard import TensorBoardLogger  # it takes long, and only the main process logs
+
         self._headline = headline
         self._console, self._board, self._own = ConsoleLogger(), TensorBoardLogger(), own
         self._built_in: tuple[Logger, ...] = (self._console, FileLogger(), self._board)

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import Flags, files_ask_for_several_devices, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import files_ask_for_several_devices, parse
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import Flags, parse
+from trainer.commands.flags import Flags
+from trainer.commands.parse import parse
 from trainer.config import FlagGroup
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel

@@ -1,0 +1,171 @@
+"""From a command line, and the files that it names, to the flags."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
+from trainer.commands.flags import TRAINER_GROUPS, Flags, RunFlags, contradictions
+from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
+from trainer.loading.errors import BadInput
+from trainer.loop.schedule import OPTIMIZER_SETTINGS, LearningFlags
+from trainer.parallel.devices import MultiDeviceFlags
+from trainer.task import Task
+from trainer.tasks import find_task
+
+DESCRIPTION = {
+    False: "Trains on one device. The same command again resumes an unfinished run.",
+    True: "Trains on several devices, with the same result as on one. The same command again resumes, on any number "
+    "of devices.",
+}
+
+EXAMPLES = {
+    False: """examples:
+  python main.py                                       the default task on its built-in data
+  python main.py --download --save-dir checkpoints/uci
+  python main.py --task seqrec --data-dir ml-1m.zip --save-dir checkpoints/ml-1m
+  python main.py --config checkpoints/uci/config.json --save-dir checkpoints/uci-again
+  python main.py --seeds 5 --save-dir checkpoints/five
+  python main.py --save-dir checkpoints/uci --eval-only
+  python main.py --save-dir checkpoints/uci --predict recording.csv --output labels.csv""",
+    True: """examples:
+  python main_multi_gpu.py --multi-gpu ddp             one process per GPU of this machine
+  python main_multi_gpu.py --multi-gpu ddp --nproc 2 --device cpu
+  python main_multi_gpu.py --multi-gpu dp --gpu-ids 0,1
+  torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp --save-dir checkpoints/ddp""",
+}
+
+BEGINNINGS = ("resume_from", "init_from", "init_from_partial")
+ALTERNATIVES: tuple[tuple[str, ...], ...] = (
+    ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
+    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), BEGINNINGS,
+)  # fmt: skip
+"""Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
+DISPLACED = {"optimizer": tuple(OPTIMIZER_SETTINGS), "eval_only": BEGINNINGS, "predict": BEGINNINGS}
+"""What else a flag displaces of lower layers: settings of another optimizer, and the weights that a run began with."""
+
+
+def parse(
+    argv: Sequence[str],
+    several_devices: bool,
+    tool: type[FlagGroup] | None = None,
+    about: tuple[str, str] | None = None,
+    command: str = "",
+    task_type: type[Task] | None = None,
+) -> tuple[Flags, list[str]]:
+    """The flags and everything that is wrong with them.
+
+    tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
+    that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
+    task_type: the class that `--task` names; without it, it is looked for.
+    """
+    given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
+    files, problems = read_config_files(given.get("config") or ())
+    task_name = given.get("task") or _task_of(files)
+    of_task: list[str] = []
+    try:
+        task_type = task_type or find_task(task_name)
+    except BadInput as error:
+        of_task = [str(error)]
+    group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
+    if tool is not None:
+        group_types.insert(0, tool)
+    layers = Layers({}, {})
+    if task_type is not None:
+        _check_config(task_name, task_type, group_types)
+        group_types.append(task_type.Config)
+        layers.add(_task_defaults(task_type))
+    for file in files:
+        problems += layers.add_file(file, group_types, all_known=task_type is not None)
+    layers.make_room_for(given)
+    about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command)
+    by_type: dict[type | None, Any] = {type(group): group for group in groups}
+    of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
+    task = by_type[task_type.Config] if task_type is not None else None
+    origins = layers.origins_of_flags(group_types, argv)
+    flags = Flags(*of_trainer, task, task_type, by_type.get(tool), origins)  # type: ignore[call-arg]
+    found = [*of_task, *found, *contradictions(flags)]
+    return flags, problems + [with_origins(problem, origins) for problem in found]
+
+
+def _task_of(files: Sequence[ConfigFile]) -> str:
+    names = [file.settings["--task"] for file in files if isinstance(file.settings.get("--task"), str)]
+    return names[-1] if names else RunFlags.task
+
+
+def _check_config(task_name: str, task_type: type[Task], group_types: Sequence[type]) -> None:
+    """Raises BadInput for flags of a task that are none, or the trainer's own."""
+    if not dataclasses.is_dataclass(getattr(task_type, "Config", None)):
+        raise BadInput(f"--task {task_name}: {task_type.__name__} has no `Config`, the dataclass of its flags")
+    taken = sorted(options(*group_types).keys() & options(task_type.Config).keys())
+    if taken:
+        names = ", ".join(flag_name(name) for name in taken)
+        raise BadInput(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
+
+
+def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
+    """Raises TypeError or ValueError for a mistake in the task."""
+    try:
+        if "task" in task_type.defaults:
+            raise TypeError("task is what chooses these defaults")
+        return checked_defaults([group for group in TRAINER_GROUPS if group is not ConfigFlags], task_type.defaults)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
+
+
+@dataclass
+class Layers:
+    """What the flags are unless the command line says otherwise: a task's defaults, then files, one over the other.
+
+    values: by field name. origins: by field name, which file a value is from.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, Path]
+
+    def add(self, values: Mapping[str, Any], origin: Path | None = None) -> None:
+        """The next layer. origin: None for what is no file."""
+        self.make_room_for(values)
+        self.values.update(values)
+        self.origins.update(dict.fromkeys(values, origin) if origin is not None else {})
+
+    def add_file(self, file: ConfigFile, group_types: Sequence[type], all_known: bool) -> list[str]:
+        """The next layer; returns what is wrong with it. all_known: no other flags than those of the groups exist."""
+        own = options(*(group for group in group_types if group is not ConfigFlags))
+        values, problems = file.values({**options(MultiDeviceFlags), **own}, all_known)
+        self.add(values, file.path)
+        elsewhere = file.of_several_devices() if MultiDeviceFlags not in group_types else []
+        if elsewhere:
+            problems.append(
+                f"--config {file.path}: {', '.join(elsewhere)}: is for several devices; use main_multi_gpu.py"
+            )
+        return problems
+
+    def make_room_for(self, values: Mapping[str, Any]) -> None:
+        """Forgets what values of a higher layer displace."""
+        for field, value in values.items():
+            is_as_before = field == "optimizer" and value == self.values.get(field, LearningFlags.optimizer)
+            if value is None or value is False or is_as_before:
+                continue
+            displaced = {*DISPLACED.get(field, ())}.union(*(fields for fields in ALTERNATIVES if field in fields))
+            for other in displaced - values.keys():
+                self.values.pop(other, None)
+                self.origins.pop(other, None)
+
+    def origins_of_flags(self, group_types: Sequence[type], argv: Sequence[str]) -> dict[str, Path]:
+        """By the name of the flag, which file a value is from that the command line does not give."""
+        stated = names_given(argv)
+        return {
+            option.name: self.origins[field]
+            for field, option in options(*group_types).items()
+            if field in self.origins and option.name not in stated
+        }
+
+
+def files_ask_for_several_devices(argv: Sequence[str]) -> bool:
+    """Whether a config file that the command line names does."""
+    files, _ = read_config_files(values_given([ConfigFlags], argv)[0].get("config") or ())
+    return any(file.of_several_devices() for file in files)

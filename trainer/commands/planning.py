@@ -1,0 +1,106 @@
+"""From flags to the arithmetic of a run: batches, steps, learning rate."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from trainer.commands.flags import Flags
+from trainer.commands.resume import recorded_global_batches
+from trainer.loop.orders import EPOCHS_KEPT, SampleOrder, ShuffledOrder, TaskOrder
+from trainer.loop.plan import BatchSplit, Plan, split_batch
+from trainer.loop.schedule import LearningRate, device_scaling_factor
+from trainer.parallel.base import Parallel
+from trainer.task import Task, validation_sets
+
+BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
+
+
+def arrange_batches(
+    flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], parallel: Parallel, before: Mapping[str, Any] | None
+) -> tuple[tuple[BatchSplit, ...], float]:
+    """How the batches of each phase are cut, and the factor of `--scale-lr`.
+
+    sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
+    its global batches and factor, whatever the devices are now.
+    """
+    batch, devices = flags.batch, (parallel.num_devices, parallel.shard[1])
+    if (
+        before is not None
+        and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
+        and before.get("batch_sizes", sizes) == sizes
+    ):
+        pairs = zip(sizes, recorded_global_batches(before), strict=True)
+        return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
+    asked = batch.global_batch_size
+    wholes = [asked and max(1, round(asked * size / batch.batch_size)) for size in sizes]
+    splits = tuple(
+        split_batch(size, batch.grad_accum_steps, whole, *devices) for size, whole in zip(sizes, wholes, strict=True)
+    )
+    one_device = sizes[0] * batch.grad_accum_steps
+    return splits, device_scaling_factor(flags.learning.scale_lr, splits[0].global_batch_size, one_device)
+
+
+def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
+    """Length, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
+    given, has_validation = flags.run, bool(validation_sets(task.splits()))
+    return Plan(
+        given.epochs,
+        tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches)),
+        task.turns,
+        given.eval_every if has_validation else None,
+        given.max_steps,
+        given.eval_every_steps if has_validation else None,
+    )
+
+
+def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
+    """The samples of a phase in global batches. Raises BadInput."""
+    name = task.phases[phase]
+    num_samples = task.num_samples(name)
+    batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
+    if batches(0) is not None:
+        return TaskOrder(f"{type(task).__name__}.order({name!r})", batches, global_batch_size, num_samples)
+    rest = num_samples % global_batch_size if flags.batch.drop_last else 0
+    if rest == num_samples:
+        raise flags.refusal(
+            f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
+            "--batch-size or leave it out"
+        )
+    return ShuffledOrder(flags.run.seed, phase, num_samples, global_batch_size, num_samples - rest)
+
+
+def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
+    """The schedule. Raises BadInput for a warm-up longer than the run."""
+    learning = flags.learning
+    return LearningRate(
+        peak=learning.lr * factor,
+        floor=learning.min_lr,
+        warmup=min(build_warmup(flags, plan), plan.total),
+        total=plan.total,
+        schedule=learning.schedule,
+        num_steps=plan.num_steps,
+        factor_of_step=task.lr_factor if type(task).lr_factor is not Task.lr_factor else None,
+    )
+
+
+def build_warmup(flags: Flags, plan: Plan) -> float:
+    """Its length in the unit of the schedule. Raises BadInput for one longer than the run."""
+    epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
+    per_epoch: float = plan.steps_per_epoch
+    if epochs is None and num_steps is None:
+        return plan.total / 10
+    if epochs is not None and plan.max_steps is None:
+        return epochs
+    given, length = f"--warmup-steps {num_steps}", float(num_steps or 0)
+    if epochs is not None:
+        length = epochs * per_epoch
+        given = f"--warmup-epochs {epochs:g}, which are {length:g} steps"
+    if length > plan.num_steps:
+        raise flags.refusal(
+            f"{given}: the whole run has {plan.num_steps} steps; warm up for fewer or raise {flags.run.length_flag}"
+        )
+    if plan.max_steps is not None:
+        return length
+    if len(plan.orders) == 1:  # whose short last batch counts as a step too
+        per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
+    return length / per_epoch
