@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from trainer.commands.build import build_task, set_up_torch, start_parallel
+from trainer.commands.config_files import with_origins
 from trainer.commands.evaluate import evaluate_only
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
@@ -94,7 +95,7 @@ def read_command_line(
     problems = [*problems, *found]
     if environment is None:
         environment, contradictions = read_rank_environment(os.environ, flags.multi)
-        problems += contradictions
+        problems += [with_origins(problem, flags.origins) for problem in contradictions]
     if flags.several.wanted and environment is not None:
         problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
     if problems and not _tells_the_user(environment):

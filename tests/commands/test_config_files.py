@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.conftest import ROOT, TINY, WEIGHTED, assert_same_bits, contents, launcher, load
+from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, launcher, load
 from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.commands.flags import Flags
@@ -127,6 +127,20 @@ def test_the_profiler_takes_files_too(write):
     assert (flags.tool.steps, flags.multi.nproc, problems) == (7, 2, [])
     _, problems = parse(["--task", WEIGHTED, "--config", write("steps = 7")], False)
     assert len(problems) == 1 and "steps: no such flag" in problems[0]
+
+
+def test_a_mark_of_the_encoding_in_front_is_none_of_the_text(tmp_path):
+    (tmp_path / "marked.toml").write_text("lr = 0.5", encoding="utf-8-sig")
+    assert read("--config", tmp_path / "marked.toml").learning.lr == 0.5
+
+
+def test_what_a_launcher_contradicts_is_said_with_its_file(write, cli, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    file = write("multi-gpu = 'ddp'\nnproc = 2")
+    status, _, err = cli("--task", WEIGHTED, "--config", file, several_devices=True)
+    assert status == 2
+    assert_messages(err, f"leave it out (--nproc is set in {file})")
 
 
 def test_help_shows_what_files_say(write, capsys):

@@ -78,7 +78,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
     import tomllib  # here, so that a start without files does without
 
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # editors may put a mark in front
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
