@@ -25,6 +25,7 @@ def test_killed_at_random(worlds, tmp_path, forked, unbroken):
     assert kills.total() > 0
 
 
+@pytest.mark.slow
 def test_a_run_in_steps_killed_at_random(tmp_path, forked, unbroken):
     assert live_and_compare(tmp_path, IN_STEPS, forked, [1], FIRST_SEED, unbroken).total() > 0
 
