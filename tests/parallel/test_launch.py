@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, WEIGHTED, assert_messages, largest_difference, launcher, load
 from tests.helpers.processes import (
@@ -195,8 +196,10 @@ def test_threads_of_the_groups_end_before_the_interpreter(tmp_path):
     alone = RankEnvironment(0, 1, init_method=f"file://{tmp_path}/rendezvous")
     parallel = Distributed(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
     parallel.gather(parallel.start_sum([1.0])())
-    assert num_gloo_threads() > before
+    has_names = num_gloo_threads() > before
     parallel.close()
+    if not has_names:
+        pytest.skip(f"torch {torch.__version__} does not name the threads of gloo")
     assert num_gloo_threads() == before
 
 
