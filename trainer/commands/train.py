@@ -43,7 +43,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             if _is_finished(run, flags):
                 state.enter("finished", run)
                 return EXIT_FINISHED
-            if not run.is_complete and 0 < run.settings.max_s <= run.progress.train_seconds:
+            if not run.is_complete and run.time_is_up:
                 if parallel.is_main:
                     print(_time_is_up(run))
                 state.enter("paused", run, _time_is_up(run))
