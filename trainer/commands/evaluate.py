@@ -13,7 +13,8 @@ from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.describe import describe_run
 from trainer.commands.flags import Flags
 from trainer.commands.resume import undo_hint
-from trainer.commands.weights import restore_weights, use_weights
+from trainer.commands.trained import CPU, trained_objective
+from trainer.commands.weights import use_weights
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate, validate
@@ -108,7 +109,7 @@ def ensemble_metrics(
         device = torch.device("cuda", flags.multi.gpu_ids[0])
     parallel = SingleDevice(device)
     set_up_torch(flags, parallel)
-    ensemble = task.ensemble([_trained_objective(flags, task, parallel, directory) for directory in directories])
+    ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
     if ensemble is None:
         return None
     with closing(assemble_run(flags, task, parallel)) as run:
@@ -123,10 +124,7 @@ def ensemble_metrics(
         return run.metrics({"test": evaluate(run, "test")})
 
 
-def _trained_objective(flags: Flags, task: Task, parallel: Parallel, directory: Path) -> Objective:
+def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
     """On the CPU, since there may be many."""
-    state = load_best_weights(directory, print)
-    objective = task.build_objective().to(getattr(torch, flags.precision.dtype))
-    hint = "give the flags that it was trained with"
-    restore_weights(objective.model, state["model"], parallel, str(directory), hint)
-    return objective
+    weights, dtype = load_best_weights(directory, print)["model"], getattr(torch, flags.precision.dtype)
+    return trained_objective(task, weights, CPU, dtype, str(directory), "give the flags that it was trained with")

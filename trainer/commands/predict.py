@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import Flags, RunFlags
-from trainer.commands.trained import recorded_class, recorded_task
-from trainer.commands.weights import restore_weights
+from trainer.commands.trained import recorded_class, recorded_task, trained_objective
 from trainer.config import flag_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.errors import BadInput
@@ -42,9 +41,9 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     if len(dataset) == 0:
         raise BadInput(f"--predict {path}: holds nothing to label")
     precision = choose_precision(flags.precision, parallel.device)
-    objective = task.build_objective().to(parallel.device, precision.dtype)
     hint = "the task's code has changed since"
-    restore_weights(objective.model, run.state["model"], parallel, "the checkpoint", hint)
+    weights = run.state["model"]
+    objective = trained_objective(task, weights, parallel.device, precision.dtype, "the checkpoint", hint)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, parallel, precision, batch_size)
     # A bar and a table on one terminal would overwrite each other.

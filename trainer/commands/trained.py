@@ -1,11 +1,12 @@
 """The task and the model of a run, from what its checkpoint recorded."""
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import RunFlags
@@ -14,8 +15,10 @@ from trainer.config import group_from_values
 from trainer.loading.errors import BadInput
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.base import SingleDevice
-from trainer.task import Task
+from trainer.task import Objective, Task
 from trainer.tasks import defined_task, find_task
+
+CPU = torch.device("cpu")
 
 
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path) -> Task:
@@ -40,6 +43,15 @@ def recorded_class(run: TrainedRun, name: str, advice: str) -> type[Task]:
         raise BadInput(f"{error}; {run.label} were trained with it: {advice}") from None
 
 
+def trained_objective(
+    task: Task, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, source: str, hint: str
+) -> Objective:
+    """A task's objective with these weights. source, hint: see `restore_weights`. Raises BadInput."""
+    objective = task.build_objective().to(device, dtype)
+    restore_weights(objective.model, weights, SingleDevice(device), source, hint)
+    return objective
+
+
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     """The model of a run directory with its best weights, in eval mode on the CPU.
 
@@ -50,7 +62,5 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     task_type = task_type or recorded_class(run, run.state["task"], "give the class, as task=")
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)
-    model = task.build_objective().to(dtype).model
     hint = "the task's code has changed since, or another class was given"
-    restore_weights(model, run.state["model"], SingleDevice(torch.device("cpu")), str(folder), hint)
-    return model.eval()
+    return trained_objective(task, run.state["model"], CPU, dtype, str(folder), hint).model.eval()
