@@ -45,6 +45,11 @@ class Objective(nn.Module):
     """
 
     model: nn.Module
+    same_masks: ClassVar[bool] = False
+    """Whether dropout draws the same in all micro-batches and on all devices of a step.
+
+    For a model that computes the same whole, such as all nodes of a graph, for any part of the global batch.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,6 +57,13 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, phase: str = "train") -> Outputs:
         raise NotImplementedError
+
+    def start_evaluation(self) -> None:
+        """Computes what all batches of an evaluation share, such as all nodes of a graph; keeps it in buffers.
+
+        Called in eval mode before the first batch, without gradients, in the run's precision and in the weights that
+        are evaluated; on every process, and before `Task.predictions` too. `Task.example_pictures` may call it.
+        """
 
 
 class Task(ABC):
@@ -110,18 +122,20 @@ class Task(ABC):
     """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag."""
     monitor: ClassVar[tuple[str, Literal["max", "min"]]]
     """The validation metric that defines "best", for example ("val/accuracy", "max") or ("val/far/loss", "min")."""
-    phases: ClassVar[tuple[str, ...]] = ("train",)
-    """Parts of training, each with data, a loss, parameters and optimizers of its own.
+    phases: tuple[str, ...] = ("train",)
+    """Parts of training, each with data, a loss, parameters and optimizers of its own; may depend on the config.
 
     They come one after another within an epoch, unless `turns` says otherwise.
     """
-    turns: ClassVar[tuple[int, ...]] = ()
+    turns: tuple[int, ...] = ()
     """Optimizer steps of each phase until the next one has its turn, for example (1, 1); empty: whole phases in turn.
 
     The first phase's data make the epoch; the others go through theirs again and again, with epochs of their own.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Other defaults of the trainer's own flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
+    data_flags: ClassVar[tuple[str, ...]] = ()
+    """Fields of `Config` that say where the data lie; a run's data may lie elsewhere when it labels (`--predict`)."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
     """Fields of `Config` that say what the validation set is; `--folds`, which says it too, excludes their flags."""
     headline: ClassVar[tuple[str, ...]] = ()

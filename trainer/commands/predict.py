@@ -15,7 +15,7 @@ from tqdm import tqdm
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.flags import Flags, RunFlags
 from trainer.commands.trained import recorded_class, recorded_task, trained_objective
-from trainer.config import flag_values, refuse, shown
+from trainer.config import flag_name, flag_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, written_as_a_whole
@@ -61,8 +61,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
-    The command line need not repeat the flags of the run, but must not contradict them; the file of a task of a
-    user's own may have moved to another folder. Raises BadInput.
+    The command line need not repeat the flags of the run, but must not contradict them; the data that a task needs for
+    this (`Task.data_flags`), and the file of a task of a user's own, may have moved. Raises BadInput.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
@@ -76,6 +76,8 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
             task_type = flags.task_type
         else:
             stated = {"--task": flags.run.task}
+    task_type = task_type or recorded_class(run, name, "say by --task where it is now")
+    moved = {flag: stated.pop(flag) for flag in map(flag_name, task_type.data_flags) if flag in stated}
     nothing = "no such flag"
     refuse(
         [
@@ -84,8 +86,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
             if value != config.get(flag, nothing)
         ]
     )
-    task_type = task_type or recorded_class(run, name, "say by --task where it is now")
-    return recorded_task(run, task_type, flags.run.cache_dir)
+    return recorded_task(run, task_type, flags.run.cache_dir, moved)
 
 
 @torch.no_grad()
@@ -94,6 +95,8 @@ def label_samples(
 ) -> Table:
     """The task's predictions for a data set, in its order, batch by batch. objective: on the device of parallel."""
     objective.eval()
+    with precision.autocast(parallel.device.type):
+        objective.start_evaluation()
     loader = BatchLoader(dataset, task.collate, Workers(pin_memory=parallel.device.type == "cuda"))
     for batch in loader(evaluation_keys(len(dataset), parallel.shard, batch_size)):
         on_device = of_dtype(parallel.to_device(batch), precision.dtype)

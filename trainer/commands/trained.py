@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,12 @@ from trainer.tasks import defined_task, find_task
 CPU = torch.device("cpu")
 
 
-def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path) -> Task:
-    """The task with the flags and the seed that the run was trained with. Raises BadInput."""
-    config = run.state["config"]
+def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, moved: Mapping[str, Any] = {}) -> Task:
+    """The task with the flags and the seed that the run was trained with, but for those of data that have moved.
+
+    Raises BadInput.
+    """
+    config = {**run.state["config"], **moved}
     try:
         return task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir.expanduser())
     except ValueError as error:

@@ -17,6 +17,13 @@ def validate(run: Run) -> dict[str, Sums]:
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
+def start_evaluation(run: Run) -> None:
+    """Lets the objective, in eval mode, compute what all batches of an evaluation share."""
+    run.parallel.phase.enter("the start of the evaluation")
+    with run.learner.precision.autocast(run.parallel.device.type):
+        run.learner.objective.start_evaluation()
+
+
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
     """The statistics of a data set over all processes: sums in float64 on the CPU.
@@ -34,6 +41,7 @@ def evaluate(run: Run, split: str) -> Sums:
 
     net.eval()
     with learner.ema.applied():
+        start_evaluation(run)
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.phase.enter("evaluation")
             for (part, weight), outputs in evaluate_within_memory(run, batch, forward):

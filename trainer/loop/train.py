@@ -130,10 +130,10 @@ def train_step(
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
     """
     sums: Sums = {}
-    net = learner.enter(phase)
+    net, same_masks = learner.enter(phase), learner.objective.same_masks
     learner.batch_norm.keep()
     for i, (batch, weight) in enumerate(window):
-        parallel.seed_dropout(*dropout_key, i)
+        parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
         # Gradients travel to the other processes in the last backward of the window only.
         with parallel.gradient_sync(net, enabled=is_last):

@@ -116,17 +116,17 @@ class Parallel:
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers of the main one, before evaluating and saving."""
 
-    def seed_dropout(self, *key: int) -> None:
+    def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
         """Makes what follows on the devices' generators a function of the key, of this process and of the device.
 
-        key: five numbers.
+        key: five numbers. same_everywhere: a function of the key alone.
         """
-        packed = _SIX_NUMBERS.pack(*key, self.shard[0])
+        packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.shard[0])
         seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
         torch.default_generator.manual_seed(seed)
         for replica, device in enumerate(self.devices):
             if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(seed + replica)
+                torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
     def full_state(
         self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
