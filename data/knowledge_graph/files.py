@@ -5,7 +5,7 @@ import zipfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from trainer.loading.errors import BadInput
 from trainer.loading.files import ARCHIVE_ERRORS, stamp
@@ -107,19 +107,23 @@ def _folders(path: Path) -> dict[str, list[DataFile]]:
     folders: dict[str, list[DataFile]] = {where: []}
     if path.is_dir():
         for file in sorted([*path.glob("*"), *path.glob("*/*")]):
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+            if file.is_file() and not _is_hidden(file.relative_to(path)):
                 folders.setdefault(f"--data-dir {file.parent}", []).append(DataFile(file))
     elif path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             members = [PurePosixPath(name) for name in sorted(archive.namelist()) if not name.endswith("/")]
         for member in members:
             # Archives packed on a Mac hold a shadow `._name` of every file.
-            if not member.name.startswith("."):
+            if not _is_hidden(member):
                 folder = f"{where}, {member.parent}" if len(member.parts) > 1 else where
                 folders.setdefault(folder, []).append(DataFile(path, str(member)))
     else:
         raise BadInput(f"{where}: is a single file; give the folder or the .zip that holds the data set")
     return folders
+
+
+def _is_hidden(path: PurePath) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _bare_names(files: Iterable[DataFile]) -> set[str]:

@@ -196,6 +196,13 @@ def test_held_out_is_a_function_of_seed_user_and_item(load) -> None:
     assert len(times) > 9 and np.abs(times - 100).max() < 45  # five standard deviations
 
 
+def test_everybody_keeps_an_item() -> None:
+    lists = ItemLists.of_pairs(np.array([0, 1, 1, 3, 3, 3]), np.array([4, 0, 9, 1, 2, 3]), 5)
+    for seed in range(20):
+        rest, held_out = hold_out(lists, 0.99, seed, VAL_STREAM)
+        assert rest.sizes.tolist() == [1, 1, 0, 1, 0] and as_lists(rest.joined_with(held_out)) == as_lists(lists)
+
+
 # Mistakes
 
 
@@ -295,7 +302,11 @@ def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
 
 
 def test_the_folder_itself_comes_before_those_in_it(load) -> None:
-    assert_same(load(KGAT | {"old/train.txt": "0 1\n"}), load(KGAT, "alone"))
+    alone = load(KGAT, "alone")
+    assert_same(load(KGAT | {"old/train.txt": "0 1\n"}), alone)
+    hidden = {f"set/{name}": content for name, content in KGAT.items()} | {".old/train.txt": "0 1\n"}
+    assert_same(load(hidden, "hidden"), alone)
+    assert_same(load(zipped(hidden), "hidden.zip"), alone)
 
 
 def test_damaged_files_are_named(load) -> None:
@@ -332,6 +343,7 @@ def test_the_cache_tells_files_apart(load) -> None:
     load(KGAT)
     assert as_lists(load(changed(test="0 4\n")).test) == [[4], [], []]
     assert as_lists(load(changed(test="0 4\n", valid="2 1 3\n")).val) == [[], [], [1, 3]]
+    assert load({"relation_list.txt": "a 0\nb 1\nlast one\t2\n"}).relation_names == ("a", "b", "last one")
 
 
 # The real data
