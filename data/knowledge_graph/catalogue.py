@@ -1,0 +1,129 @@
+"""Who has which items, and what is known of the items: a data set for recommendation with a knowledge graph.
+
+Users and items count from 0, and item i is entity i of the graph; the other entities come after the items.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.loading.cache import Arrays
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class ItemLists:
+    """The distinct items of each user.
+
+    offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1].
+    items: (n,) int32, ascending for each user.
+    """
+
+    offsets: np.ndarray
+    items: np.ndarray
+
+    @classmethod
+    def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
+        """From (user, item) pairs (n,) int64 in any order, with repetitions."""
+        stride = int(items.max(initial=0)) + 1
+        pairs = np.sort(users * stride + items)
+        users, items = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], stride)
+        return cls(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32))
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self.items)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many items each user has: (num_users,) int64."""
+        return np.diff(self.offsets)
+
+    @property
+    def users(self) -> np.ndarray:
+        """The user of each item: (n,) int64."""
+        return np.repeat(np.arange(len(self.offsets) - 1), self.sizes)
+
+    def of(self, user: int) -> np.ndarray:
+        """The items of one user: (sizes[user],) int32."""
+        return self.items[self.offsets[user] : self.offsets[user + 1]]
+
+    def contain(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Which of the pairs (n,) int64 are in the lists: (n,) bool."""
+        stride = max(int(self.items.max(initial=0)), int(items.max(initial=0))) + 1
+        pairs, own = users * stride + items, self.users * stride + self.items
+        position = np.searchsorted(own, pairs)
+        return np.append(own, -1)[position] == pairs
+
+    def where(self, chosen: np.ndarray) -> "ItemLists":
+        """The pairs that are chosen, (n,) bool; the users stay the same."""
+        return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
+
+    def joined_with(self, other: "ItemLists") -> "ItemLists":
+        """The pairs of both; of the same users."""
+        users, items = (np.concatenate(both) for both in ((self.users, other.users), (self.items, other.items)))
+        return ItemLists.of_pairs(users, items.astype(np.int64), len(self.offsets) - 1)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Interactions in three parts and a knowledge graph.
+
+    num_entities: counts the items too.
+    num_relations: of the triples, 0 where there is no graph.
+    train, val, test: ItemLists of all users; val is the same object as test where models are selected on the test set.
+    triples: (m, 3) int32 head, relation, tail, distinct, in ascending order.
+    relation_names: num_relations of them, or none where they are not known.
+    """
+
+    num_users: int
+    num_items: int
+    num_entities: int
+    num_relations: int
+    train: ItemLists
+    val: ItemLists
+    test: ItemLists
+    triples: np.ndarray
+    has_graph: bool
+    relation_names: tuple[str, ...]
+
+    @property
+    def selects_on_test(self) -> bool:
+        """Whether validation and test are the same items."""
+        return self.val is self.test
+
+    @property
+    def arrays(self) -> Arrays:
+        """What a cache keeps."""
+        counts = (self.num_users, self.num_items, self.num_entities, self.num_relations, self.has_graph)
+        arrays = {"counts": np.array(counts, np.int64), "triples": self.triples}
+        if self.relation_names:
+            arrays["relation_names"] = np.array(self.relation_names)
+        for split in SPLITS:
+            if split != "val" or not self.selects_on_test:
+                lists: ItemLists = getattr(self, split)
+                arrays |= {f"{split}_offsets": lists.offsets, f"{split}_items": lists.items}
+        return arrays
+
+    @classmethod
+    def of_arrays(cls, arrays: Arrays) -> "Catalogue":
+        """The catalogue whose `arrays` these are."""
+        num_users, num_items, num_entities, num_relations, has_graph = arrays["counts"].tolist()
+        train, val, test = (
+            ItemLists(arrays[f"{split}_offsets"], arrays[f"{split}_items"]) if f"{split}_items" in arrays else None
+            for split in SPLITS
+        )
+        assert train is not None and test is not None
+        return cls(
+            num_users,
+            num_items,
+            num_entities,
+            num_relations,
+            train,
+            test if val is None else val,
+            test,
+            arrays["triples"],
+            bool(has_graph),
+            tuple(arrays.get("relation_names", np.array([], str)).tolist()),
+        )

@@ -1,0 +1,51 @@
+"""The knowledge graph and the interactions as one graph.
+
+After Wang et al., "KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.knowledge_graph.catalogue import Catalogue
+
+INTERACT, INTERACTED_BY = 0, 1
+NUM_INTERACTION_RELATIONS = 2
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Directed edges, sorted by head, then tail, then relation; no two are equal.
+
+    Nodes: the items, from 0, the other entities, then user u at num_entities + u.
+    Relations, with R relations in the knowledge graph: 0 interact (user to item), 1 its inverse, 2 + r relation r,
+    2 + R + r its inverse.
+
+    head, tail, relation: (E,) int32.
+    num_relations: 2 + 2 R.
+    """
+
+    head: np.ndarray
+    tail: np.ndarray
+    relation: np.ndarray
+    num_nodes: int
+    num_relations: int
+
+    def __len__(self) -> int:
+        return len(self.head)
+
+
+def collaborative_graph(catalogue: Catalogue) -> Edges:
+    """The interactions that are trained on and the triples, each in both directions."""
+    users = (catalogue.train.users + catalogue.num_entities).astype(np.int32)
+    items = catalogue.train.items
+    heads, relations, tails = catalogue.triples.T
+    to_items, to_users = (np.full(len(items), relation, np.int32) for relation in (INTERACT, INTERACTED_BY))
+    relations = relations + np.int32(NUM_INTERACTION_RELATIONS)
+    head = np.concatenate([users, items, heads, tails])
+    tail = np.concatenate([items, users, tails, heads])
+    relation = np.concatenate([to_items, to_users, relations, relations + np.int32(catalogue.num_relations)])
+    order = np.lexsort((relation, tail, head))
+    num_relations = NUM_INTERACTION_RELATIONS + 2 * catalogue.num_relations
+    num_nodes = catalogue.num_entities + catalogue.num_users
+    return Edges(head[order], tail[order], relation[order], num_nodes, num_relations)

@@ -1,0 +1,113 @@
+"""Files that hold whole numbers and nothing else, read as a whole; what is wrong in one is told with its line."""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.knowledge_graph.files import DataFile
+from trainer.loading.errors import BadInput
+
+LARGEST_ID = 10**8
+"""A larger number is taken for a mistake: arrays are as long as the largest id."""
+_ALLOWED = b"0123456789 \t\n\r\v\f"
+_SHOWN_WIDTH = 60
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Whole numbers from 0 to LARGEST_ID, row by row; there is one row at least, and none is empty.
+
+    values: (n,) int64.
+    offsets: (rows + 1,) int64; those of a row are at offsets[row] to offsets[row + 1].
+    lines: (rows,) int64, where the rows are in the file, from 1; blank lines count.
+    """
+
+    where: str
+    values: np.ndarray
+    offsets: np.ndarray
+    lines: np.ndarray
+
+    @classmethod
+    def read(cls, file: DataFile) -> "Numbers":
+        """From text, separated by spaces or tabs, or from a .npy of two dimensions.
+
+        Raises BadInput when the file is empty or has something else in it.
+        """
+        content = file.read()
+        numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)
+        if not len(numbers.values):
+            raise BadInput(f"{file.where}: is empty; fetch it again, or leave it out if it is not needed")
+        outside = np.flatnonzero((numbers.values < 0) | (numbers.values > LARGEST_ID))
+        if len(outside):
+            row = int(np.searchsorted(numbers.offsets, outside[0], side="right")) - 1
+            reason = f"{numbers.values[outside[0]]} is no id: ids count from 0, and none is above {LARGEST_ID:,}"
+            raise numbers.mistake(row, reason)
+        return numbers
+
+    @property
+    def first(self) -> np.ndarray:
+        """The first number of each row: (rows,) int64."""
+        return self.values[self.offsets[:-1]]
+
+    def columns(self, names: str) -> np.ndarray:
+        """The rows as a table with so many columns: (rows, columns). Raises BadInput when one has others."""
+        num_columns = len(names.split())
+        wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
+        if len(wrong):
+            width = np.diff(self.offsets)[wrong[0]]
+            raise self.mistake(int(wrong[0]), f"{width} column{'s' * bool(width != 1)} instead of `{names}`")
+        return self.values.reshape(-1, num_columns)
+
+    def mistake(self, row: int, reason: str) -> BadInput:
+        """What is wrong with a row, for the user."""
+        values = self.values[self.offsets[row] : self.offsets[row + 1]]
+        return _mistake(self.where, int(self.lines[row]), " ".join(map(str, values[:_SHOWN_WIDTH])), reason)
+
+
+def _from_text(file: DataFile, text: bytes) -> Numbers:
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    if text.translate(None, _ALLOWED):
+        raise _no_number(file, text)
+    characters = np.frombuffer(text, np.uint8)
+    is_digit = characters >= ord("0")
+    starts = np.flatnonzero(is_digit & ~np.concatenate([[False], is_digit[:-1]]))
+    before_line_end = np.searchsorted(starts, np.flatnonzero(characters == ord("\n")))
+    offsets = np.concatenate([[0], before_line_end, [len(starts)]])
+    is_row = np.diff(offsets) > 0
+    # Of white space alone fromstring makes a 0, and of a number beyond int64 the largest one.
+    values = np.fromstring(text, np.int64, sep=" ") if len(starts) else np.empty(0, np.int64)
+    return Numbers(file.where, values, np.append(offsets[:-1][is_row], len(starts)), np.flatnonzero(is_row) + 1)
+
+
+def _from_array(file: DataFile, content: bytes) -> Numbers:
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise BadInput(f"{file.where}: is no array of numbers, or is damaged ({error}); fetch it again") from None
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        raise BadInput(
+            f"{file.where}: is {array.dtype} of shape {array.shape}, where whole numbers in rows and columns are needed"
+        )
+    rows, columns = array.shape
+    return Numbers(file.where, array.astype(np.int64).ravel(), np.arange(rows + 1) * columns, np.arange(rows) + 1)
+
+
+def _no_number(file: DataFile, text: bytes) -> BadInput:
+    """Names the first thing that is no whole number."""
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        for field in line.split():
+            if not field.isdigit():
+                reason = f"{_decoded(field)!r} is not a whole number from 0"
+                return _mistake(file.where, number, _decoded(line), reason)
+    raise AssertionError("all are numbers")
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode(errors="replace")
+
+
+def _mistake(where: str, number: int, line: str, reason: str) -> BadInput:
+    line = line.strip()
+    line = line if len(line) <= _SHOWN_WIDTH else line[: _SHOWN_WIDTH - 3] + "..."
+    return BadInput(f"{where}, line {number}: {line!r}: {reason}; mend it, or give another --data-dir")

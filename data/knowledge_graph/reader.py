@@ -1,0 +1,225 @@
+"""Catalogues from files in the two layouts in which such data is usually published.
+
+That of KGAT (Wang et al., KDD 2019): `train.txt`, `test.txt` and, optionally, `valid.txt`, with a line `user item item
+...` for each user; `kg_final.txt` with a line `head relation tail` for each triple; optionally lists of all users,
+items, entities and relations, each with a line of column names: `user_list.txt`, and so on.
+
+That of KGCN (Wang et al., WWW 2019): `ratings_final` with a line `user item label` for each rating, label 1 where the
+user has the item; `kg_final`; optionally `item_index2entity_id.txt`, which has a line for each item. The first two end
+in `.txt` or `.npy`; where there are both, `.npy` is read.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.knowledge_graph.catalogue import Catalogue, ItemLists
+from data.knowledge_graph.files import DataFile, DataFiles, find_files, shown
+from data.knowledge_graph.numbers import Numbers
+from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.errors import BadInput
+
+_FORMAT_VERSION = 1
+_KGAT_FILES = ("train.txt", "test.txt")
+_RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
+_GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
+_LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.txt", "item_index2entity_id.txt")
+_TEST_SHARE = 0.2
+"""Of the ratings, as published."""
+
+
+def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
+    """Reads a data set and keeps it parsed in the cache.
+
+    path: a folder or a .zip, with the files at its top or in one folder, each plain or `.gz`; nothing is unpacked to
+        disk. Without `kg_final` there is no graph. What is repeated in a file counts once.
+    val_share: of each user's training items that are held out for validation, 0 <= val_share < 1, where there is no
+        `valid.txt`. Everybody keeps one training item.
+    seed: determines, with user and item, which are held out; and the test items of ratings, 20 % of each user's.
+    selects_on_test: validation is the test set, as in the published code of KGAT, and all training items are trained
+        on; `valid.txt` is then left alone, as there.
+
+    Raises BadInput when the data set is not there, is damaged, or contradicts itself.
+    """
+    files = find_files(path, (*_KGAT_FILES, *_RATINGS_FILES))
+    settings = (val_share, seed, selects_on_test)
+
+    def build() -> Arrays:
+        if files.find(*_KGAT_FILES):
+            published = _read_kgat(files)
+        elif ratings := files.find(*_RATINGS_FILES):
+            published = _read_kgcn(files, ratings, seed)
+        else:
+            raise BadInput(
+                f"{files.where}: has neither train.txt and test.txt, as data sets for KGAT do, nor ratings_final, as "
+                f"those for KGCN; there are: {shown(files.by_name)}"
+            )
+        return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays
+
+    names = (*_KGAT_FILES, "valid.txt", *_RATINGS_FILES, *_GRAPH_FILES, *_LISTS)
+    identity = repr((_FORMAT_VERSION, files.stamps(names), settings))
+    key = f"knowledge_graph-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    return Catalogue.of_arrays(cached_arrays(cache_dir, key, build))
+
+
+@dataclass(frozen=True)
+class _UserLines:
+    """The pairs of a file of lines `user item item ...`.
+
+    users, items: (n,) int64. rows: (n,) int64, which of the numbers' rows each pair is in.
+    """
+
+    numbers: Numbers
+    users: np.ndarray
+    items: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def read(cls, file: DataFile) -> "_UserLines":
+        numbers = Numbers.read(file)
+        users = numbers.first
+        order = np.argsort(users, kind="stable")
+        again = order[1:][users[order][1:] == users[order][:-1]]
+        if len(again):
+            raise numbers.mistake(again.min(), f"user {users[again.min()]} has another line before; join the two")
+        rows = np.repeat(np.arange(len(users)), np.diff(numbers.offsets) - 1)
+        return cls(numbers, users[rows], np.delete(numbers.values, numbers.offsets[:-1]), rows)
+
+    def lists(self, num_users: int) -> ItemLists:
+        return ItemLists.of_pairs(self.users, self.items, num_users)
+
+    def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
+        """Raises BadInput for the first of the pairs that are wrong, (n,) bool; {user} and {item} stand in reason."""
+        if is_wrong.any():
+            i = int(np.argmax(is_wrong))
+            raise self.numbers.mistake(self.rows[i], reason.format(user=self.users[i], item=self.items[i]))
+
+
+def _read_kgat(files: DataFiles) -> Published:
+    files_of_lines = {name: files.named(name) for name in _KGAT_FILES}
+    if valid_file := files.find("valid.txt"):
+        files_of_lines["valid.txt"] = valid_file
+    lines = {name: _UserLines.read(file) for name, file in files_of_lines.items()}
+    for part in lines.values():
+        if not len(part.items):
+            raise BadInput(f"{part.numbers.where}: nobody has an item; fetch it again, or leave it out if it can be")
+    empty = np.flatnonzero(np.diff(lines["train.txt"].numbers.offsets) == 1)
+    if len(empty):
+        raise lines["train.txt"].numbers.mistake(empty[0], "a user without items; leave the line out")
+    num_users, num_items = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
+    for part in lines.values():
+        if num_users is not None:
+            part.refuse(part.users >= num_users, f"user {{user}} is not among the {num_users} of user_list.txt")
+        if num_items is not None:
+            part.refuse(part.items >= num_items, f"item {{item}} is not among the {num_items} of item_list.txt")
+    num_users = max(int(part.numbers.first.max()) for part in lines.values()) + 1
+    num_items = max(num_items or 0, *(int(part.items.max(initial=-1)) + 1 for part in lines.values()))
+    triples, relation_names = _read_graph(files, num_items)
+    _check_held_out(lines, num_users, num_items, triples)
+    lists = {name: part.lists(num_users) for name, part in lines.items()}
+    train, test = (lists[name] for name in _KGAT_FILES)
+    return Published(num_users, num_items, train, lists.get("valid.txt"), test, triples, relation_names)
+
+
+def _check_held_out(lines: dict[str, _UserLines], num_users: int, num_items: int, triples: np.ndarray | None) -> None:
+    """Raises BadInput where an item of validation or test could not be recommended."""
+    train = lines["train.txt"]
+    is_trained_on, is_known = np.zeros(num_users, bool), np.zeros(num_items, bool)
+    is_trained_on[train.users] = True
+    is_known[train.items] = True
+    places = "train.txt"
+    if triples is not None:
+        entities = triples[:, [0, 2]]
+        is_known[entities[entities < num_items]] = True
+        places += " nor in the graph"
+    earlier = {"train.txt": train.lists(num_users)}
+    for name in sorted(lines.keys() - earlier.keys(), reverse=True):  # validation before test
+        part = lines[name]
+        part.refuse(~is_trained_on[part.users], "user {user} has no items in train.txt")
+        part.refuse(~is_known[part.items], "item {item} occurs neither in " + places)
+        for other_name, other in earlier.items():
+            part.refuse(
+                other.contain(part.users, part.items),
+                "user {user} has item {item} in " + other_name + " too, and what is known is never recommended",
+            )
+        earlier[name] = part.lists(num_users)
+
+
+def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
+    ratings = Numbers.read(file)
+    users, items, labels = ratings.columns("user item label").T
+    if (labels > 1).any():
+        row = int(np.argmax(labels > 1))
+        raise ratings.mistake(row, f"label {labels[row]} is neither 0 nor 1")
+    num_items = _num_listed(files, "item_index2entity_id.txt")
+    if num_items is None:
+        num_items = int(items.max()) + 1
+    _check_listed(ratings, "item", items, num_items, "item_index2entity_id.txt")
+    num_users = int(users.max()) + 1
+    positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
+    train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
+    if not len(test):
+        raise BadInput(f"{file.where}: no user has two items with label 1, so that there is nothing to test on")
+    return Published(num_users, num_items, train, None, test, *_read_graph(files, num_items))
+
+
+def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """The distinct triples (m, 3) int32, None without a graph, and the names of relations where they are listed."""
+    file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
+    if file is None:
+        return None, names
+    numbers = Numbers.read(file)
+    triples = numbers.columns("head relation tail")
+    if (num_entities := _num_listed(files, "entity_list.txt")) is not None:
+        _check_listed(numbers, "head", triples[:, 0], num_entities, "entity_list.txt")
+        _check_listed(numbers, "tail", triples[:, 2], num_entities, "entity_list.txt")
+    if names:
+        _check_listed(numbers, "relation", triples[:, 1], len(names), "relation_list.txt")
+    if not (triples[:, [0, 2]] < num_items).any():
+        raise BadInput(
+            f"{file.where}: none of its {len(triples)} triples has an item, which are the entities below {num_items}; "
+            "give the graph of these items"
+        )
+    triples = triples[np.lexsort(triples.T[::-1])].astype(np.int32)
+    is_new = np.append(True, (np.diff(triples, axis=0) != 0).any(axis=1))
+    return triples[is_new], names
+
+
+def _check_listed(numbers: Numbers, what: str, ids: np.ndarray, count: int, list_name: str) -> None:
+    """Raises BadInput for the first row whose id, of ids (rows,), is beyond the count of a list."""
+    if (ids >= count).any():
+        row = int(np.argmax(ids >= count))
+        raise numbers.mistake(row, f"{what} {ids[row]} is not among the {count} of {list_name}")
+
+
+def _num_listed(files: DataFiles, name: str) -> int | None:
+    """How many ids a list has, or None where there is no such list."""
+    file = files.find(name)
+    return None if file is None else len(_listed(file))
+
+
+def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
+    """Names by relation id, or none where there is no list of them."""
+    file = files.find("relation_list.txt")
+    if file is None:
+        return ()
+    names: dict[int, str] = {}
+    lines = _listed(file)
+    for line in lines:
+        *name, number = line.decode(errors="replace").split()
+        if not number.isdecimal() or int(number) >= len(lines) or int(number) in names:
+            raise BadInput(
+                f"{file.where}: {line.decode(errors='replace')!r}: should be a name and an id, each id from 0 to "
+                f"{len(lines) - 1} once; mend it, or leave the file out"
+            )
+        names[int(number)] = " ".join(name)
+    return tuple(names[i] for i in range(len(names)))
+
+
+def _listed(file: DataFile) -> list[bytes]:
+    """The lines of a list, without the one of column names."""
+    lines = [line for line in file.read().splitlines() if line.strip()]
+    return lines[1:] if lines and lines[0].startswith(b"org_id") else lines

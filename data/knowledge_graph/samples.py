@@ -1,0 +1,173 @@
+"""What a recommender is trained on and evaluated on: interactions, triples of the graph, users to rank items for.
+
+All draws are a function of (seed, epoch, sample index), never of the batch. Negatives are drawn by rank, exactly and
+without rejection (`ItemSets`).
+"""
+
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from data.interactions.item_sets import ItemSets, below, is_real, ragged
+from data.knowledge_graph.catalogue import Catalogue, ItemLists
+from data.knowledge_graph.collaborative_graph import Edges
+from trainer.loading.cache import Arrays
+from trainer.loading.counter_random import random_bits
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+
+_USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)
+"""Those before belong to splits.py."""
+
+
+class Interactions:
+    """As many samples as training interactions: a user, an item that the user has, and one that the user has not."""
+
+    def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
+        """draw: what is drawn.
+
+        "users": the samples of an epoch, in their order, go through one permutation of the users after another, so
+        that consecutive ones have distinct users but at the borders; the positive is uniform among the user's items.
+        After the published code of KGAT. "interactions": sample i is interaction i.
+
+        Raises BadInput when a user has all items, so that no negative is left.
+        """
+        train = catalogue.train
+        self._train = train
+        self._seed = seed
+        self._users_of_samples = train.users if draw == "interactions" else None
+        self._users = np.flatnonzero(train.sizes)
+        self._sets = _sets(train.offsets, train.items, catalogue.num_items)
+        without_negative = np.flatnonzero(self._sets.num_others(self._users) == 0)
+        if len(without_negative):
+            raise BadInput(
+                f"--data-dir: user {self._users[without_negative[0]]} has all {catalogue.num_items} items in training, "
+                "so that there is no negative to draw; give data with more items, or leave the user out"
+            )
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """{"user", "positive", "negative"}, each (B,) int64. The negative is uniform among the user's other items."""
+        bits = random_bits(self._seed, keys.epoch, keys.index, 2, _ITEM_STREAM)
+        if self._users_of_samples is not None:
+            users, position = self._users_of_samples[keys.index], keys.index
+        else:
+            users = self._users[_in_turns(self._seed, keys, len(self._users), len(self), _USER_STREAM)]
+            position = self._train.offsets[users] + below(bits[:, :1], self._sets.sizes(users))[:, 0]
+        return {
+            "user": users,
+            "positive": self._train.items[position].astype(np.int64),
+            "negative": self._sets.others(users, below(bits[:, 1:], self._sets.num_others(users)))[:, 0] - 1,
+        }
+
+
+class Triples:
+    """As many samples as edges: an edge of the graph, and a tail that would make it none.
+
+    The samples of an epoch, in their order, go through one permutation of the nodes that are heads after another; the
+    edge is uniform among those of the head. After the published code of KGAT.
+    """
+
+    def __init__(self, edges: Edges, seed: int) -> None:
+        """Raises BadInput when some head is joined to every node by one relation, so that no negative is left."""
+        self._seed = seed
+        order = np.lexsort((edges.tail, edges.relation, edges.head))
+        head, self._relation, self._tail = (ids[order] for ids in (edges.head, edges.relation, edges.tail))
+        self._degrees = np.bincount(head, minlength=edges.num_nodes)
+        self._offsets = np.concatenate([[0], np.cumsum(self._degrees)])
+        self._heads = np.flatnonzero(self._degrees)
+        # The tails of each (head, relation) are a set of their own.
+        is_first = (np.diff(head, prepend=-1) != 0) | (np.diff(self._relation, prepend=-1) != 0)
+        self._set_of_edge = (np.cumsum(is_first) - 1).astype(np.int32)
+        first = np.flatnonzero(is_first)
+        self._sets = _sets(np.append(first, len(head)), self._tail, edges.num_nodes)
+        full = np.flatnonzero(self._sets.num_others(np.arange(len(first))) == 0)
+        if len(full):
+            edge = first[full[0]]
+            raise BadInput(
+                f"--data-dir: relation {self._relation[edge]} joins node {head[edge]} to all "
+                f"{edges.num_nodes} nodes, so that there is no negative to draw; leave such a relation out of the graph"
+            )
+
+    def __len__(self) -> int:
+        return len(self._tail)
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """{"head", "relation", "tail", "negative"}, each (B,) int64.
+
+        The negative is uniform among the nodes such that (head, relation, negative) is no edge.
+        """
+        bits = random_bits(self._seed, keys.epoch, keys.index, 2, _TAIL_STREAM)
+        heads = self._heads[_in_turns(self._seed, keys, len(self._heads), len(self), _HEAD_STREAM)]
+        edge = self._offsets[heads] + below(bits[:, :1], self._degrees[heads])[:, 0]
+        sets = self._set_of_edge[edge].astype(np.int64)
+        return {
+            "head": heads,
+            "relation": self._relation[edge].astype(np.int64),
+            "tail": self._tail[edge].astype(np.int64),
+            "negative": self._sets.others(sets, below(bits[:, 1:], self._sets.num_others(sets)))[:, 0] - 1,
+        }
+
+
+class UsersToRank:
+    """The users with items to find, and which items those are.
+
+    Ordered by the number of items seen, so that neighbours need little padding.
+
+    users: (n,) int64, the user of each sample.
+    """
+
+    def __init__(self, catalogue: Catalogue, split: Literal["val", "test"]) -> None:
+        self._padding = catalogue.num_items
+        self._positives = catalogue.test if split == "test" else catalogue.val
+        self._seen = catalogue.train
+        if split == "test" and not catalogue.selects_on_test:
+            self._seen = catalogue.train.joined_with(catalogue.val)
+        users = np.flatnonzero(self._positives.sizes)
+        self.users = users[np.argsort(self._seen.sizes[users], kind="stable")]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """{"user" (B,), "positives" (B, P), "seen" (B, S)} int64, rows padded behind with num_items.
+
+        seen: the items of training, and for the test also those of validation; never to be recommended. (Where models
+        are selected on the test set there are no others, and seen is training alone.)
+        """
+        users = self.users[keys.index]
+        return {
+            "user": users,
+            "positives": _padded(self._positives, users, self._padding),
+            "seen": _padded(self._seen, users, self._padding),
+        }
+
+
+def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSets:
+    """Sets that lie sorted behind each other, of numbers from 0 to num_members - 1; ItemSets counts from 1."""
+    sets = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    position = np.arange(len(members)) - offsets[sets]
+    return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
+
+
+def _padded(lists: ItemLists, users: np.ndarray, padding: int) -> np.ndarray:
+    start = lists.offsets[users]
+    length = lists.offsets[users + 1] - start
+    items = ragged(lists.items, start, length).astype(np.int64)
+    return np.where(is_real(length, items.shape[1]), items, padding)
+
+
+def _in_turns(seed: int, keys: SampleKeys, num_things: int, num_samples: int, stream: int) -> np.ndarray:
+    """Which of some things each sample is about, if each has its turn before any has another: (B,) int64."""
+    turns = _turns(seed, keys.epoch, num_things, -(-num_samples // num_things), stream)
+    return turns[keys.index].astype(np.int64)
+
+
+@lru_cache(maxsize=4)  # of two data sets, for an epoch and the next, whose first batches are fetched ahead
+def _turns(seed: int, epoch: int, num_things: int, num_rounds: int, stream: int) -> np.ndarray:
+    """So many permutations of range(num_things) behind each other: (num_rounds * num_things,) int32."""
+    bits = random_bits(seed, epoch, np.arange(num_rounds), num_things, stream)
+    return np.argsort(bits, axis=1, kind="stable").astype(np.int32).ravel()

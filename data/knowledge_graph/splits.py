@@ -1,0 +1,70 @@
+"""Which of a user's items are held out: a function of (seed, user, item), whatever the order of a file."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.knowledge_graph.catalogue import Catalogue, ItemLists
+from trainer.loading.counter_random import random_bits, uniform
+from trainer.loading.errors import BadInput
+
+VAL_STREAM, TEST_STREAM = 0, 2
+"""Each takes two streams of the counter-based generator."""
+
+
+def hold_out(lists: ItemLists, share: float, seed: int, stream: int) -> tuple[ItemLists, ItemLists]:
+    """What is left of the lists, and the share of each user's items that is held out, 0 <= share < 1.
+
+    Held out are those of a user's items whose hash is smallest. A fraction of an item is rounded up with its
+    probability, so that users with few items contribute their share too; everybody keeps one item at least.
+    """
+    users, sizes = lists.users, lists.sizes
+    words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]
+    rounding = uniform(seed, 0, np.arange(len(sizes)), (1,), stream + 1)[:, 0].astype(np.float64)
+    num_held_out = np.minimum((share * sizes + rounding).astype(np.int64), sizes - 1)
+    order = np.lexsort((words, users))
+    is_held_out = np.empty(len(users), bool)
+    is_held_out[order] = np.arange(len(users)) - lists.offsets[users] < num_held_out[users]
+    return lists.where(~is_held_out), lists.where(is_held_out)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set as it is published, before anything is held out for validation.
+
+    valid: validation items that come with it, or None. triples: as of `Catalogue`, or None without a graph.
+    relation_names: at least as many as there are relations, or none.
+    """
+
+    num_users: int
+    num_items: int
+    train: ItemLists
+    valid: ItemLists | None
+    test: ItemLists
+    triples: np.ndarray | None
+    relation_names: tuple[str, ...]
+
+    def catalogue(self, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
+        """With a validation set; arguments as of `load_catalogue`. Raises BadInput when nobody has items in it."""
+        if selects_on_test:
+            train, val = self.train, self.test
+        elif self.valid is not None:
+            train, val = self.train, self.valid
+        else:
+            train, val = hold_out(self.train, val_share, seed, VAL_STREAM)
+        if not len(val):
+            raise BadInput(f"--val-share {val_share}: leaves nobody an item to validate on; choose a larger share")
+        triples = np.empty((0, 3), np.int32) if self.triples is None else self.triples
+        num_relations = int(triples[:, 1].max(initial=-1)) + 1
+        return Catalogue(
+            self.num_users,
+            self.num_items,
+            max(self.num_items, int(triples[:, [0, 2]].max(initial=-1)) + 1),
+            num_relations,
+            train,
+            val,
+            self.test,
+            triples,
+            self.triples is not None,
+            self.relation_names[:num_relations],
+        )

@@ -1,0 +1,137 @@
+"""People who borrow books, generated: a catalogue whose graph tells what the few interactions do not.
+
+A book has an author and a genre, and may belong to a series; all books of a series have one author. Authors write for
+an imprint, and most of their books are of one genre. Readers follow two authors and a series, and like a genre and an
+imprint; what they borrow is drawn by how much of that it has. Half of all books are better known than the others.
+
+So two books of one author are borrowed by the same readers, but most books by so few that interactions alone do not
+show it. The graph does: by its own relations, and an imprint by way of its authors. Two relations, the year and the
+printer of a book, have nothing to do with anybody's taste.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from data.knowledge_graph.catalogue import Catalogue, ItemLists
+from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.counter_random import uniform
+
+NUM_USERS = 700
+NUM_ITEMS = 900
+NUM_ENTITIES = {"author": 45, "genre": 15, "series": 90, "imprint": 12, "year": 30, "printer": 40}
+"""Their ids follow those of the items in this order."""
+RELATIONS = ("written_by", "of_genre", "part_of", "writes_for", "published_in", "printed_by")
+"""Of items, but writes_for, which joins author and imprint."""
+LENGTHS = (6, 24)
+"""Least and most items of a user; short lists are the more frequent."""
+TEST_SHARE = 0.3
+
+_IN_SERIES = 0.5
+_OF_MAIN_GENRE = 0.75
+_WELL_KNOWN = 2.0
+"""Times as often borrowed as others of the same kind."""
+_INTERESTS = {"author": (200.0, 200.0), "series": (150.0,), "genre": (4.0,), "imprint": (20.0,)}
+"""Of each user, in so many of a kind, each; in anything it is 1."""
+
+_SEED = 0
+_FORMAT_VERSION = 1
+_ITEM_STREAM, _SERIES_STREAM, _AUTHOR_STREAM, _INTEREST_STREAM, _LENGTH_STREAM, _CHOICE_STREAM = range(6)
+
+
+def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
+    """About 7,000 interactions of 700 users with 900 items, and 4,000 triples; arguments as of `load_catalogue`.
+
+    Train and test together, and the triples, are always the same; seed determines what is held out for validation.
+    """
+    arrays = cached_arrays(cache_dir, f"knowledge_graph_synthetic-{_FORMAT_VERSION}", generate)
+    lists = ItemLists(arrays["offsets"], arrays["items"])
+    train, test = hold_out(lists, TEST_SHARE, _SEED, TEST_STREAM)
+    published = Published(NUM_USERS, NUM_ITEMS, train, None, test, arrays["triples"], RELATIONS)
+    return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test)
+
+
+def generate() -> Arrays:
+    """The offsets and items of ItemLists, train and test together, and the triples of Catalogue.
+
+    They are the same on every machine: what is not counter-based hashing is sums, products and comparisons.
+    """
+    traits = _traits()
+    users, items = _borrowed(_interest(traits))
+    lists = ItemLists.of_pairs(users, items, NUM_USERS)
+    return {"offsets": lists.offsets, "items": lists.items, "triples": _triples(traits)}
+
+
+def _traits() -> dict[str, np.ndarray]:
+    """Of each item the number of its author, genre, ... within the kind, (NUM_ITEMS,) int64; series -1 without one."""
+    draws = _uniform(_ITEM_STREAM, NUM_ITEMS, 8)
+    author_of_series = _below(NUM_ENTITIES["author"], _uniform(_SERIES_STREAM, NUM_ENTITIES["series"], 1)[:, 0])
+    of_author = _uniform(_AUTHOR_STREAM, NUM_ENTITIES["author"], 2)
+    series = np.where(draws[:, 0] < _IN_SERIES, _below(NUM_ENTITIES["series"], draws[:, 1]), -1)
+    author = np.where(series >= 0, author_of_series[series], _below(NUM_ENTITIES["author"], draws[:, 2]))
+    main_genre = _below(NUM_ENTITIES["genre"], of_author[:, 0])[author]
+    genre = np.where(draws[:, 3] < _OF_MAIN_GENRE, main_genre, _below(NUM_ENTITIES["genre"], draws[:, 4]))
+    return {
+        "author": author,
+        "genre": genre,
+        "series": series,
+        "imprint": _below(NUM_ENTITIES["imprint"], of_author[:, 1])[author],
+        "year": _below(NUM_ENTITIES["year"], draws[:, 5]),
+        "printer": _below(NUM_ENTITIES["printer"], draws[:, 6]),
+        "is_known": draws[:, 7] < 0.5,
+    }
+
+
+def _interest(traits: dict[str, np.ndarray]) -> np.ndarray:
+    """How much each user is drawn to each item: (NUM_USERS, NUM_ITEMS), positive."""
+    interest = np.ones((NUM_USERS, NUM_ITEMS))
+    draws = iter(_uniform(_INTEREST_STREAM, NUM_USERS, sum(map(len, _INTERESTS.values()))).T)
+    for kind, strengths in _INTERESTS.items():
+        for strength in strengths:
+            liked = _below(NUM_ENTITIES[kind], next(draws))
+            interest += strength * (traits[kind] == liked[:, None])
+    return interest * np.where(traits["is_known"], _WELL_KNOWN, 1.0)
+
+
+def _borrowed(interest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (n,) int64 of users and items, no two equal: one item after another, in proportion to the interest.
+
+    What is borrowed is of no more interest: interest is written to.
+    """
+    shortest, longest = LENGTHS
+    lengths = shortest + _below(longest + 1 - shortest, _uniform(_LENGTH_STREAM, NUM_USERS, 3).min(axis=1))
+    draws = _uniform(_CHOICE_STREAM, NUM_USERS, longest)
+    users = np.arange(NUM_USERS)
+    pairs = []
+    for step in range(longest):
+        users = users[lengths[users] > step]
+        cumulated = np.cumsum(interest[users], axis=1)
+        items = np.argmax(cumulated > draws[users, step, None] * cumulated[:, -1:], axis=1)
+        interest[users, items] = 0
+        pairs.append((users, items))
+    all_users, all_items = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    return all_users, all_items
+
+
+def _triples(traits: dict[str, np.ndarray]) -> np.ndarray:
+    """(m, 3) int32 in ascending order."""
+    starts = NUM_ITEMS + np.cumsum([0, *NUM_ENTITIES.values()])
+    first = dict(zip(NUM_ENTITIES, starts.tolist(), strict=False))
+    triples = []
+    for relation, (name, kind) in enumerate(zip(RELATIONS, NUM_ENTITIES, strict=True)):
+        heads = first["author"] + traits["author"] if name == "writes_for" else np.arange(NUM_ITEMS)
+        joined = traits[kind] >= 0
+        tails = first[kind] + traits[kind]
+        triples.append(np.stack([heads, np.full(NUM_ITEMS, relation), tails], axis=1)[joined])
+    return np.unique(np.concatenate(triples), axis=0).astype(np.int32)
+
+
+def _uniform(stream: int, num: int, width: int) -> np.ndarray:
+    """(num, width) float64 in [0, 1)."""
+    return uniform(_SEED, 0, np.arange(num), (width,), stream).astype(np.float64)
+
+
+def _below(limit: int, draws: np.ndarray) -> np.ndarray:
+    """Uniform numbers from 0 to limit - 1, int64."""
+    return (limit * draws).astype(np.int64)
