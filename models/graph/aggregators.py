@@ -1,6 +1,7 @@
 """How a node of a graph joins its own state with the sum of its neighbours' (KGAT, equations 6 to 8)."""
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -97,42 +98,42 @@ class _BiInteraction(torch.autograd.Function):
         ctx: Any, own: Tensor, neighbours: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
         mask: Tensor | None, slope: float,
     ) -> Tensor:  # fmt: skip
-        first, second = own.new_empty(len(own), len(b1)), own.new_empty(len(own), len(b2))
-        result = torch.empty_like(first)
-        for here in _chunks(own):
-            x, n = own[here], neighbours[here]
-            torch.addmm(b1, x + n, w1.T, out=first[here])
-            torch.addmm(b2, x * n, w2.T, out=second[here])
-            F.leaky_relu_(first[here], slope)
-            F.leaky_relu_(second[here], slope)
-            torch.add(first[here], second[here], out=result[here])
-            if mask is not None:
-                result[here].mul_(mask[here])
-        ctx.save_for_backward(own, neighbours, w1, w2, mask, first, second)
+        both = own.new_empty(2, len(own), len(b1))
+        result = own.new_empty(len(own), len(b1))
+        for x, n, first, second, here, kept in _chunks(own, neighbours, *both, result, mask):
+            F.leaky_relu_(torch.addmm(b1, x + n, w1.T, out=first), slope)
+            F.leaky_relu_(torch.addmm(b2, x * n, w2.T, out=second), slope)
+            torch.add(first, second, out=here)
+            if kept is not None:
+                here.mul_(kept)
+        ctx.save_for_backward(own, neighbours, w1, w2, mask, both)
         ctx.slope = slope
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, neighbours, w1, w2, mask, first, second = ctx.saved_tensors
+        own, neighbours, w1, w2, mask, both = ctx.saved_tensors
         grad_own, grad_neighbours = torch.empty_like(own), torch.empty_like(own)
-        grad_w1, grad_w2, grad_b1, grad_b2 = (w.new_zeros(w.shape) for w in (w1, w2, w1[:, 0], w2[:, 0]))
-        for here in _chunks(own):
-            x, n = own[here], neighbours[here]
-            grad = grads[0][here] if mask is None else grads[0][here] * mask[here]
-            grad1 = torch.ops.aten.leaky_relu_backward(grad, first[here], ctx.slope, True)
-            grad2 = torch.ops.aten.leaky_relu_backward(grad, second[here], ctx.slope, True)
+        grad_w1, grad_w2, grad_b = torch.zeros_like(w1), torch.zeros_like(w2), w1.new_zeros(2, len(w1))
+        chunks = _chunks(own, neighbours, *both, grads[0], mask, grad_own, grad_neighbours)
+        for x, n, first, second, grad, kept, grad_x, grad_n in chunks:
+            grad = grad if kept is None else grad * kept
+            grad1 = torch.ops.aten.leaky_relu_backward(grad, first, ctx.slope, True)
+            grad2 = torch.ops.aten.leaky_relu_backward(grad, second, ctx.slope, True)
             grad_w1.addmm_(grad1.T, x + n)
             grad_w2.addmm_(grad2.T, x * n)
-            grad_b1 += grad1.sum(0)
-            grad_b2 += grad2.sum(0)
-            grad_sum, grad_product = grad1 @ w1, grad2 @ w2
-            torch.addcmul(grad_sum, grad_product, n, out=grad_own[here])
-            torch.addcmul(grad_sum, grad_product, x, out=grad_neighbours[here])
-        return grad_own, grad_neighbours, grad_w1, grad_b1, grad_w2, grad_b2, None, None
+            grad_b[0] += grad1.sum(0)
+            grad_b[1] += grad2.sum(0)
+            of_sum, of_product = grad1 @ w1, grad2 @ w2
+            torch.addcmul(of_sum, of_product, n, out=grad_x)
+            torch.addcmul(of_sum, of_product, x, out=grad_n)
+        return grad_own, grad_neighbours, grad_w1, grad_b[0], grad_w2, grad_b[1], None, None
 
 
-def _chunks(x: Tensor) -> Iterator[slice]:
-    size = _CHUNK_ROWS if x.device.type == "cpu" else max(len(x), 1)
-    for start in range(0, len(x), size):
-        yield slice(start, start + size)
+def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The same rows of all of them, None of None."""
+    (first, *_) = tensors
+    assert first is not None
+    size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)
+    parts = [repeat(None) if tensor is None else tensor.split(size) for tensor in tensors]
+    return zip(*parts, strict=False)

@@ -1,6 +1,6 @@
 """KGAT: knowledge graph attention network for recommendation (Wang et al., KDD 2019)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -63,7 +63,7 @@ class KGAT(Recommender):
         self.layer_dims = tuple(layer_dims)
         self.register_buffer("attention", self.projections.new_empty(len(graph.head)))
         self.set_laplacian(laplacian)
-        self.register_load_state_dict_post_hook(lambda model, _: model._propagate_by(model.attention))
+        self.register_load_state_dict_post_hook(_propagate_as_loaded)
 
     @property
     def nodes(self) -> Tensor:
@@ -168,6 +168,10 @@ class KGAT(Recommender):
         return result
 
 
+def _propagate_as_loaded(model: KGAT, _: Any) -> None:
+    model._propagate_by(model.attention)
+
+
 def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """(distinct, place) with distinct[place] == nodes; where they repeat often, quicker than by sorting."""
     occurs = torch.zeros(num_nodes, dtype=torch.bool, device=nodes.device)
@@ -182,28 +186,27 @@ class _GroupedProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, projections: Tensor, relation: Tensor) -> Tensor:
         order = relation.argsort(stable=True)
-        ctx.sizes = torch.bincount(relation, minlength=len(projections)).tolist()
+        num_rows = torch.bincount(relation, minlength=len(projections)) * x.shape[1]
+        ctx.sizes = num_rows.tolist()
         x = x.index_select(0, order)
         ctx.save_for_backward(x, projections, order)
         result = x.new_empty(*x.shape[:2], projections.shape[2])
-        for here, matrix in _groups(ctx.sizes, projections):
-            torch.matmul(x[here].flatten(0, 1), matrix, out=result[here].flatten(0, 1))
+        for part, projection, here in zip(_rows(x, ctx.sizes), projections, _rows(result, ctx.sizes), strict=True):
+            torch.mm(part, projection, out=here)
         return torch.empty_like(result).index_copy_(0, order, result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, projections, order = ctx.saved_tensors
         grad = grads[0].index_select(0, order)
-        grad_x, grad_projections = torch.empty_like(x), torch.zeros_like(projections)
-        for (here, matrix), grad_matrix in zip(_groups(ctx.sizes, projections), grad_projections, strict=True):
-            torch.matmul(grad[here].flatten(0, 1), matrix.T, out=grad_x[here].flatten(0, 1))
-            torch.matmul(x[here].flatten(0, 1).T, grad[here].flatten(0, 1), out=grad_matrix)
+        grad_x, grad_projections = torch.empty_like(x), torch.empty_like(projections)
+        parts = [_rows(tensor, ctx.sizes) for tensor in (x, grad, grad_x)]
+        for part, grad_part, here, projection, of_projection in zip(*parts, projections, grad_projections, strict=True):
+            torch.mm(grad_part, projection.T, out=here)
+            torch.mm(part.T, grad_part, out=of_projection)
         return torch.empty_like(grad_x).index_copy_(0, order, grad_x), grad_projections, None
 
 
-def _groups(sizes: Sequence[int], matrices: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each relation, among rows sorted by it, and its matrix."""
-    start = 0
-    for size, matrix in zip(sizes, matrices, strict=True):
-        yield slice(start, start + size), matrix
-        start += size
+def _rows(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """(B, n, d) -> consecutive parts of its B n rows."""
+    return x.flatten(0, 1).split(sizes)

@@ -1,5 +1,6 @@
 """Products of a sparse matrix, which takes no gradient, with dense ones, which do."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.dropout import dropout_mask
+
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
 
 class CSR(NamedTuple):
@@ -86,11 +89,13 @@ def _offsets(rows: Tensor, size: int) -> Tensor:
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
     """A @ x, or (A @ x)[rows] at the cost of those rows on a CPU; the gradient goes to x alone.
 
-    x: (size, d) of the dtype of the values. rows: (n,) int64, which may repeat. Returns (size, d) or (n, d).
+    x: (size, d). rows: (n,) int64, which may repeat. Returns (size, d) or (n, d) in the precision of the values, under
+    autocast too.
     """
     if rows is not None and x.device.type != "cpu":
         return product(matrix, x).index_select(0, rows)  # to choose entries the host would wait for their number
-    result: Tensor = _Product.apply(x, matrix, rows)
+    with torch.autocast(x.device.type, enabled=False):
+        result: Tensor = _Product.apply(x.to(matrix.csr.values.dtype), matrix, rows)
     return result
 
 

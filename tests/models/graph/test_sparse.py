@@ -1,7 +1,5 @@
 """Sparse products against dense matrices: every kernel, all rows and some, with their gradients."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -9,16 +7,6 @@ from models.graph import sparse
 from models.graph.sparse import SparseMatrix, product
 
 SIZE, NUM_ENTRIES = 7, 12
-
-
-def bag(csr, x):
-    return sparse.multiply(csr, x)
-
-
-def torch_sparse(csr, x):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR")
-        return sparse.multiply_by_torch_sparse(csr, x)
 
 
 def make(dtype, num_entries=NUM_ENTRIES):
@@ -32,13 +20,13 @@ def make(dtype, num_entries=NUM_ENTRIES):
     return matrix, torch.zeros(SIZE, SIZE, dtype=dtype).index_put((rows, columns), values)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("rows", [None, [2], [6, 0, 3, 3], []])
-@pytest.mark.parametrize("kernel", [bag, torch_sparse])
+@pytest.mark.parametrize("kernel", [sparse.multiply, sparse.multiply_by_torch_sparse])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_and_gradients_equal_those_of_dense_matrices(dtype, kernel, rows, monkeypatch):
     matrix, dense = make(dtype)
-    if kernel is torch_sparse:
-        monkeypatch.setattr(sparse, "multiply", torch_sparse)
+    monkeypatch.setattr(sparse, "multiply", kernel)
     rows = rows if rows is None else torch.tensor(rows, dtype=torch.int64)
     x = torch.randn(SIZE, 3, dtype=dtype, requires_grad=True)
     found, expected = product(matrix.operands(), x, rows), sparse.select(dense @ x, rows)
@@ -48,6 +36,19 @@ def test_products_and_gradients_equal_those_of_dense_matrices(dtype, kernel, row
         torch.autograd.grad((found * weights).sum(), x), torch.autograd.grad((expected * weights).sum(), x), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kernel", [sparse.multiply, sparse.multiply_by_torch_sparse])
+def test_autocast_does_not_lower_the_precision(kernel, monkeypatch):
+    monkeypatch.setattr(sparse, "multiply", kernel)
+    matrix, dense = make(torch.float32)
+    x = torch.randn(SIZE, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, of_lower = product(matrix.operands(), x), product(matrix.operands(), x.bfloat16())
+    assert found.dtype == of_lower.dtype == torch.float32
+    torch.testing.assert_close(found, dense @ x)
+    torch.testing.assert_close(of_lower, dense @ x.bfloat16().float())
 
 
 def test_a_matrix_without_entries_gives_zeros():
