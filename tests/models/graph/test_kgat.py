@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models.graph import aggregators, kgat
 from models.graph.collaborative_graph import CollaborativeGraph
 from models.graph.kgat import KGAT
+from models.layers.dropout import dropout_mask
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -105,11 +106,11 @@ def slow_attention(model, softmax):
     return matrix
 
 
-def slow_representations(model, matrix, aggregation, slope):
+def slow_representations(model, matrix, aggregation, slope=0.01, masks=(1, 1, 1)):
     """Every node's: equations 3 to 9 and 11, with full matrices."""
     states = slow_nodes(model)
     parts = [states]
-    for layer in model.layers:
+    for layer, mask in zip(model.layers, masks, strict=True):
         neighbours = matrix @ states
         if aggregation == "gcn":
             states = F.leaky_relu(layer.linear(states + neighbours), slope)
@@ -118,7 +119,8 @@ def slow_representations(model, matrix, aggregation, slope):
         else:
             of_sum = F.leaky_relu(layer.linear1(states + neighbours), slope)
             states = of_sum + F.leaky_relu(layer.linear2(states * neighbours), slope)
-        parts.append(states / states.norm(dim=1, keepdim=True))
+        states = states * mask
+        parts.append(states / states.norm(dim=1, keepdim=True).clamp(min=1e-12))
     return torch.cat(parts, dim=1)
 
 
@@ -195,7 +197,7 @@ def test_laplacians_equal_counting_and_propagate_until_the_first_refresh(kind):
     model = make_model(laplacian=kind)
     torch.testing.assert_close(model.attention, slow_laplacian(kind), **EXACT)
     users, items = batch_of_users()
-    everything = slow_representations(model, dense(slow_laplacian(kind)), "bi-interaction", 0.01)
+    everything = slow_representations(model, dense(slow_laplacian(kind)), "bi-interaction")
     assert_equal_gradients(model, cf_loss(model(users, items)), slow_cf_loss(model, everything, users, items))
 
 
@@ -294,8 +296,18 @@ def test_dropout_is_the_same_however_a_batch_is_split(settings):
 
 
 @pytest.mark.parametrize("aggregation", ["bi-interaction", "gcn", "graphsage"])
-def test_gradients_with_message_dropout_equal_finite_differences(aggregation):
-    model = make_model(message_dropout=0.3, node_dropout=0.2, aggregation=aggregation).train()
+def test_message_dropout_applies_to_what_the_next_layer_gets_and_to_what_is_normalised(aggregation):
+    model = make_model(message_dropout=0.3, aggregation=aggregation).train()
+    users, items = batch_of_users()
+    torch.manual_seed(3)
+    masks = [dropout_mask((NUM_NODES, width), 0.3, torch.empty(0)) for width in LAYER_DIMS]
+    everything = slow_representations(model, dense(model.attention), aggregation, masks=masks)
+    torch.manual_seed(3)
+    assert_equal_gradients(model, cf_loss(model(users, items)), slow_cf_loss(model, everything, users, items))
+
+
+def test_gradients_with_node_dropout_equal_finite_differences():
+    model = make_model(node_dropout=0.4).train()
 
     def loss():
         torch.manual_seed(3)
