@@ -1,0 +1,101 @@
+"""The collaborative knowledge graph of KGAT (Wang et al., KDD 2019): users, items and entities with typed edges."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from models.graph.sparse import SparseMatrix
+
+Laplacian = Literal["random-walk", "symmetric", "reference"]
+Softmax = Literal["separate", "coalesced"]
+
+
+class CollaborativeGraph(nn.Module):
+    """Directed edges (head, relation, tail); those of one pair under several relations are parallel.
+
+    `matrix`, which propagates, has one entry for each pair: the sum over its parallel edges. All other values are those
+    of edges, (E,), in the order in which the edges were given.
+    """
+
+    head: Tensor
+    tail: Tensor
+    by_relation: Tensor
+    first_edge: Tensor
+    further_edges: Tensor
+    entry_of_further: Tensor
+
+    def __init__(self, head: Tensor, tail: Tensor, relation: Tensor, num_nodes: int, num_relations: int) -> None:
+        """head, tail, relation: (E,) integers, distinct, in ascending order of (head, tail, relation)."""
+        super().__init__()
+        self.num_nodes = num_nodes
+        self.num_relations = num_relations
+        starts_entry = torch.ones(len(head), dtype=torch.bool)
+        starts_entry[1:] = (head[1:] != head[:-1]) | (tail[1:] != tail[:-1])
+        first_edge, further_edges = starts_entry.nonzero().squeeze(1), (~starts_entry).nonzero().squeeze(1)
+        self.matrix = SparseMatrix(head[first_edge], tail[first_edge], num_nodes, torch.get_default_dtype())
+        self.sizes = torch.bincount(relation, minlength=num_relations).tolist()  # edges of each relation
+        for name, value in (
+            ("head", head),
+            ("tail", tail),
+            ("by_relation", relation.argsort(stable=True)),
+            ("first_edge", first_edge),
+            ("further_edges", further_edges),
+            ("entry_of_further", starts_entry.cumsum(0)[further_edges] - 1),
+        ):
+            self.register_buffer(name, value.int(), persistent=False)
+
+    def edges_by_relation(self) -> tuple[Tensor, ...]:
+        """The edges of each relation: num_relations tensors of int32."""
+        return self.by_relation.split(self.sizes)
+
+    def merge(self, values: Tensor) -> Tensor:
+        """Sums over parallel edges: (E,) -> (entries,)."""
+        merged = values.index_select(0, self.first_edge)
+        return merged.index_add_(0, self.entry_of_further, values.index_select(0, self.further_edges))
+
+    def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
+        """The adjacency of each relation, normalised by degrees within it: (E,).
+
+        random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head x in-degree of the tail).
+        reference: what the public code of KGAT computes as symmetric, 1 / sqrt(out-degree of the head x out-degree of
+        the tail), and 0 where the tail is no head of the relation, which is nearly everywhere.
+        """
+        values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)
+        for edges in self.edges_by_relation():
+            head, tail = self.head.index_select(0, edges), self.tail.index_select(0, edges)
+            out_degree = torch.bincount(head, minlength=self.num_nodes).to(dtype)
+            if kind == "random-walk":
+                values[edges.long()] = 1 / out_degree.index_select(0, head)
+                continue
+            degree = torch.bincount(tail, minlength=self.num_nodes).to(dtype) if kind == "symmetric" else out_degree
+            scale = torch.where(degree > 0, degree.rsqrt(), 0)
+            values[edges.long()] = out_degree.index_select(0, head).rsqrt() * scale.index_select(0, tail)
+        return values
+
+    def softmax(self, logits: Tensor, kind: Softmax) -> Tensor:
+        """Over the edges of each head, of all relations: (E,) -> (E,).
+
+        separate: every edge is a term of its own (KGAT, equation 5). coalesced: the logits of parallel edges are added
+        first, as the port to PyTorch by LunaBlack does, and the edges share equally what their pair gets.
+        """
+        if kind == "separate":
+            return self._normalise(logits, self.head)
+        of_pairs = self._normalise(self.merge(logits), self.head.index_select(0, self.first_edge))
+        num_parallel = self.merge(torch.ones_like(logits))
+        return self._spread(of_pairs / num_parallel)
+
+    def _normalise(self, logits: Tensor, head: Tensor) -> Tensor:
+        """The softmax over runs of equal heads."""
+        lengths = torch.bincount(head, minlength=self.num_nodes)
+        largest = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True)
+        exponentials = (logits - largest.index_select(0, head)).exp_()
+        sums = torch.segment_reduce(exponentials, "sum", lengths=lengths, unsafe=True)
+        return exponentials.div_(sums.index_select(0, head))
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """The value of each edge's pair: (entries,) -> (E,)."""
+        spread = values.new_empty(len(self.head))
+        spread[self.first_edge.long()] = values
+        spread[self.further_edges.long()] = values.index_select(0, self.entry_of_further)
+        return spread

@@ -1,0 +1,147 @@
+"""Products of a sparse matrix, which takes no gradient, with dense ones, which do."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.dropout import dropout_mask
+
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+
+class CSR(NamedTuple):
+    """Row i holds values[offsets[i] : offsets[i + 1]] at the columns of the same places."""
+
+    offsets: Tensor
+    """(rows + 1,) int32."""
+    columns: Tensor
+    """(entries,) int32."""
+    values: Tensor
+    """(entries,) floating."""
+
+
+class Operands(NamedTuple):
+    """A matrix for the products of a forward, and its transpose for those of the backward."""
+
+    csr: CSR
+    transposed: CSR
+
+
+class SparseMatrix(nn.Module):
+    """A square matrix whose entries have fixed places; their values take no gradient, and may be set anew."""
+
+    offsets: Tensor
+    columns: Tensor
+    values: Tensor
+    transposed_offsets: Tensor
+    transposed_columns: Tensor
+    transposed_values: Tensor
+    transposed_entries: Tensor
+
+    def __init__(self, rows: Tensor, columns: Tensor, size: int, dtype: torch.dtype) -> None:
+        """rows, columns: (entries,) integers below size, distinct pairs in ascending order of (row, column)."""
+        super().__init__()
+        entries = columns.argsort(stable=True)
+        for name, value in (
+            ("offsets", _offsets(rows, size).int()),
+            ("columns", columns.int()),
+            ("values", torch.zeros(len(rows), dtype=dtype)),
+            ("transposed_offsets", _offsets(columns, size).int()),
+            ("transposed_columns", rows[entries].int()),
+            ("transposed_values", torch.zeros(len(rows), dtype=dtype)),
+            ("transposed_entries", entries.int()),
+        ):
+            self.register_buffer(name, value, persistent=False)
+
+    def set_values(self, values: Tensor) -> None:
+        """values: (entries,)."""
+        self.values.copy_(values)
+        self.transposed_values.copy_(self._transpose(values))
+
+    def operands(self, dropout: float = 0.0) -> Operands:
+        """dropout: of entries; those that stay are scaled up."""
+        if dropout > 0:
+            return self.operands_of(self.values * dropout_mask(self.values.shape, dropout, self.values))
+        return self._operands(self.values, self.transposed_values)
+
+    def operands_of(self, values: Tensor) -> Operands:
+        """With other values, (entries,)."""
+        return self._operands(values, self._transpose(values))
+
+    def _transpose(self, values: Tensor) -> Tensor:
+        return values.index_select(0, self.transposed_entries)
+
+    def _operands(self, values: Tensor, transposed_values: Tensor) -> Operands:
+        return Operands(
+            CSR(self.offsets, self.columns, values),
+            CSR(self.transposed_offsets, self.transposed_columns, transposed_values),
+        )
+
+
+def _offsets(rows: Tensor, size: int) -> Tensor:
+    """Where each of `size` rows begins among its entries, and where the last one ends: (size + 1,)."""
+    return F.pad(torch.bincount(rows, minlength=size).cumsum(0), (1, 0))
+
+
+def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
+    """A @ x, or (A @ x)[rows] at the cost of those rows on a CPU; the gradient goes to x alone.
+
+    x: (size, d). rows: (n,) int64, which may repeat. Returns (size, d) or (n, d) in the precision of the values, under
+    autocast too.
+    """
+    if rows is not None and x.device.type != "cpu":
+        return product(matrix, x).index_select(0, rows)  # to choose entries the host would wait for their number
+    with torch.autocast(x.device.type, enabled=False):
+        result: Tensor = _Product.apply(x.to(matrix.csr.values.dtype), matrix, rows)
+    return result
+
+
+def select(x: Tensor, rows: Tensor | None) -> Tensor:
+    """x[rows], or all of x."""
+    return x if rows is None else x.index_select(0, rows)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Operands, rows: Tensor | None) -> Tensor:
+        ctx.transposed, ctx.rows, ctx.size = matrix.transposed, rows, len(x)
+        return multiply(matrix.csr if rows is None else _take_rows(matrix.csr, rows), x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        if ctx.rows is not None:
+            # Choosing the transpose's entries of these rows would take longer than multiplying the others by zero.
+            grad = grad.new_zeros(ctx.size, grad.shape[1]).index_add_(0, ctx.rows, grad)
+        return multiply(ctx.transposed, grad), None, None
+
+
+def multiply(csr: CSR, x: Tensor) -> Tensor:
+    """csr @ x without a gradient, by the kernel that is fastest on the device of x.
+
+    On a CPU a sum of embeddings, many times faster than torch's sparse products; on a GPU it is slower than those,
+    but always adds up in the same order.
+    """
+    offsets, columns, values = csr
+    if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+        return F.embedding_bag(columns, x, offsets, mode="sum", per_sample_weights=values, include_last_offset=True)
+    return multiply_by_torch_sparse(csr, x)
+
+
+def multiply_by_torch_sparse(csr: CSR, x: Tensor) -> Tensor:
+    """csr @ x, for a GPU."""
+    size = (len(csr.offsets) - 1, len(x))
+    return torch.sparse_csr_tensor(*csr, size, check_invariants=False) @ x
+
+
+def _take_rows(csr: CSR, rows: Tensor) -> CSR:
+    """The matrix of these rows alone, in their order."""
+    starts = csr.offsets.index_select(0, rows)
+    sizes = csr.offsets.index_select(0, rows + 1) - starts
+    offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    entries = torch.repeat_interleave(starts - offsets[:-1], sizes)
+    entries += torch.arange(len(entries), dtype=torch.int32)
+    return CSR(offsets, csr.columns.index_select(0, entries), csr.values.index_select(0, entries))

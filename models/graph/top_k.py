@@ -1,0 +1,67 @@
+"""How well the k items with the highest scores match those that a user chose."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_OFFICIAL_LIST = 100
+
+
+class TopK(NamedTuple):
+    """Of each cutoff, sums over users: (len(ks),) float64."""
+
+    recall: Tensor
+    """Hits / positives."""
+    precision: Tensor
+    """Hits / k."""
+    hit: Tensor
+    """1 where there is a hit."""
+    ndcg: Tensor
+    """DCG / that of min(k, positives) hits at the top."""
+    ndcg_official: Tensor
+    """DCG / that of the hits among the first 100 at the top, as KGAT's own code has it: inflated."""
+
+
+def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
+    """Ranks the items of each user without those seen, which it gives the score -inf in `scores`.
+
+    scores: (B, num_items). positives: (B, P), seen: (B, S) int64, distinct in a row, padded with num_items. A user
+    without positives counts nothing. DCG adds 1 / log2(place + 2) over the hits of the first k places, from 0.
+    """
+    num_items = scores.shape[1]
+    hide(scores, seen)
+    length = max(_OFFICIAL_LIST, *ks)
+    found = scores.topk(min(length, num_items))
+    relevant = scores.new_zeros(len(scores), num_items + 1, dtype=torch.bool).scatter_(1, positives, True)
+    hits = relevant[:, :num_items].gather(1, found.indices) & (found.values > -torch.inf)
+    hits = F.pad(hits.double(), (0, length - hits.shape[1]))
+    num_positives = (positives < num_items).sum(1)
+
+    gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()
+    best = F.pad(gains.cumsum(0), (1, 0)).to(scores.device)  # the DCG of n hits at the top, at place n
+    cutoffs = torch.tensor(ks)
+    within = (torch.arange(length).unsqueeze(1) < cutoffs).double()  # (length, len(ks))
+    num_hits, dcg = hits @ within.to(scores.device), hits @ (within * gains.unsqueeze(1)).to(scores.device)
+    cutoffs = cutoffs.to(scores.device)
+
+    def ndcg(num_relevant: Tensor) -> Tensor:
+        ideal = best[torch.minimum(num_relevant.unsqueeze(1), cutoffs)]
+        return torch.where(ideal > 0, dcg / ideal, 0).sum(0)
+
+    return TopK(
+        recall=(num_hits / num_positives.clamp(min=1).unsqueeze(1)).sum(0),
+        precision=(num_hits / cutoffs).sum(0),
+        hit=(num_hits > 0).double().sum(0),
+        ndcg=ndcg(num_positives),
+        ndcg_official=ndcg(hits[:, :_OFFICIAL_LIST].sum(1).long()),
+    )
+
+
+def hide(scores: Tensor, items: Tensor) -> None:
+    """Sets the scores (B, num_items) of these items, (B, S) int64 padded with num_items, to -inf."""
+    num_items = scores.shape[1]
+    hidden = torch.where(items < num_items, -torch.inf, torch.inf).to(scores.dtype)
+    scores.scatter_reduce_(1, items.clamp(max=num_items - 1), hidden, "amin")

@@ -1,0 +1,58 @@
+"""LightGCN and BPR-MF against dense matrices."""
+
+import pytest
+import torch
+
+from models.graph.bprmf import BPRMF
+from models.graph.lightgcn import LightGCN
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+NUM_USERS, NUM_ITEMS, WIDTH = 5, 7, 4
+USERS, ITEMS = torch.tensor([[0, 0, 1, 2, 2, 2, 4], [6, 1, 1, 0, 1, 3, 3]])
+"""User 3 and the items 2, 4 and 5 have no interactions."""
+BATCH = torch.tensor([4, 0, 0, 3]), torch.tensor([[3, 2], [1, 5], [1, 0], [6, 6]])
+
+
+def slow_lightgcn(model, layers):
+    """The mean of the layers, with a full matrix."""
+    adjacency = torch.zeros(NUM_USERS + NUM_ITEMS, NUM_USERS + NUM_ITEMS)
+    adjacency[USERS, NUM_USERS + ITEMS] = 1
+    adjacency += adjacency.T.clone()
+    degree = adjacency.sum(1)
+    scale = torch.where(degree > 0, degree, 1) ** -0.5
+    states = [torch.cat([model.users.weight, model.items.weight])]
+    for _ in range(layers):
+        states.append(scale[:, None] * adjacency * scale @ states[-1])
+    return (sum(states) / (layers + 1)).split([NUM_USERS, NUM_ITEMS])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_lightgcn_and_its_gradients_equal_dense_matrices(layers):
+    model = LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH, layers)
+    users, items = BATCH
+    all_users, all_items = slow_lightgcn(model, layers)
+    torch.testing.assert_close(model.represent(), (all_users, all_items))
+    found = model(users, items)
+    torch.testing.assert_close((found.users, found.items), (all_users[users], all_items[items]))
+    weights = torch.randn_like(found.items)
+    fast = torch.autograd.grad((found.users[:, None] * found.items * weights).sum(), list(model.parameters()))
+    expected = (all_users[users][:, None] * all_items[items] * weights).sum()
+    torch.testing.assert_close(fast, torch.autograd.grad(expected, list(model.parameters())))
+
+
+@pytest.mark.parametrize(
+    "model", [LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH), BPRMF(NUM_USERS, NUM_ITEMS, WIDTH)]
+)
+def test_the_embeddings_themselves_are_penalised(model):
+    users, items = BATCH
+    expected = torch.cat([model.users.weight[users].unsqueeze(1), model.items.weight[items]], dim=1)
+    torch.testing.assert_close(model(users, items).penalised, expected)
+
+
+def test_bprmf_is_its_embeddings():
+    model = BPRMF(NUM_USERS, NUM_ITEMS, WIDTH)
+    users, items = BATCH
+    found = model(users, items)
+    torch.testing.assert_close((found.users, found.items), (model.users.weight[users], model.items.weight[items]))
+    assert model.represent() == (model.users.weight, model.items.weight)
