@@ -120,7 +120,7 @@ class Task(ABC):
 
     Config: ClassVar[type]
     """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag."""
-    monitor: ClassVar[tuple[str, Literal["max", "min"]]]
+    monitor: tuple[str, Literal["max", "min"]]
     """The validation metric that defines "best", for example ("val/accuracy", "max") or ("val/far/loss", "min")."""
     phases: tuple[str, ...] = ("train",)
     """Parts of training, each with data, a loss, parameters and optimizers of its own; may depend on the config.
@@ -134,11 +134,11 @@ class Task(ABC):
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Other defaults of the trainer's own flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
-    data_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that say where the data lie; a run's data may lie elsewhere when it labels (`--predict`)."""
+    predict_flags: ClassVar[tuple[str, ...]] = ()
+    """Fields of `Config` that `--predict` takes anew: where data lie that it needs, what its table shows."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
     """Fields of `Config` that say what the validation set is; `--folds`, which says it too, excludes their flags."""
-    headline: ClassVar[tuple[str, ...]] = ()
+    headline: tuple[str, ...] = ()
     """The metrics that the console shows, without their split: ("loss", "ndcg@10"). Empty shows all.
 
     The files and TensorBoard get all of them.

@@ -70,7 +70,7 @@ class OwnMasks(TabledObjective):
 class Tabled(Task):
     Config = TabledFlags
     monitor = ("val/loss", "min")
-    data_flags = ("delay",)
+    predict_flags = ("delay",)
 
     def splits(self):
         return {name: Rows(num, i) for i, (name, num) in enumerate({"train": 23, "val": 9, "test": 11}.items())}

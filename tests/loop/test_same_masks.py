@@ -38,7 +38,7 @@ def test_each_evaluation_starts_once(run_here, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["metrics"]["test/starts"] == 3
 
 
-def test_labelling_starts_like_an_evaluation_and_finds_data_that_have_moved(run_here, tmp_path):
+def test_labelling_starts_like_an_evaluation_and_takes_some_flags_anew(run_here, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path)
     for place in (0, 5):
         moved = ["--delay", place] if place else []
@@ -48,7 +48,7 @@ def test_labelling_starts_like_an_evaluation_and_finds_data_that_have_moved(run_
         np.testing.assert_array_equal(rows[:, 1], Rows(4, place).target[:, 0])
 
 
-def test_what_is_no_place_of_data_must_be_as_it_was(run_here, tmp_path):
+def test_other_flags_must_be_as_they_were(run_here, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path)
     _, err = run_here("--task", RUN[1], "--predict", tmp_path, "--save-dir", tmp_path, "--own-masks", status=2)
     assert "--own-masks True: the weights of epoch 2" in err and "trained with False" in err

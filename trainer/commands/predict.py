@@ -61,8 +61,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
-    The command line need not repeat the flags of the run, but must not contradict them; the data that a task needs for
-    this (`Task.data_flags`), and the file of a task of a user's own, may have moved. Raises BadInput.
+    The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
+    takes anew (`Task.predict_flags`); the file of a task of a user's own may have moved. Raises BadInput.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
@@ -77,7 +77,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
         else:
             stated = {"--task": flags.run.task}
     task_type = task_type or recorded_class(run, name, "say by --task where it is now")
-    moved = {flag: stated.pop(flag) for flag in map(flag_name, task_type.data_flags) if flag in stated}
+    anew = {flag: stated.pop(flag) for flag in map(flag_name, task_type.predict_flags) if flag in stated}
     nothing = "no such flag"
     refuse(
         [
@@ -86,7 +86,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
             if value != config.get(flag, nothing)
         ]
     )
-    return recorded_task(run, task_type, flags.run.cache_dir, moved)
+    return recorded_task(run, task_type, flags.run.cache_dir, anew)
 
 
 @torch.no_grad()

@@ -22,12 +22,12 @@ from trainer.tasks import defined_task, find_task
 CPU = torch.device("cpu")
 
 
-def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, moved: Mapping[str, Any] = {}) -> Task:
-    """The task with the flags and the seed that the run was trained with, but for those of data that have moved.
+def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
+    """The task with the seed and the flags that the run was trained with, but for those that are given anew.
 
     Raises BadInput.
     """
-    config = {**run.state["config"], **moved}
+    config = {**run.state["config"], **anew}
     try:
         return task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir.expanduser())
     except ValueError as error:
