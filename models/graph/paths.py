@@ -1,0 +1,66 @@
+"""The path from one node to another that gets the highest attention."""
+
+import numpy as np
+
+MOST_HOPS = 3
+"""From a user by an item to what it shares with a new item: an entity, or another user."""
+
+
+class PathFinder:
+    """Best paths over directed edges, in at most MOST_HOPS of them.
+
+    The attention of a path is the product of that of its edges: the share of a message that would arrive.
+
+    head, tail: (E,) integers, sorted by head. attention: (E,) floats, at least 0.
+    """
+
+    def __init__(self, head: np.ndarray, tail: np.ndarray, attention: np.ndarray, num_nodes: int) -> None:
+        nodes = np.arange(num_nodes + 1)
+        self._head, self._tail, self._attention = head, tail, attention
+        self._out = np.searchsorted(head, nodes)
+        self._by_tail = np.argsort(tail, kind="stable")
+        self._into = np.searchsorted(tail[self._by_tail], nodes)
+
+    def best(self, source: int, targets: np.ndarray) -> list[list[int]]:
+        """For each target the edges of its best path from the source, in order; none where no path leads there.
+
+        targets: (n,) integers. Of equally good paths the shortest is taken.
+        """
+        attention = np.zeros(len(self._out) - 1)
+        attention[source] = 1.0
+        levels = [(attention, np.full(len(attention), -1))]
+        for _ in range(MOST_HOPS - 1):
+            levels.append(self._expanded(levels[-1][0]))
+        return [self._path(source, int(target), levels) for target in targets]
+
+    def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One hop on: the best attention of each node, 0 where none arrives, and the edge that brings it."""
+        nodes = np.flatnonzero(attention)
+        edges = _ranges(self._out[nodes], self._out[nodes + 1])
+        values = attention[self._head[edges]] * self._attention[edges]
+        order = np.argsort(values, kind="stable")  # of several values that are assigned to a node the last one stays
+        edges, values = edges[order], values[order]
+        best, by_edge = np.zeros(len(attention)), np.full(len(attention), -1)
+        best[self._tail[edges]], by_edge[self._tail[edges]] = values, edges
+        return best, by_edge
+
+    def _path(self, source: int, target: int, levels: list[tuple[np.ndarray, np.ndarray]]) -> list[int]:
+        """levels: for each number of hops but the last, what `_expanded` returned."""
+        candidates = [(values[target], hops, int(edges[target])) for hops, (values, edges) in enumerate(levels)][1:]
+        into = self._by_tail[self._into[target] : self._into[target + 1]]
+        if len(into):
+            values = levels[-1][0][self._head[into]] * self._attention[into]
+            candidates.append((values.max(), MOST_HOPS, int(into[values.argmax()])))
+        value, hops, edge = max(candidates, key=lambda candidate: candidate[0])
+        path: list[int] = []
+        while value > 0 and hops > 0:
+            path.insert(0, edge)
+            hops -= 1
+            edge = int(levels[hops][1][self._head[edge]])
+        return path
+
+
+def _ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """The numbers of all ranges, one after another."""
+    lengths = stops - starts
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())

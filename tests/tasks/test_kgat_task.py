@@ -1,0 +1,196 @@
+"""KGAT and its baselines: the same on any number of devices, after a kill anywhere, and what users see of it."""
+
+import csv
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import load
+from tests.helpers.small_catalogue import NUM_USERS, write_catalogue
+
+SMALL = ["--embed-dim", 6, "--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0.2, "--node-dropout", 0.2]
+RUN = ["--task", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", 2, "--lr", 0.01, "--ks", 2, 5]
+TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_catalogue(tmp_path_factory.mktemp("catalogue"))
+
+
+def weights(directory):
+    return load(directory / "final.pth")["model"]
+
+
+def metrics(directory):
+    return json.loads((directory / "results.json").read_text())["metrics"]
+
+
+def assert_close(one, other, rtol=1e-9):
+    assert weights(one).keys() == weights(other).keys()
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], value, rtol=rtol, atol=1e-11)
+    assert metrics(other) == pytest.approx(metrics(one), rel=1e-9)
+
+
+@pytest.mark.parametrize("model", [["kgat", *SMALL], ["lightgcn", "--embed-dim", 6], ["bprmf"]], ids=lambda m: m[0])
+def test_any_micro_batches_learn_the_same(model, data, run_here, tmp_path):
+    argv = [*RUN, "--data-dir", data, "--model", *model, "--global-batch-size", 16]
+    run_here(*argv, "--batch-size", 16, "--save-dir", tmp_path / "whole")
+    run_here(*argv, "--batch-size", 5, "--eval-batch-size", 3, "--save-dir", tmp_path / "parts")
+    assert_close(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_processes_learns_the_same(nproc, data, run_here, command, tmp_path):
+    argv = [*RUN, "--data-dir", data, *SMALL, "--global-batch-size", 16]
+    run_here(*argv, "--save-dir", tmp_path / "one")
+    several = ["--multi-gpu", "ddp", "--nproc", nproc, "--device", "cpu", "--batch-size", 3]
+    command("main_multi_gpu.py", *argv, *several, "--save-dir", tmp_path / "several")
+    assert_close(tmp_path / "one", tmp_path / "several")
+
+
+def test_goes_on_to_the_bit_from_any_step_of_either_phase(data, run_here, tmp_path):
+    argv = [*RUN, "--data-dir", data, *SMALL, "--batch-size", 16, "--save-every-steps", 3, "--keep-checkpoints", 0]
+    run_here(*argv, "--save-dir", tmp_path / "whole")
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    assert {load(tmp_path / "whole" / entry["file"])["position"]["phase"] for entry in entries} == {0, 1}
+    for entry in entries[:-1]:
+        directory = tmp_path / f"from-{entry['step']}"
+        run_here(*argv, "--resume-from", tmp_path / "whole" / entry["file"], "--save-dir", directory)
+        for name, value in weights(tmp_path / "whole").items():
+            assert torch.equal(weights(directory)[name], value), (entry, name)
+        assert metrics(directory) == metrics(tmp_path / "whole")
+
+
+def test_goes_on_to_the_bit_after_a_kill_in_the_refresh(command, tmp_path):
+    task = ["--task", "tests/helpers/small_catalogue.py:KilledInRefresh", *RUN[2:]]
+    argv = [*task, "--data-dir", write_catalogue(tmp_path / "data"), *SMALL, "--batch-size", 16]
+    command("main.py", *argv, "--save-dir", tmp_path / "killed", status=-9)
+    for name in ("killed", "whole"):
+        command("main.py", *argv, "--save-dir", tmp_path / name)
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "killed")[name], value), name
+
+
+def test_the_attention_is_refreshed_once_an_epoch(data, run_here, tmp_path):
+    """In the first epoch it is the Laplacian, which random walks make of row sums that count relations."""
+    argv = [*RUN, "--data-dir", data, *SMALL, "--keep-checkpoints", 0, "--save-every-steps", 1]
+    run_here(*argv, "--save-dir", tmp_path)
+    entries = json.loads((tmp_path / "manifest.json").read_text())["checkpoints"]
+    by_epoch = {}
+    for entry in entries:
+        state = load(tmp_path / entry["file"])
+        if not (state["position"]["phase"] == 0 and state["position"]["samples"] == 0):
+            by_epoch.setdefault(state["position"]["epoch"], []).append(state["model"]["attention"])
+    first, second = by_epoch[0], by_epoch[1]
+    assert all(torch.equal(values, first[0]) for values in first)
+    assert all(torch.equal(values, second[0]) for values in second)
+    assert not torch.allclose(first[0], second[0])
+
+
+def test_starts_from_matrix_factorisation(data, run_here, tmp_path):
+    run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--embed-dim", 6, "--save-dir", tmp_path / "mf")
+    start = ["--init-from-partial", tmp_path / "mf" / "best.pth"]
+    out, _ = run_here(*RUN, "--data-dir", data, *SMALL, *start, "--lr", 1e-30, "--save-dir", tmp_path / "kgat")
+    assert "users.weight, items.weight" in out or "items.weight, users.weight" in out
+    for name in ("users.weight", "items.weight"):
+        torch.testing.assert_close(weights(tmp_path / "kgat")[name], load(tmp_path / "mf" / "best.pth")["model"][name])
+
+
+def test_results_say_what_the_epoch_was_selected_on(data, run_here, tmp_path):
+    for more, expected in (([], "val"), (["--select-on-test"], "test")):
+        directory = tmp_path / expected
+        run_here(*RUN, "--data-dir", data, "--model", "bprmf", *more, "--save-dir", directory)
+        results = json.loads((directory / "results.json").read_text())
+        assert results["selected_on"] == expected
+        if expected == "test":
+            assert results["best"]["value"] == results["metrics"]["test/recall@2"]
+
+
+def test_recommends_what_a_user_has_not_with_the_path_that_explains_it(data, run_here, tmp_path):
+    run_here(*RUN, "--data-dir", data, *SMALL, "--save-dir", tmp_path / "run")
+    users = tmp_path / "users.csv"
+    users.write_text("user\n4\n0\n")
+    predict = ["--task", "kgat", "--predict", users, "--save-dir", tmp_path / "run", "--dtype", "float64"]
+    short, _ = run_here(*predict, "--top", 3)
+    out, _ = run_here(*predict)
+    assert [line for line in out.splitlines() if line.split(",")[1] in ("rank", "1", "2", "3")] == short.splitlines()
+    table = list(csv.DictReader(out.splitlines()))
+    assert [(row["user"], row["rank"]) for row in table] == [(u, str(r)) for u in "40" for r in range(1, 11)]
+    trained = [line.split() for line in (data / "train.txt").read_text().splitlines()]
+    edges = {(int(h), f"r{r}", int(t)) for h, r, t in map(str.split, (data / "kg_final.txt").read_text().splitlines())}
+    for user in (4, 0):
+        rows = [row for row in table if row["user"] == str(user)]
+        scores = [float(row["score"]) for row in rows]
+        assert scores == sorted(scores, reverse=True)
+        ranked = [row for row in rows if np.isfinite(float(row["score"]))]
+        assert not {row["item"] for row in ranked} & set(trained[user][1:])
+        for row in ranked:
+            assert row["path"].startswith(f"user {user} -interact-> item ")
+            assert row["path"].endswith(f" {row['item']}")
+            assert_is_path(row["path"].split(), edges)
+
+
+def assert_is_path(words, edges):
+    nodes = list(zip(words[0::3], words[1::3], strict=True))
+    for (kind, one), arrow, (_, other) in zip(nodes, words[2::3], nodes[1:], strict=False):
+        if "interact" in arrow:
+            assert (kind == "user") == arrow.endswith(">")
+        elif arrow.endswith(">"):
+            assert (int(one), arrow[1:-2], int(other)) in edges
+        else:
+            assert (int(other), arrow[2:-1], int(one)) in edges
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("4\nfour\n", "line 2: 'four'"), (f"user\n{NUM_USERS}\n", f"line 2: '{NUM_USERS}'"), ("", "holds nothing")],
+)
+def test_users_that_are_none_are_refused(text, said, data, run_here, tmp_path):
+    run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--epochs", 1, "--save-dir", tmp_path / "run")
+    (tmp_path / "users.txt").write_text(text)
+    _, err = run_here("--predict", tmp_path / "users.txt", "--save-dir", tmp_path / "run", status=2)
+    assert said in err and "users.txt" in err
+
+
+def test_flags_that_a_model_has_no_use_for_are_refused(data, run_here, tmp_path):
+    argv = ["--task", "kgat", "--data-dir", tmp_path / "none", "--model", "lightgcn", "--aggregator", "gcn"]
+    _, err = run_here(*argv, "--save-dir", tmp_path / "run", status=2)
+    assert "--aggregator gcn: --model lightgcn has no use for it" in err
+    assert f"--data-dir {tmp_path / 'none'}: no such file or folder" in err
+
+
+def test_a_graph_is_needed_where_the_model_uses_it(data, run_here, tmp_path):
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_bytes((data / name).read_bytes())
+    _, err = run_here(*RUN, "--data-dir", tmp_path, "--save-dir", tmp_path / "run", status=2)
+    assert "has no kg_final.txt" in err and "--model lightgcn" in err
+    run_here(*RUN, "--data-dir", tmp_path, "--model", "lightgcn", "--save-dir", tmp_path / "run")
+
+
+def test_recall_hardly_depends_on_amp(run_here, tmp_path):
+    run_here("--task", "kgat", "--epochs", 15, "--num-threads", 1, "--save-dir", tmp_path / "run")
+    recalls = []
+    for amp in ("off", "bf16"):
+        out, _ = run_here("--task", "kgat", "--eval-only", "--amp", amp, "--save-dir", tmp_path / "run")
+        recalls.append(float(re.search(r"test/recall@20 ([0-9.]+)", out)[1]))
+    assert recalls[1] == pytest.approx(recalls[0], abs=0.002)
+    assert recalls[0] > 0.08
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_to_the_bit(data, command, tmp_path):
+    argv = [*RUN, "--data-dir", data, *SMALL, *TWO, "--batch-size", 4, "--save-every-steps", 4, "--keep-checkpoints", 0]
+    command("main_multi_gpu.py", *argv, "--save-dir", tmp_path / "whole")
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    for entry in entries[1:-1:3]:
+        directory = tmp_path / f"from-{entry['step']}"
+        command(
+            "main_multi_gpu.py", *argv, "--resume-from", tmp_path / "whole" / entry["file"], "--save-dir", directory
+        )
+        for name, value in weights(tmp_path / "whole").items():
+            assert torch.equal(weights(directory)[name], value), (entry, name)

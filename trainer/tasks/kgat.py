@@ -1,0 +1,358 @@
+"""Recommendation with a knowledge graph: which items a user takes next, from who took what and what the items are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.knowledge_graph.catalogue import Catalogue
+from data.knowledge_graph.collaborative_graph import Edges, collaborative_graph
+from data.knowledge_graph.new_users import Recommendations, read_users
+from data.knowledge_graph.reader import load_catalogue
+from data.knowledge_graph.samples import Interactions, Triples, UsersToRank
+from data.knowledge_graph.synthetic import load_synthetic_catalogue
+from models.graph.aggregators import Aggregation
+from models.graph.bprmf import BPRMF
+from models.graph.collaborative_graph import CollaborativeGraph, Laplacian, Softmax
+from models.graph.kgat import KGAT
+from models.graph.lightgcn import LightGCN
+from models.graph.recommender import Recommender
+from models.graph.top_k import TopK, hide, top_k
+from trainer.config import FlagGroup, flag, flag_name, shown
+from trainer.loading.batch_orders import ConsecutiveBatches
+from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.errors import BadInput
+from trainer.task import Objective, ParamGroup, Picture, ProgressBar, Sums, Task
+from trainer.tasks.bar_chart import draw_bars
+from trainer.tasks.kgat_explanations import Explanations, relation_names
+
+_OF_MODEL: dict[str, tuple[str, ...]] = {
+    "kgat": (
+        *("layer_dims", "relation_dim", "aggregator", "laplacian", "softmax", "leaky_slope"),
+        *("dropout", "node_dropout", "kg_l2", "kg_batch_ratio", "kg_lr_scale"),
+    ),
+    "lightgcn": ("num_layers",),
+    "bprmf": (),
+}
+"""Flags that a model has a use for and some other has not."""
+_USUAL_L2 = {"kgat": 1e-5, "lightgcn": 1e-3, "bprmf": 1e-2}
+_RELATIONS_SHOWN = 20
+
+
+@dataclass
+class KgatFlags(FlagGroup):
+    """Task: recommendation with a knowledge graph (--task kgat)
+
+    --predict takes users: a text or CSV file with one user id a line, with or without the header `user`. The table has
+    the --top items of each, their scores, and of --model kgat the path of highest attention to each.
+    """
+
+    data_dir: Path | None = flag(
+        None, "train.txt, test.txt, perhaps valid.txt, kg_final.txt as KGAT has them, or ratings_final and kg_final as "
+        "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)",
+    )  # fmt: skip
+    model: Literal["kgat", "lightgcn", "bprmf"] = flag(
+        "kgat", "kgat: attention over the knowledge graph; lightgcn: the same data without the graph; bprmf: matrix "
+        "factorisation, also what KGAT is published to start from",
+    )  # fmt: skip
+    embed_dim: int = flag(64, "width of the embeddings of users, items and entities", at_least=1)
+    layer_dims: tuple[int, ...] = flag((64, 32, 16), "widths of KGAT's layers of propagation", at_least=1)
+    relation_dim: int = flag(64, "KGAT: width of the space of a relation", at_least=1)
+    num_layers: int = flag(3, "LightGCN: layers of propagation", at_least=1)
+    aggregator: Aggregation = flag("bi-interaction", "KGAT: how a node meets what its neighbours send")
+    laplacian: Laplacian = flag(
+        "random-walk", "KGAT: weights of the edges before the first attention. symmetric: D^-1/2 A D^-1/2; reference: "
+        "what the published codes compute by that name, which on most graphs is zero",
+    )  # fmt: skip
+    softmax: Softmax = flag(
+        "separate", "KGAT: two edges between the same nodes are two terms of the attention (paper), or one with the "
+        "sum of their logits",
+    )  # fmt: skip
+    leaky_slope: float = flag(0.01, "KGAT: slope of LeakyReLU; the first published code takes 0.2", at_least=0)
+    dropout: float = flag(0.1, "KGAT: of the messages, that is of each layer's result", at_least=0, below=1)
+    node_dropout: float = flag(0.0, "KGAT: of the edges between nodes", at_least=0, below=1)
+    l2: float | None = flag(
+        None, "penalty on the embeddings of a sample, half of this times their squares (default: by model)", at_least=0
+    )
+    kg_l2: float = flag(1e-5, "KGAT: the same for a triple of the graph", at_least=0)
+    kg_batch_ratio: float = flag(
+        2.0, "KGAT: triples in a step of the graph's phase for each sample of --batch-size", above=0
+    )
+    kg_lr_scale: float = flag(
+        1.0, "KGAT: factor on --lr in the graph's phase; a small one spares what was trained before", at_least=0
+    )
+    draw: Literal["users", "interactions"] = flag(
+        "users", "what a training sample is: a user, all equally often, with one of the user's items at random; or an "
+        "interaction",
+    )  # fmt: skip
+    val_share: float = flag(
+        0.1, "share of each user's training items held out for validation where there is no valid.txt", above=0, below=1
+    )
+    select_on_test: bool = flag(
+        False, "the published protocol: nothing is held out, and the epoch is chosen by the test set; valid.txt is "
+        "ignored",
+    )  # fmt: skip
+    ks: tuple[int, ...] = flag(
+        (10, 20, 50), "cut-offs of the metrics; selects by recall@20, else the first", at_least=1
+    )
+    top: int = flag(10, "--predict: items for each user", at_least=1)
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.data_dir is not None and not self.data_dir.exists():
+            found.append(f"--data-dir {self.data_dir}: no such file or folder; give a folder or a zip")
+        own = {name for names in _OF_MODEL.values() for name in names} - set(_OF_MODEL[self.model])
+        for name in sorted(own):
+            value = getattr(self, name)
+            if value != getattr(KgatFlags, name):
+                what = f"--model {self.model} has no use for it"
+                found.append(f"{flag_name(name)} {shown(value)}: {what}; leave it out")
+        return found
+
+    @property
+    def penalty(self) -> float:
+        """The factor of the L2 penalty."""
+        return _USUAL_L2[self.model] if self.l2 is None else self.l2
+
+
+class KgatObjective(Objective):
+    """Bayesian personalised ranking, and for KGAT the ranking of triples; in evaluation all items ranked for a user.
+
+    BPR is of Rendle et al., UAI 2009: softplus of how much better the user likes an item never taken than one that was.
+    """
+
+    model: Recommender
+    same_masks = True
+
+    def __init__(self, model: Recommender, config: KgatFlags) -> None:
+        super().__init__(model)
+        self.config = config
+        self.users: Tensor | None
+        self.items: Tensor | None
+        self.register_buffer("users", None, persistent=False)
+        self.register_buffer("items", None, persistent=False)
+
+    def start_evaluation(self) -> None:
+        """One propagation for all users."""
+        self.users, self.items = self.model.represent()
+
+    def train(self, mode: bool = True) -> "KgatObjective":
+        self.users = self.items = None
+        super().train(mode)
+        return self
+
+    def forward(self, batch: Batch, phase: str = "cf") -> Sums:
+        if not self.training:
+            scores = self.scores(batch["user"])
+            return top_k(scores, batch["positives"], batch["seen"], self.config.ks)._asdict()
+        if phase == "kg":
+            return self._rank_triples(batch)
+        found = self.model(batch["user"], torch.stack([batch["positive"], batch["negative"]], dim=1))
+        positive, negative = (found.users.unsqueeze(1) * found.items).sum(-1).unbind(1)
+        ranking = F.softplus(negative - positive).sum()
+        return {"loss": ranking + self.config.penalty / 2 * found.penalised.square().sum(), "ranking": ranking}
+
+    def _rank_triples(self, batch: Batch) -> Sums:
+        assert isinstance(self.model, KGAT)
+        losses, squares = self.model.transr(batch["head"], batch["relation"], batch["tail"], batch["negative"])
+        ranking = losses.sum()
+        return {"loss": ranking + self.config.kg_l2 * squares.sum(), "ranking": ranking}
+
+    def scores(self, users: Tensor) -> Tensor:
+        """Of all items, (B, num_items), after `start_evaluation`; in full precision, for ranks lie close together."""
+        assert self.users is not None and self.items is not None
+        with torch.autocast(users.device.type, enabled=False):
+            return self.users[users] @ self.items.T
+
+
+class KgatTask(Task):
+    """KGAT and the baselines that it has to beat, on the same data, samples and evaluation."""
+
+    Config = KgatFlags
+    defaults = {
+        "lr": 5e-3,
+        "schedule": "constant",
+        "warmup_epochs": 0.0,
+        "weight_decay": 0.0,
+        "batch_size": 1024,
+        "eval_batch_size": 256,
+        "epochs": 40,
+    }
+    predict_flags = ("data_dir", "top")
+    hold_out_flags = ("val_share", "select_on_test")
+
+    def __init__(self, config: KgatFlags, seed: int, cache_dir: Path) -> None:
+        super().__init__(config, seed, cache_dir)
+        self.phases = ("cf", "kg") if config.model == "kgat" else ("cf",)
+        cutoff = 20 if 20 in config.ks else config.ks[0]
+        self.monitor = (f"val/recall@{cutoff}", "max")
+        self.headline = ("loss", f"recall@{cutoff}", f"ndcg@{cutoff}")
+        self._explanations: Explanations | None = None
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """Raises BadInput for data that are wrong, or have no graph where the model needs one."""
+        config: KgatFlags = self.config
+        split: dict[str, Any] = {
+            "val_share": config.val_share,
+            "seed": self.seed,
+            "selects_on_test": config.select_on_test,
+        }
+        if config.data_dir is None:
+            return load_synthetic_catalogue(self.cache_dir, **split)
+        catalogue = load_catalogue(config.data_dir, self.cache_dir, **split)
+        if config.model == "kgat" and not catalogue.has_graph:
+            raise BadInput(
+                f"--data-dir {config.data_dir}: has no kg_final.txt, the graph that --model kgat needs; fetch it, or "
+                "take --model lightgcn"
+            )
+        return catalogue
+
+    @cached_property
+    def edges(self) -> Edges:
+        """Of the collaborative knowledge graph."""
+        return collaborative_graph(self.catalogue)
+
+    @cached_property
+    def _datasets(self) -> Mapping[str, KeyedDataset]:
+        datasets: dict[str, KeyedDataset] = {
+            "cf": Interactions(self.catalogue, self.seed, self.config.draw),
+            "val": UsersToRank(self.catalogue, "val"),
+            "test": UsersToRank(self.catalogue, "test"),
+        }
+        return datasets | ({"kg": Triples(self.edges, self.seed)} if "kg" in self.phases else {})
+
+    def splits(self) -> Mapping[str, KeyedDataset]:
+        return {"train": self._datasets["cf"], "val": self._datasets["val"], "test": self._datasets["test"]}
+
+    def training_data(self, phase: str) -> KeyedDataset:
+        return self._datasets[phase]
+
+    def batch_size(self, phase: str, batch_size: int) -> int:
+        return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
+
+    def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
+        """Samples that are draws come as they are numbered: each epoch draws anew."""
+        if phase == "cf" and self.config.draw == "interactions":
+            return None
+        return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
+
+    # --- model --------------------------------------------------------------------------------------------------
+
+    def build_objective(self) -> Objective:
+        return KgatObjective(self._build_model(), self.config)
+
+    def _build_model(self) -> Recommender:
+        config: KgatFlags = self.config
+        size = (self.catalogue.num_users, self.catalogue.num_items, config.embed_dim)
+        if config.model == "bprmf":
+            return BPRMF(*size)
+        if config.model == "lightgcn":
+            train = self.catalogue.train
+            return LightGCN(torch.tensor(train.users), torch.tensor(train.items), *size, config.num_layers)
+        edges = self.edges
+        head, tail, relation = (torch.from_numpy(part) for part in (edges.head, edges.tail, edges.relation))
+        return KGAT(
+            CollaborativeGraph(head, tail, relation, edges.num_nodes, edges.num_relations),
+            *size,
+            relation_width=config.relation_dim,
+            layer_dims=config.layer_dims,
+            aggregation=config.aggregator,
+            slope=config.leaky_slope,
+            message_dropout=config.dropout,
+            node_dropout=config.node_dropout,
+            laplacian=config.laplacian,
+            softmax=config.softmax,
+        )
+
+    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
+        """Of KGAT both phases train the embeddings of nodes, each with moments of its own, as published."""
+        model = objective.model
+        if not isinstance(model, KGAT):
+            return [{"params": model.parameters()}]
+        own = [model.layers] if phase == "cf" else [model.relations]
+        params = [p for part in (model.items, model.entities, model.users, *own) for p in part.parameters()]
+        if phase == "cf":
+            return [{"params": params}]
+        return [{"params": [*params, model.projections], "lr_scale": self.config.kg_lr_scale}]
+
+    def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
+        """The attention of the weights as they are, which the epoch's propagation takes; at first the Laplacian."""
+        model = objective.model
+        if isinstance(model, KGAT):
+            if epoch == 0:
+                model.set_laplacian(self.config.laplacian)  # once more, in the run's precision
+            else:
+                model.refresh()
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """In training the mean losses; in evaluation recall, precision, hit, ndcg and ndcg_official at each cut-off."""
+        weight = sums["weight"]
+        if "loss" in sums:
+            return {name: float(sums[name] / weight) for name in ("loss", "ranking")}
+        return {
+            f"{metric}@{cutoff}": float(sums[metric][i] / weight)
+            for metric in TopK._fields
+            for i, cutoff in enumerate(self.config.ks)
+        }
+
+    def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        """What the epoch was selected on."""
+        return {"selected_on": "test" if self.config.select_on_test else "val"}
+
+    def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
+        """What share of its attention a node pays to each relation, on average."""
+        model = objective.model
+        if not isinstance(model, KGAT):
+            return {}
+        attention = model.compute_attention().double().cpu().numpy()
+        shares = np.bincount(self.edges.relation, attention) / len(np.unique(self.edges.head))
+        order = np.argsort(-shares, kind="stable")[:_RELATIONS_SHOWN]
+        names = relation_names(self.catalogue)
+        return {"attention_by_relation": draw_bars([names[i] for i in order], shares[order].tolist())}
+
+    # --- recommending -------------------------------------------------------------------------------------------
+
+    def new_data(self, path: Path) -> KeyedDataset:
+        """See `data.knowledge_graph.new_users.read_users`."""
+        if self.config.top > self.catalogue.num_items:
+            raise BadInput(f"--top {self.config.top}: there are {self.catalogue.num_items} items; choose fewer")
+        return Recommendations(read_users(path, self.catalogue.num_users), self.config.top, self.catalogue)
+
+    def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """A line for each user and rank: the item, its score, and of KGAT the path of highest attention."""
+        assert isinstance(objective, KgatObjective)
+        scores = objective.scores(batch["user"])
+        hide(scores, batch["seen"])
+        best, place = scores.topk(self.config.top), batch["place"].unsqueeze(1)
+        users, items = batch["user"].tolist(), best.indices.gather(1, place).squeeze(1).tolist()
+        columns: dict[str, Sequence[Any]] = {
+            "user": users,
+            "rank": (batch["place"] + 1).tolist(),
+            "item": items,
+            "score": [f"{score:.6g}" for score in best.values.gather(1, place).squeeze(1).tolist()],
+        }
+        if not isinstance(objective.model, KGAT):
+            return columns
+        paths = self._explained(objective.model, users, items)
+        return columns | {"attention": [f"{value:.3g}" for value, _ in paths], "path": [text for _, text in paths]}
+
+    def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
+        """`Explanations.of` each user and item; neighbours of one user are looked up together."""
+        if self._explanations is None:
+            self._explanations = Explanations(self.catalogue, self.edges, model.compute_attention())
+        found: list[tuple[float, str]] = []
+        for user, pairs in groupby(zip(users, items, strict=True), key=lambda pair: pair[0]):
+            found += self._explanations.of(user, [item for _, item in pairs])
+        return found
