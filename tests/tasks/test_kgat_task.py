@@ -36,7 +36,9 @@ def assert_close(one, other, rtol=1e-9):
     assert metrics(other) == pytest.approx(metrics(one), rel=1e-9)
 
 
-@pytest.mark.parametrize("model", [["kgat", *SMALL], ["lightgcn", "--embed-dim", 6], ["bprmf"]], ids=lambda m: m[0])
+@pytest.mark.parametrize(
+    "model", [["kgat", *SMALL], ["lightgcn", "--embed-dim", 6], ["kg-lightgcn"], ["bprmf"]], ids=lambda m: m[0]
+)
 def test_any_micro_batches_learn_the_same(model, data, run_here, tmp_path):
     argv = [*RUN, "--data-dir", data, "--model", *model, "--global-batch-size", 16]
     run_here(*argv, "--batch-size", 16, "--save-dir", tmp_path / "whole")

@@ -22,7 +22,7 @@ from models.graph.aggregators import Aggregation
 from models.graph.bprmf import BPRMF
 from models.graph.collaborative_graph import CollaborativeGraph, Laplacian, Softmax
 from models.graph.kgat import KGAT
-from models.graph.lightgcn import LightGCN
+from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
 from models.graph.recommender import Recommender
 from models.graph.top_k import TopK, hide, top_k
 from trainer.config import FlagGroup, flag, flag_name, shown
@@ -38,11 +38,12 @@ _OF_MODEL: dict[str, tuple[str, ...]] = {
         *("layer_dims", "relation_dim", "aggregator", "laplacian", "softmax", "leaky_slope"),
         *("dropout", "node_dropout", "kg_l2", "kg_batch_ratio", "kg_lr_scale"),
     ),
+    "kg-lightgcn": ("num_layers",),
     "lightgcn": ("num_layers",),
     "bprmf": (),
 }
 """Flags that a model has a use for and some other has not."""
-_USUAL_L2 = {"kgat": 1e-5, "lightgcn": 1e-3, "bprmf": 1e-2}
+_USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _RELATIONS_SHOWN = 20
 
 
@@ -58,14 +59,15 @@ class KgatFlags(FlagGroup):
         None, "train.txt, test.txt, perhaps valid.txt, kg_final.txt as KGAT has them, or ratings_final and kg_final as "
         "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)",
     )  # fmt: skip
-    model: Literal["kgat", "lightgcn", "bprmf"] = flag(
-        "kgat", "kgat: attention over the knowledge graph; lightgcn: the same data without the graph; bprmf: matrix "
-        "factorisation, also what KGAT is published to start from",
+    model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf"] = flag(
+        "kgat", "kgat: attention over the knowledge graph; kg-lightgcn: LightGCN whose items bring the mean of their "
+        "neighbours in the graph; lightgcn: no graph; bprmf: matrix factorisation, with which KGAT was published to "
+        "start",
     )  # fmt: skip
     embed_dim: int = flag(64, "width of the embeddings of users, items and entities", at_least=1)
     layer_dims: tuple[int, ...] = flag((64, 32, 16), "widths of KGAT's layers of propagation", at_least=1)
     relation_dim: int = flag(64, "KGAT: width of the space of a relation", at_least=1)
-    num_layers: int = flag(3, "LightGCN: layers of propagation", at_least=1)
+    num_layers: int = flag(3, "lightgcn, kg-lightgcn: layers of propagation", at_least=1)
     aggregator: Aggregation = flag("bi-interaction", "KGAT: how a node meets what its neighbours send")
     laplacian: Laplacian = flag(
         "random-walk", "KGAT: weights of the edges before the first attention. symmetric: D^-1/2 A D^-1/2; reference: "
@@ -210,10 +212,10 @@ class KgatTask(Task):
         if config.data_dir is None:
             return load_synthetic_catalogue(self.cache_dir, **split)
         catalogue = load_catalogue(config.data_dir, self.cache_dir, **split)
-        if config.model == "kgat" and not catalogue.has_graph:
+        if config.model in ("kgat", "kg-lightgcn") and not catalogue.has_graph:
             raise BadInput(
-                f"--data-dir {config.data_dir}: has no kg_final.txt, the graph that --model kgat needs; fetch it, or "
-                "take --model lightgcn"
+                f"--data-dir {config.data_dir}: has no kg_final.txt, the graph that --model {config.model} needs; "
+                "fetch it, or take --model lightgcn"
             )
         return catalogue
 
@@ -256,9 +258,8 @@ class KgatTask(Task):
         size = (self.catalogue.num_users, self.catalogue.num_items, config.embed_dim)
         if config.model == "bprmf":
             return BPRMF(*size)
-        if config.model == "lightgcn":
-            train = self.catalogue.train
-            return LightGCN(torch.tensor(train.users), torch.tensor(train.items), *size, config.num_layers)
+        if config.model != "kgat":
+            return self._build_lightgcn()
         edges = self.edges
         head, tail, relation = (torch.from_numpy(part) for part in (edges.head, edges.tail, edges.relation))
         return KGAT(
@@ -273,6 +274,17 @@ class KgatTask(Task):
             laplacian=config.laplacian,
             softmax=config.softmax,
         )
+
+    def _build_lightgcn(self) -> LightGCN:
+        config: KgatFlags = self.config
+        catalogue, train = self.catalogue, self.catalogue.train
+        users, items = torch.tensor(train.users), torch.tensor(train.items)
+        num_users, num_items = catalogue.num_users, catalogue.num_items
+        if config.model == "lightgcn":
+            return LightGCN(users, items, num_users, num_items, config.embed_dim, config.num_layers)
+        triples = torch.tensor(catalogue.triples)
+        sizes = (num_users, num_items, catalogue.num_entities, config.embed_dim, config.num_layers)
+        return KnowledgeLightGCN(users, items, triples, *sizes)
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Of KGAT both phases train the embeddings of nodes, each with moments of its own, as published."""

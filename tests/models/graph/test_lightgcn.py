@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.graph.bprmf import BPRMF
-from models.graph.lightgcn import LightGCN
+from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -14,14 +14,14 @@ USERS, ITEMS = torch.tensor([[0, 0, 1, 2, 2, 2, 4], [6, 1, 1, 0, 1, 3, 3]])
 BATCH = torch.tensor([4, 0, 0, 3]), torch.tensor([[3, 2], [1, 5], [1, 0], [6, 6]])
 
 
-def slow_lightgcn(model, layers):
-    """The mean of the layers, with a full matrix."""
+def slow_lightgcn(model, layers, known=0):
+    """The mean of the layers, with a full matrix. known: what is added to the embeddings of the items."""
     adjacency = torch.zeros(NUM_USERS + NUM_ITEMS, NUM_USERS + NUM_ITEMS)
     adjacency[USERS, NUM_USERS + ITEMS] = 1
     adjacency += adjacency.T.clone()
     degree = adjacency.sum(1)
     scale = torch.where(degree > 0, degree, 1) ** -0.5
-    states = [torch.cat([model.users.weight, model.items.weight])]
+    states = [torch.cat([model.users.weight, model.items.weight + known])]
     for _ in range(layers):
         states.append(scale[:, None] * adjacency * scale @ states[-1])
     return (sum(states) / (layers + 1)).split([NUM_USERS, NUM_ITEMS])
@@ -56,3 +56,37 @@ def test_bprmf_is_its_embeddings():
     found = model(users, items)
     torch.testing.assert_close((found.users, found.items), (model.users.weight[users], model.items.weight[items]))
     assert model.represent() == (model.users.weight, model.items.weight)
+
+
+TRIPLES = torch.tensor([[0, 0, 8], [0, 1, 8], [0, 2, 3], [9, 0, 2], [9, 1, 8], [3, 0, 3], [6, 0, 0]])
+"""Item 0 knows entity 8 twice, items 3 and 6 once; item 3 knows itself both ways; items 1, 4 and 5 know nothing."""
+NUM_ENTITIES = 10
+
+
+def slow_knowledge(model):
+    """The mean of each item's neighbours, one triple at a time."""
+    neighbours = [[] for _ in range(NUM_ENTITIES)]
+    for head, _, tail in TRIPLES.tolist():
+        neighbours[head].append(tail)
+        neighbours[tail].append(head)
+    table = model.knowledge.weight
+    return torch.stack([table[own].mean(0) if own else torch.zeros(WIDTH) for own in neighbours[:NUM_ITEMS]])
+
+
+def test_items_bring_the_mean_of_their_neighbours():
+    model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_USERS, NUM_ITEMS, NUM_ENTITIES, WIDTH)
+    plain = LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH)
+    means = slow_knowledge(model)
+    with torch.no_grad():
+        plain.users.weight.copy_(model.users.weight)
+        plain.items.weight.copy_(model.items.weight + means)
+    torch.testing.assert_close(model.represent(), plain.represent())
+    users, items = BATCH
+    found, expected = model(users, items), plain(users, items)
+    torch.testing.assert_close((found.users, found.items), (expected.users, expected.items))
+    squares = model.users.weight[users].square().sum(1)
+    squares = squares + (model.items.weight[items].square() + means[items].square()).sum((1, 2))
+    torch.testing.assert_close(found.penalised.square().sum((1, 2)), squares)
+    fast = torch.autograd.grad(found.penalised.square().sum() + found.items.sum(), model.knowledge.weight)
+    slow = torch.autograd.grad(squares.sum() + slow_lightgcn(model, 3, means)[1][items].sum(), model.knowledge.weight)
+    torch.testing.assert_close(fast, slow)

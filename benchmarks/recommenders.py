@@ -1,0 +1,156 @@
+"""Every model of --task kgat on every data set, three seeds: what docs/results.md says of recall and NDCG.
+
+    python benchmarks/recommenders.py --save-dir checkpoints/recommenders --data music=music lfm1m=lfm1m.zip
+
+Each run is a command line of main.py, which is printed, in a folder of its own: the same command goes on where it was
+stopped, and runs that are there already are only read. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from models.graph.top_k import top_k
+from trainer.loading.order import SampleKeys
+from trainer.tasks.kgat import KgatFlags, KgatTask
+
+LIGHT = "--model {} --lr 5e-3 --l2 1e-3 --epochs 200 --eval-every 5 --early-stopping-patience 8"
+LIGHT_MUSIC = f"{LIGHT} --draw users"
+LIGHT_BOOK = "--model {} --batch-size 4096 --draw interactions --lr 2e-2 --schedule cosine --l2 1e-2 --epochs 100"
+LIGHT_LARGE = "--model {} --batch-size 8192 --draw interactions --lr 3e-2 --schedule cosine --l2 1e-3 --epochs 28"
+ONE_LAYER = "--layer-dims 64 --aggregator gcn"
+FROM_SCRATCH = f"--model kgat {ONE_LAYER} --lr 5e-3 --l2 2e-2 --kg-lr-scale 0.1 --draw interactions"
+FROM_BPRMF = (
+    f"--model kgat {ONE_LAYER} --lr 3e-3 --l2 1e-2 --kg-lr-scale 0.01 --dropout 0.3 --node-dropout 0.5 --epochs 12 "
+    "--early-stopping-patience 6 --init-from-partial {start}"
+)
+SETTINGS = {
+    "default": {
+        "bprmf": "--model bprmf --lr 5e-3 --epochs 200 --eval-every 5 --early-stopping-patience 8",
+        "lightgcn": LIGHT.format("lightgcn"),
+        "kg-lightgcn": LIGHT.format("kg-lightgcn"),
+        "kgat, one layer": f"{FROM_SCRATCH} --epochs 60 --eval-every 2",
+        "kgat, from bprmf": FROM_BPRMF,
+        "kgat": "--model kgat --epochs 40",
+    },
+    "music": {
+        "bprmf": "--model bprmf --lr 5e-3 --l2 1e-2 --epochs 250 --eval-every 5 --early-stopping-patience 8",
+        "lightgcn": LIGHT_MUSIC.format("lightgcn"),
+        "kg-lightgcn": LIGHT_MUSIC.format("kg-lightgcn"),
+        "kgat, one layer": f"{FROM_SCRATCH} --epochs 60 --eval-every 2",
+        "kgat, from bprmf": FROM_BPRMF,
+        "kgat": "--model kgat --epochs 24 --eval-every 2",
+    },
+    "book": {
+        "bprmf": f"{LIGHT_BOOK.format('bprmf')} --eval-every 5",
+        "lightgcn": f"{LIGHT_BOOK.format('lightgcn')} --eval-every 5",
+        "kg-lightgcn": f"{LIGHT_BOOK.format('kg-lightgcn')} --eval-every 5",
+        "kgat, one layer": f"{FROM_SCRATCH} --batch-size 4096 --epochs 30 --eval-every 3",
+    },
+    "lfm1m": {
+        "bprmf": f"{LIGHT_LARGE.format('bprmf')} --eval-every 4",
+        "lightgcn": f"{LIGHT_LARGE.format('lightgcn')} --eval-every 4",
+        "kg-lightgcn": f"{LIGHT_LARGE.format('kg-lightgcn')} --eval-every 4",
+        "kgat, one layer": f"{FROM_SCRATCH} --batch-size 8192 --epochs 12 --eval-every 3",
+    },
+}
+SETTINGS["ml1m-freebase"] = SETTINGS["lfm1m"]
+SEEDS = (0, 1, 2)
+METRICS = ("test/recall@20", "test/ndcg@20")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-dir", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument(
+        "--data", nargs="*", default=["default="], metavar="NAME=PATH", help=f"of {', '.join(SETTINGS)}"
+    )
+    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
+    args = parser.parse_args()
+    places = dict(text.split("=", 1) for text in args.data)
+    jobs = [
+        (name, model, seed)
+        for name in places
+        for seed in args.seeds
+        for model in args.models or SETTINGS[name]
+        if model in SETTINGS[name]
+    ]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        # What starts from another run comes after all of those.
+        for late in (False, True):
+            chosen = [job for job in jobs if ("{start}" in SETTINGS[job[0]][job[1]]) == late]
+            list(pool.map(lambda job: run(*job, places[job[0]], args.save_dir), chosen))
+    results = {name: scores(name, args.save_dir, places[name]) for name in places}
+    for name, rows in results.items():
+        print(f"\n| {name} | recall@20 | NDCG@20 | seeds | CPU s |\n| --- | --- | --- | --- | --- |")
+        for model, row in rows.items():
+            shown = (f"{row[metric]:.4f} ({', '.join(f'{x:.4f}' for x in row[f'{metric}s'])})" for metric in METRICS)
+            print(f"| {model} | {' | '.join(shown)} | {row['num_seeds']} | {row['train_seconds']} |")
+    print(json.dumps(results))
+
+
+def folder(save_dir: Path, name: str, model: str, seed: int) -> Path:
+    return save_dir / name / model.replace(", ", "-").replace(" ", "-") / str(seed)
+
+
+def run(name: str, model: str, seed: int, place: str, save_dir: Path) -> None:
+    own = folder(save_dir, name, model, seed)
+    if (own / "results.json").exists():
+        return
+    flags = SETTINGS[name][model].format(start=folder(save_dir, name, "bprmf", seed) / "best.pth")
+    data = ["--data-dir", place] if place else []
+    command = ["main.py", "--task", "kgat", *data, *shlex.split(flags), "--seed", str(seed), "--num-threads", "1"]
+    command += ["--save-dir", str(own), "--keep-checkpoints", "1"]
+    print(shlex.join(["python", *command]), flush=True)
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def scores(name: str, save_dir: Path, place: str) -> dict[str, Any]:
+    """Of each model that has runs, and of popularity."""
+    rows: dict[str, Any] = {"popularity": popularity(place)}
+    for model in SETTINGS[name]:
+        found = [folder(save_dir, name, model, seed) / "results.json" for seed in SEEDS]
+        results = [json.loads(path.read_text()) for path in found if path.exists()]
+        if results:
+            rows[model] = summary([result["metrics"] for result in results]) | {
+                "train_seconds": round(mean(result["train_seconds"] for result in results), 1)
+            }
+    return rows
+
+
+def popularity(place: str) -> dict[str, Any]:
+    """All users get the items that most users train on."""
+    task = KgatTask(KgatFlags(data_dir=Path(place) if place else None), 0, Path("~/.cache/lockstep").expanduser())
+    users = task.splits()["test"]
+    batch = task.collate(users.__getitems__(keys := SampleKeys(index(users), epoch=0)), keys)
+    counts = torch.bincount(torch.tensor(task.catalogue.train.items), minlength=task.catalogue.num_items)
+    scores = counts.float().repeat(len(users), 1)
+    found = top_k(scores, batch["positives"], batch["seen"], [20])
+    metrics = {"test/recall@20": float(found.recall / len(users)), "test/ndcg@20": float(found.ndcg / len(users))}
+    return summary([metrics]) | {"train_seconds": 0.0}
+
+
+def index(dataset: Any) -> Any:
+    return torch.arange(len(dataset)).numpy()
+
+
+def summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
+    means = {name: mean(each[name] for each in metrics) for name in METRICS}
+    return means | {f"{name}s": [each[name] for each in metrics] for name in METRICS} | {"num_seeds": len(metrics)}
+
+
+if __name__ == "__main__":
+    main()
