@@ -11,6 +11,7 @@ from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loop.run import Run
 from trainer.parallel.base import SingleDevice
+from trainer.parallel.devices import keep_freed_memory
 
 
 def opened_run(folder: Path, argv: Sequence[str]) -> Run:
@@ -19,6 +20,7 @@ def opened_run(folder: Path, argv: Sequence[str]) -> Run:
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
     parallel = SingleDevice(torch.device("cpu"))
+    keep_freed_memory()
     set_up_torch(flags, parallel)
     task = build_task(flags)
     directory = RunDirectory(folder, flags.checkpoint.retention(task), print)

@@ -19,6 +19,7 @@ from trainer.loading.errors import BadInput
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
 from trainer.parallel.base import Parallel
+from trainer.parallel.devices import keep_freed_memory
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
@@ -64,6 +65,8 @@ def main(
         if starts_processes(flags, environment):
             return start_processes(flags, argv, run_process)
         parallel = start_parallel(flags, environment)
+        if parallel.device.type == "cpu":
+            keep_freed_memory()
         with parallel.in_use():
             return run_command(flags, argv, parallel)
     except Failure as failure:
