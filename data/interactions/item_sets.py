@@ -12,8 +12,8 @@ class ItemSets:
     """The distinct items of each user, and a bijection from numbers onto all the other items.
 
     With a user's items s_0 < s_1 < ... the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
-    of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. One binary search finds j, without rejection,
-    for any number of users at once, if the thresholds of each user lie in a range of their own.
+    of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. A binary search finds j, without rejection, for
+    any number of users at once.
 
     offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1].
     items: (m,) int32, ascending for each user.
@@ -52,8 +52,20 @@ class ItemSets:
         """Items outside of the sets of the users (B,), by number: r (B, n), 0 <= r < num_others, to (B, n) int64."""
         if r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
-        num_smaller = np.searchsorted(self.thresholds, users[:, None] * (self.num_items + 1) + r, side="right")
-        return r + 1 + num_smaller - self.offsets[users][:, None]
+        return r + 1 + self._num_smaller(users, r)
+
+    def _num_smaller(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
+        """How many items of the user are smaller than the r-th other item: (B, n).
+
+        A search among the user's own thresholds: one in all of them, np.searchsorted, reads more memory.
+        """
+        found = np.zeros(r.shape, np.int64)
+        wanted, size = users[:, None] * (self.num_items + 1) + r, self.sizes(users)[:, None]
+        last = self.offsets[users][:, None] - 1
+        for bit in reversed(range(int(size.max(initial=0)).bit_length())):
+            more = found + (1 << bit)
+            found = np.where((more <= size) & (self.thresholds[last + np.minimum(more, size)] <= wanted), more, found)
+        return found
 
     def _others_by_table(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
         """The same from lists of all others, which pays where there are more numbers than items."""
