@@ -193,7 +193,7 @@ class _GroupedProjection(torch.autograd.Function):
         result = x.new_empty(*x.shape[:2], projections.shape[2])
         for part, projection, here in zip(_rows(x, ctx.sizes), projections, _rows(result, ctx.sizes), strict=True):
             torch.mm(part, projection, out=here)
-        return torch.empty_like(result).index_copy_(0, order, result)
+        return result.index_select(0, order.argsort())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -204,7 +204,7 @@ class _GroupedProjection(torch.autograd.Function):
         for part, grad_part, here, projection, of_projection in zip(*parts, projections, grad_projections, strict=True):
             torch.mm(grad_part, projection.T, out=here)
             torch.mm(part.T, grad_part, out=of_projection)
-        return torch.empty_like(grad_x).index_copy_(0, order, grad_x), grad_projections, None
+        return grad_x.index_select(0, order.argsort()), grad_projections, None
 
 
 def _rows(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
