@@ -1,0 +1,202 @@
+"""What a run learns on a graph is what a bare loop learns: full matrices, loops over edges, torch's Adam, in float64.
+
+The bare loop knows nothing of the models and the trainer but their first weights, and takes the samples as drawn.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import load
+from tests.helpers.small_catalogue import write_catalogue
+from trainer.commands.build import build_task
+from trainer.commands.parse import parse
+from trainer.loading.order import SampleKeys
+
+EPOCHS, LR, L2, KG_L2 = 2, 0.02, 0.03, 0.01
+BATCH_SIZES = {"cf": 16, "kg": 32}
+FLAGS = [
+    "--task", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", EPOCHS, "--batch-size", BATCH_SIZES["cf"],
+    "--lr", LR, "--max-grad-norm", 0, "--l2", L2, "--embed-dim", 6,
+]  # fmt: skip
+KGAT = ["--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0, "--kg-l2", KG_L2]
+KG_LIGHTGCN = ["--model", "kg-lightgcn", "--num-layers", 2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return ["--data-dir", write_catalogue(tmp_path_factory.mktemp("catalogue"))]
+
+
+def run_and_task(run_here, cache_dir, directory, *argv):
+    """The weights that a run comes to, and its task."""
+    argv = [*map(str, [*FLAGS, *argv, "--save-dir", directory])]
+    run_here(*argv)
+    flags, problems = parse([*argv, "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
+    assert problems == []
+    return load(directory / "final.pth")["model"], build_task(flags)
+
+
+# --- the bare loop -----------------------------------------------------------------------------------------------
+
+
+def first_weights(task):
+    torch.manual_seed(0)
+    named = task.build_objective().double().model.named_parameters()
+    return {name: parameter.detach().clone().requires_grad_() for name, parameter in named}
+
+
+def batches(task, phase, epoch):
+    """Of all samples in their order; the last one is short."""
+    data, size = task.training_data(phase), BATCH_SIZES[phase]
+    assert len(data) > 3 * size and len(data) % size > 0
+    for index in np.split(np.arange(len(data)), range(size, len(data), size)):
+        samples = data.__getitems__(SampleKeys(index, epoch))
+        yield {name: torch.from_numpy(values) for name, values in samples.items()}
+
+
+def detached(w):
+    return {name: value.detach() for name, value in w.items()}
+
+
+def descend(optimizer, losses):
+    optimizer.zero_grad()
+    losses.mean().backward()
+    optimizer.step()
+
+
+def cf_losses(users, items, batch, penalised):
+    """BPR, with half the squares of what is penalised of a user and two items."""
+    u, i, j = users[batch["user"]], items[batch["positive"]], items[batch["negative"]]
+    return -torch.log(torch.sigmoid((u * i).sum(1) - (u * j).sum(1))) + L2 / 2 * penalised(u, i, j)
+
+
+def squares(*parts):
+    return sum(part.square().sum(1) for part in parts)
+
+
+def kgat_loop(task, phases=("cf", "kg"), refreshes=True):
+    w, edges = first_weights(task), task.edges
+    of_nodes = [w[f"{name}.weight"] for name in ("items", "entities", "users")]
+    layers = [value for name, value in w.items() if name.startswith("layers.")]
+    adams = {
+        "cf": torch.optim.Adam([*of_nodes, *layers], LR),
+        "kg": torch.optim.Adam([*of_nodes, w["relations.weight"], w["projections"]], LR),
+    }
+    matrix = laplacian(edges)
+    for epoch in range(EPOCHS):
+        if refreshes and epoch > 0:
+            matrix = attention(edges, w, torch.cat(of_nodes))
+        for phase in phases:
+            for batch in batches(task, phase, epoch):
+                nodes = torch.cat(of_nodes)
+                if phase == "kg":
+                    losses = kg_losses(w, nodes, batch)
+                else:
+                    final = propagated(matrix, w, nodes)
+                    users, items = final[-task.catalogue.num_users :], final[: task.catalogue.num_items]
+                    losses = cf_losses(users, items, batch, squares)
+                descend(adams[phase], losses)
+    return detached(w)
+
+
+def directed(edges):
+    return zip(edges.head.tolist(), edges.tail.tolist(), edges.relation.tolist(), strict=True)
+
+
+def laplacian(edges):
+    """1 / edges of the head of the same relation, added up over relations."""
+    degree = Counter((head, relation) for head, _, relation in directed(edges))
+    matrix = torch.zeros(edges.num_nodes, edges.num_nodes).double()
+    for head, tail, relation in directed(edges):
+        matrix[head, tail] += 1 / degree[head, relation]
+    return matrix
+
+
+@torch.no_grad()
+def attention(edges, w, nodes):
+    """KGAT, equations 4 and 5."""
+    matrix = torch.zeros(edges.num_nodes, edges.num_nodes).double()
+    for head, tail, relation in directed(edges):
+        projection = w["projections"][relation]
+        expected = torch.tanh(nodes[head] @ projection + w["relations.weight"][relation])
+        matrix[head, tail] += (nodes[tail] @ projection @ expected).exp()
+    return matrix / matrix.sum(1, keepdim=True).clamp(min=1e-300)  # some node may have no edge
+
+
+def propagated(matrix, w, x):
+    """Equations 3 and 8 to 11."""
+    parts = [x]
+    for i in range(2):
+        first, second = ((w[f"layers.{i}.linear{k}.weight"], w[f"layers.{i}.linear{k}.bias"]) for k in (1, 2))
+        neighbours = matrix @ x
+        x = F.leaky_relu(F.linear(x + neighbours, *first)) + F.leaky_relu(F.linear(x * neighbours, *second))
+        parts.append(F.normalize(x))
+    return torch.cat(parts, dim=1)
+
+
+def kg_losses(w, nodes, batch):
+    """Equations 1 and 2."""
+    projection, relation = w["projections"][batch["relation"]], w["relations.weight"][batch["relation"]]
+    h, t, n = (torch.einsum("bi,bij->bj", nodes[batch[name]], projection) for name in ("head", "tail", "negative"))
+    difference = squares(h + relation - n) - squares(h + relation - t)
+    return -torch.log(torch.sigmoid(difference)) + KG_L2 / 2 * squares(h, relation, t, n)
+
+
+def kg_lightgcn_loop(task, with_graph=True):
+    w, catalogue = first_weights(task), task.catalogue
+    mean, normalised = mean_of_neighbours(catalogue), normalised_taken(catalogue)
+    adam = torch.optim.Adam(w.values(), LR)
+    for epoch in range(EPOCHS):
+        for batch in batches(task, "cf", epoch):
+            said = with_graph * (mean @ w["knowledge.weight"])
+            users, items = [w["users.weight"]], [w["items.weight"] + said]
+            for _ in range(2):
+                users, items = [*users, normalised @ items[-1]], [*items, normalised.T @ users[-1]]
+            of_items = torch.cat([w["items.weight"], said], dim=1)
+            parts = w["users.weight"][batch["user"]], of_items[batch["positive"]], of_items[batch["negative"]]
+            losses = cf_losses(sum(users) / 3, sum(items) / 3, batch, lambda *_, parts=parts: squares(*parts))
+            descend(adam, losses)
+    return detached(w)
+
+
+def normalised_taken(catalogue):
+    """Who took what, (users, items), divided by the roots of both degrees."""
+    taken = torch.zeros(catalogue.num_users, catalogue.num_items).double()
+    for user in range(catalogue.num_users):
+        taken[user, catalogue.train.of(user).tolist()] = 1
+    return taken / (taken.sum(1, keepdim=True) * taken.sum(0)).sqrt().clamp(min=1)
+
+
+def mean_of_neighbours(catalogue):
+    """Of items, over all entities, in either direction."""
+    counts = torch.zeros(catalogue.num_entities, catalogue.num_entities).double()
+    for head, _, tail in catalogue.triples.tolist():
+        counts[head, tail] += 1
+        counts[tail, head] += 1
+    return (counts / counts.sum(1, keepdim=True).clamp(min=1))[: catalogue.num_items]
+
+
+# --- the same by the trainer -------------------------------------------------------------------------------------
+
+
+def difference(found, expected):
+    assert expected.keys() <= found.keys()
+    return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
+
+
+def test_kgat_learns_what_a_bare_loop_learns(data, run_here, cache_dir, tmp_path):
+    found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KGAT)
+    assert difference(found, kgat_loop(task)) < 1e-9
+    for wrong in ({"phases": ("kg", "cf")}, {"refreshes": False}):
+        assert difference(found, kgat_loop(task, **wrong)) > 1e-6, wrong
+
+
+@pytest.mark.usefixtures("double_precision")  # in which a model is built, and the constants of its graph with it
+def test_lightgcn_with_a_graph_learns_what_a_bare_loop_learns(data, run_here, cache_dir, tmp_path):
+    found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KG_LIGHTGCN)
+    assert difference(found, kg_lightgcn_loop(task)) < 1e-9
+    assert difference(found, kg_lightgcn_loop(task, with_graph=False)) > 1e-6
