@@ -1,4 +1,4 @@
-"""Buckets of equal length, and shards one after another."""
+"""Buckets of equal length, shards one after another, and samples as they are numbered."""
 
 import tracemalloc
 
@@ -7,7 +7,7 @@ import pytest
 
 from trainer import bucketed_batches, sharded_batches
 from trainer.loading import order
-from trainer.loading.batch_orders import BATCHES_PER_POOL
+from trainer.loading.batch_orders import BATCHES_PER_POOL, ConsecutiveBatches
 
 SHARD_SIZES = (7, 0, 1, 12, 5, 3, 0)
 ENDS = np.cumsum(SHARD_SIZES)
@@ -23,11 +23,15 @@ def sharded(batch_size, seed=0, epoch=0):
     return sharded_batches(SHARD_SIZES, batch_size, seed, epoch)
 
 
+def consecutive(batch_size):
+    return ConsecutiveBatches(NUM_SAMPLES, batch_size)
+
+
 def as_lists(batches):
     return [batch.tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("make", [bucketed, sharded])
+@pytest.mark.parametrize("make", [bucketed, sharded, consecutive])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 27, 28, 29, 5000, 5001])
 def test_every_sample_is_in_one_batch_and_only_the_last_is_short(make, batch_size):
     num_samples = len(LENGTHS) if make is bucketed else NUM_SAMPLES
@@ -50,7 +54,12 @@ def test_seeds_and_epochs_make_other_batches(make):
 @pytest.mark.parametrize("make", [bucketed, sharded])
 def test_no_samples_make_no_batches(make):
     empty = bucketed_batches([], 4, 0, 0) if make is bucketed else sharded_batches([0, 0], 4, 0, 0)
-    assert list(empty) == list(sharded_batches([], 4, 0, 0)) == []
+    assert list(empty) == list(sharded_batches([], 4, 0, 0)) == list(ConsecutiveBatches(0, 4)) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 27, 28, 29])
+def test_consecutive_batches_are_in_order(batch_size):
+    assert np.concatenate(list(consecutive(batch_size))).tolist() == list(range(NUM_SAMPLES))
 
 
 # --- buckets -----------------------------------------------------------------------------------------------------
@@ -106,13 +115,14 @@ def test_shards_and_their_samples_are_shuffled():
     assert len({tuple(batch % 5) for batch in alike}) > 25  # shards of one size differ in their order
 
 
-def test_batches_of_shards_are_a_sequence():
-    batches = sharded(4)
+@pytest.mark.parametrize("make", [sharded, consecutive])
+def test_batches_made_when_asked_for_are_a_sequence(make):
+    batches = make(4)
     in_turn = as_lists(batches)
     assert len(batches) == len(in_turn) == 7
     assert (batches.num_samples, batches.batch_size) == (NUM_SAMPLES, 4)
     assert as_lists(batches[i] for i in reversed(range(7))) == in_turn[::-1]
-    assert as_lists(batches[2:]) == in_turn[2:]
+    assert as_lists(batches[2:]) == in_turn[2:] and as_lists(batches[-3:9:2]) == in_turn[-3:9:2]
     assert batches[-1].tolist() == in_turn[-1]
     with pytest.raises(IndexError):
         batches[7]

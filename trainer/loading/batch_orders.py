@@ -1,6 +1,6 @@
 """Orders for `Task.order`: which samples make up each optimizer step of an epoch, where a permutation does not do.
 
-Both are functions of their arguments alone, with every sample in exactly one batch and only the last batch short. They
+All are functions of their arguments alone, with every sample in exactly one batch and only the last batch short. They
 know nothing of processes and devices, so a step has the same samples on any number of them.
 """
 
