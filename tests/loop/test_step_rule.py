@@ -22,38 +22,51 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
+from trainer.tasks.kgat import KgatFlags, KgatTask
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty
 NUM_STEPS = 100
-
+DROPOUT_KEY = (0, 0, 0, 0)
 
 SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01, "mhc_sinkhorn_iters": 3}
+KGAT = {"embed_dim": 8, "layer_dims": (8, 4), "relation_dim": 5, "dropout": 0.2, "node_dropout": 0.2}  # same_masks
 TASKS = {
-    "weighted": (Weighted, WeightedFlags()),
-    "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,))),
-    "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC)),
-    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False, mhc=False)),
-    "seqrec-sampled": (SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False, mhc=False)),
-}
+    "weighted": (Weighted, WeightedFlags(), "train"),
+    "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,)), "train"),
+    "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC), "train"),
+    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False, mhc=False), "train"),
+    "seqrec-sampled": (
+        SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False, mhc=False), "train"
+    ),
+    "kgat-cf": (KgatTask, KgatFlags(**KGAT), "cf"),
+    "kgat-kg": (KgatTask, KgatFlags(**KGAT), "kg"),
+}  # fmt: skip
 
 
-def make_task(name, cache_dir):
-    task, config = TASKS[name]
-    return task(config, seed=0, cache_dir=cache_dir)
-
-
-def build(task, parallel, dtype=torch.float64):
+def build(name, cache_dir, parallel, dtype=torch.float64):
+    """Whatever a step of a task's phase needs."""
+    task_class, config, phase = TASKS[name]
+    task = task_class(config, seed=0, cache_dir=cache_dir)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     objective = task.build_objective().to(CPU, dtype)
     precision = Precision("off", dtype, CPU)
-    loader = BatchLoader(task.splits()["train"], task.collate)
-    net = parallel.wrap(in_precision(objective, precision))
+    net = in_precision(objective, precision)
+    learner = Learner(objective, net, precision, 0.0, ExponentialMovingAverage(objective.model, decay=0))
+    trained = [p for group in task.param_groups(objective, phase) for p in group["params"]]
+    learner.set_trained({phase: trained})
+    learner.nets[phase] = parallel.wrap(net)
+    loader = BatchLoader(task.training_data(phase), task.collate)
     return SimpleNamespace(
-        task=task, parallel=parallel, objective=objective, precision=precision, loader=loader, net=net
+        task=task, phase=phase, parallel=parallel, objective=objective, learner=learner, trained=trained, loader=loader
     )
+
+
+def seed_dropout(parts):
+    """As `train_step` does for the first micro-batch, and for an objective of the same masks for all of them."""
+    parts.parallel.seed_dropout(*DROPOUT_KEY, 0, same_everywhere=parts.objective.same_masks)
 
 
 def one_step(parts, samples, accumulation, optimizer):
@@ -62,38 +75,34 @@ def one_step(parts, samples, accumulation, optimizer):
     keys = split_global_batch(samples, parts.parallel.shard, micro_batch_size, epoch=1)
     window = [weighted(batch) for batch in parts.loader(keys)]
     (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)])()
-    ema = ExponentialMovingAverage(parts.objective.model, decay=0)
-    learner = Learner(parts.objective, parts.net, parts.precision, 0.0, ema)
-    learner.set_trained({"train": [p for group in optimizer.param_groups for p in group["params"]]})
-    learner.optimizers["train"] = [optimizer]
-    train_step(learner, parts.parallel, "train", window, total, dropout_key=(0, 0, 0, 0))
+    parts.learner.optimizers[parts.phase] = [optimizer]
+    train_step(parts.learner, parts.parallel, parts.phase, window, total, DROPOUT_KEY)
 
 
 def gradients_of_step(parts, samples, accumulation):
     captured = []
-    optimizer = torch.optim.SGD(parts.objective.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(lambda *_: captured.extend(p.grad.clone() for p in parts.objective.parameters()))
+    optimizer = torch.optim.SGD(parts.trained, lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: captured.extend(p.grad.clone() for p in parts.trained))
     one_step(parts, samples, accumulation, optimizer)
     return torch.cat([gradient.flatten() for gradient in captured])
 
 
 def weights_after_run(parts, accumulation):
-    optimizer = torch.optim.AdamW(parts.objective.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(parts.trained, lr=1e-3, fused=True)
     rng = np.random.default_rng(0)
     for _ in range(NUM_STEPS):
-        samples = rng.permutation(len(parts.task.splits()["train"]))[: rng.integers(1, 30)]
+        samples = rng.permutation(parts.task.num_samples(parts.phase))[: rng.integers(1, 30)]
         one_step(parts, samples, accumulation, optimizer)
-    return torch.cat([p.detach().flatten() for p in parts.objective.parameters()])
+    return torch.cat([p.detach().flatten() for p in parts.trained])
 
 
-def measure(parallel, accumulation, cache_dir, make_task=make_task):
+def measure(parallel, accumulation, cache_dir):
     found = {}
     for name in TASKS:
-        task = make_task(name, cache_dir)
-        parts = build(task, parallel)
+        parts = build(name, cache_dir, parallel)
         for size in GLOBAL_BATCH_SIZES:
             found[name, size] = gradients_of_step(parts, np.arange(size) * 3, accumulation)
-    found["weights"] = weights_after_run(build(make_task("weighted", cache_dir), parallel), accumulation)
+    found["weights"] = weights_after_run(build("weighted", cache_dir, parallel), accumulation)
     return found
 
 
@@ -115,19 +124,20 @@ def reference(cache_dir):
     """One forward and backward over the whole batch, written out."""
     gradients = {}
     for name in TASKS:
-        parts = build(make_task(name, cache_dir), SingleDevice(CPU))
+        parts = build(name, cache_dir, SingleDevice(CPU))
         for size in GLOBAL_BATCH_SIZES:
             (batch,) = parts.loader([SampleKeys(np.arange(size) * 3, epoch=1)])
             parts.objective.zero_grad()
             batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-            (parts.objective(batch)["loss"] / batch["weight"].sum()).backward()
-            gradients[name, size] = torch.cat([p.grad.flatten() for p in parts.objective.parameters()])
+            seed_dropout(parts)
+            (parts.objective(batch, parts.phase)["loss"] / batch["weight"].sum()).backward()
+            gradients[name, size] = torch.cat([p.grad.flatten() for p in parts.trained])
     return gradients
 
 
 @pytest.fixture(scope="module")
 def reference_weights(cache_dir):
-    return weights_after_run(build(make_task("weighted", cache_dir), SingleDevice(CPU)), 1)
+    return weights_after_run(build("weighted", cache_dir, SingleDevice(CPU)), 1)
 
 
 @pytest.fixture(
@@ -170,7 +180,7 @@ def test_a_sum_has_the_same_bits_on_every_rank(world):
 
 def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):
     """The negative control: the rule that others use, on the same samples."""
-    parts = build(make_task("weighted", cache_dir), SingleDevice(CPU))
+    parts = build("weighted", cache_dir, SingleDevice(CPU))
     parts.objective.zero_grad()
     keys = split_global_batch(np.arange(23) * 3, (0, 1), 8, epoch=1)
     for batch in parts.loader(keys):
@@ -182,17 +192,23 @@ def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):
 
 def test_sums_and_weights_are_additive(cache_dir):
     for name in TASKS:
-        parts = build(make_task(name, cache_dir), SingleDevice(CPU))
-        for split in ("train", "val"):
-            parts.net.train(split == "train")
-            dataset = parts.task.splits()[split]
+        parts = build(name, cache_dir, SingleDevice(CPU))
+        net = parts.learner.nets[parts.phase]
+        for split, dataset in {
+            "train": parts.task.training_data(parts.phase),
+            "val": parts.task.splits()["val"],
+        }.items():
+            net.train(split == "train")
+            if split == "val":
+                parts.objective.start_evaluation()
             loader = BatchLoader(dataset, parts.task.collate)
             samples = np.arange(min(24, len(dataset)))
-            pieces = np.split(samples, [5, 7])
-            whole, *others = [
-                parts.net(batch) | {"weight": batch["weight"].sum()}
-                for batch in loader([SampleKeys(index, epoch=1) for index in (samples, *pieces)])
-            ]
+            found = []
+            for index in (samples, *np.split(samples, [5, 7])):
+                batch = loader.one(SampleKeys(index, epoch=1))
+                seed_dropout(parts)
+                found.append(net(batch, parts.phase) | {"weight": batch["weight"].sum()})
+            whole, *others = found
             for key, value in whole.items():
                 total = sum(part[key] for part in others)
                 torch.testing.assert_close(total, value, rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
