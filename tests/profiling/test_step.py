@@ -6,6 +6,7 @@ import time
 import pytest
 
 from profiler import main as profile
+from tests.helpers.small_catalogue import write_catalogue
 from tests.profiling.conftest import SHORT, SLEEPY, TINY, TORCHRUN
 from trainer.profiling.phase_clock import BACKWARD, DATA, FORWARD, PHASES
 
@@ -71,6 +72,23 @@ def test_batch_beyond_the_data_is_told_as_what_it_is(profile_here, tmp_path):
     assert result["samples_per_step"] == 40
     assert "\n4 steps of 40 samples: " in out
     assert "Steps of 64 samples were asked for; the training data has 40." in out
+
+
+def test_steps_of_two_phases_have_their_own_samples(profile_here, tmp_path):
+    """As many steps as an epoch has see the samples of one epoch, wherever they begin."""
+    data = write_catalogue(tmp_path / "data")
+    num_interactions = sum(len(line.split()) - 1 for line in (data / "train.txt").read_text().splitlines())
+    num_edges = 2 * (num_interactions + len((data / "kg_final.txt").read_text().splitlines()))
+    steps = -(-num_interactions // 16) - (-num_edges // 24)
+    argv = [
+        "--task", "kgat", "--data-dir", data, "--select-on-test", "--batch-size", 16, "--kg-batch-ratio", 1.5,
+        "--num-threads", 1, "--device", "cpu", "--cache-dir", tmp_path / "cache", "--json", tmp_path / "step.json",
+    ]  # fmt: skip
+    profile_here("step", *argv, "--steps", steps, "--settling-steps", 3)
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert result["steps"] == steps
+    assert result["samples_per_step"] == pytest.approx((num_interactions + num_edges) / steps)
+    assert all(result["phases"][phase]["ms_p10"] > 0 for phase in (FORWARD, BACKWARD, "optimizer"))
 
 
 @pytest.mark.parametrize("start", [

@@ -24,8 +24,8 @@ def test_bars_are_as_long_as_their_shares():
     assert (half, tenth, none) == (pytest.approx(longest / 2, abs=1), pytest.approx(longest / 10, abs=1), 0)
 
 
-@pytest.mark.parametrize("shares", [[0.0], [1.0], [0.0, 0.0], [1e-9, 1.0], [0.05] * 20], ids=str)
-@pytest.mark.parametrize("name", ["r", "interact^-1", URL + "featured_artists^-1", "W" * 300], ids=len)
+@pytest.mark.parametrize("shares", [[0.0], [1.0], [0.0, 0.0], [1e-9, 1.0], [0.05] * 20])
+@pytest.mark.parametrize("name", ["r", "interact^-1", URL + "featured_artists^-1", "W" * 80], ids=len)
 def test_everything_fits_into_the_picture(name, shares):
     picture = draw_bars([name] * len(shares), shares)
     assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[1:] == (WIDTH, 3)

@@ -3,13 +3,17 @@
 import csv
 import json
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import load
-from tests.helpers.small_catalogue import NUM_USERS, write_catalogue
+from tests.helpers.small_catalogue import NUM_RELATIONS, NUM_USERS, write_catalogue
+from trainer.tasks import kgat
+from trainer.tasks.bar_chart import draw_bars
 
 SMALL = ["--embed-dim", 6, "--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0.2, "--node-dropout", 0.2]
 RUN = ["--task", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", 2, "--lr", 0.01, "--ks", 2, 5]
@@ -92,6 +96,25 @@ def test_the_attention_is_refreshed_once_an_epoch(data, run_here, tmp_path):
     assert all(torch.equal(values, first[0]) for values in first)
     assert all(torch.equal(values, second[0]) for values in second)
     assert not torch.allclose(first[0], second[0])
+
+
+def test_each_validation_shows_the_share_of_attention_that_each_relation_gets(data, run_here, tmp_path, monkeypatch):
+    drawing = Mock(wraps=draw_bars)
+    monkeypatch.setattr(kgat, "draw_bars", drawing)
+    run_here(*RUN, "--data-dir", data, *SMALL, "--save-dir", tmp_path)
+    shown = EventAccumulator(str(tmp_path / "logs"), size_guidance={"images": 0}).Reload()
+    validated = [event.step for event in shown.Scalars("val/recall@2")]
+    assert len(validated) == 2
+    assert [event.step for event in shown.Images("val/attention_by_relation")] == validated
+    assert [event.step for event in shown.Images("test/attention_by_relation")] == validated[1:]
+    forward = ["interact", *(f"r{i}" for i in range(NUM_RELATIONS))]
+    for (names, shares), _ in drawing.call_args_list:
+        assert sorted(names) == sorted([*forward, *(f"{name}^-1" for name in forward)])
+        assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1)
+    # All that a user pays goes to its items, and users are so many of the nodes.
+    triples = map(str.split, (data / "kg_final.txt").read_text().splitlines())
+    nodes = NUM_USERS + len({node for head, _, tail in triples for node in (head, tail)})
+    assert dict(zip(names, shares, strict=True))["interact"] == pytest.approx(NUM_USERS / nodes)
 
 
 def test_starts_from_matrix_factorisation(data, run_here, tmp_path):
