@@ -49,3 +49,11 @@ def collaborative_graph(catalogue: Catalogue) -> Edges:
     num_relations = NUM_INTERACTION_RELATIONS + 2 * catalogue.num_relations
     num_nodes = catalogue.num_entities + catalogue.num_users
     return Edges(head[order], tail[order], relation[order], num_nodes, num_relations)
+
+
+def forward_relation(relation: int, num_relations: int) -> tuple[int, bool]:
+    """A relation of the edges without its direction: (0 for interact, 1 + r for relation r, whether it is inverse)."""
+    if relation < NUM_INTERACTION_RELATIONS:
+        return 0, relation == INTERACTED_BY
+    relation -= NUM_INTERACTION_RELATIONS
+    return 1 + relation % num_relations, relation >= num_relations

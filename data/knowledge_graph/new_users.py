@@ -10,14 +10,17 @@ from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 HEADER = "user"
+_MOST_DIGITS = 18
+"""Of a number in 64 bits."""
 
 
-def read_users(path: Path, num_users: int) -> np.ndarray:
+def read_users(path: Path, catalogue: Catalogue) -> np.ndarray:
     """The users of a file, (n,) int64, as often and in the order as they stand there.
 
     path: text with one user id a line, as in the training data; a first line `user` is a header. Raises BadInput,
-    naming file, line and value, for what is no user of the training data.
+    naming file, line and value, for what is no user that was trained on.
     """
+    is_trained_on = catalogue.train.sizes > 0
     label = f"--predict {path}"
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -27,27 +30,30 @@ def read_users(path: Path, num_users: int) -> np.ndarray:
         raise BadInput(f"{label}: is not text in UTF-8 ({error.reason}); give one user id a line") from None
     users: list[int] = []
     for number, line in enumerate(lines, start=1):
-        text = line.strip()
-        if not text or (not users and text == HEADER):
+        text = line.strip().strip('"')
+        if not text or (number == 1 and text.lower() == HEADER):
             continue
-        if not (text.isascii() and text.isdigit() and int(text) < num_users):
-            what = f"must be one user of the training data, 0 to {num_users - 1}"
+        is_id = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+        if not (is_id and int(text) < len(is_trained_on) and is_trained_on[int(text)]):
+            what = f"must be the id of a user with training items, between 0 and {len(is_trained_on) - 1}, and no more"
             raise BadInput(f"{label}, line {number}: {text[:80]!r}: {what}")
         users.append(int(text))
     return np.array(users, dtype=np.int64)
 
 
 class Recommendations:
-    """The places of a ranking for each user: sample i is place i % num_places of user i // num_places.
-
-    users: (n,) int64.
-    """
+    """The places of a ranking for each user, one after another."""
 
     def __init__(self, users: np.ndarray, num_places: int, catalogue: Catalogue) -> None:
+        """users: (n,) int64. Raises BadInput where a user has fewer items left than num_places."""
         self.users = users
         self.num_places = num_places
         self._seen = catalogue.train if catalogue.selects_on_test else catalogue.train.joined_with(catalogue.val)
         self._padding = catalogue.num_items
+        num_left = catalogue.num_items - self._seen.sizes[users]
+        if len(users) and num_left.min() < num_places:
+            user = users[num_left.argmin()]
+            raise BadInput(f"--top {num_places}: user {user} has only {num_left.min()} items left; choose fewer")
 
     def __len__(self) -> int:
         return len(self.users) * self.num_places

@@ -29,6 +29,9 @@ _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
 _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.txt", "item_index2entity_id.txt")
 _TEST_SHARE = 0.2
 """Of the ratings, as published."""
+_IDS_FOR_ONE = 10
+"""Ids for one that occurs, and a thousand more: a larger one is a mistake, and would make tables as long."""
+_NUMBERED = "far beyond the others: ids count from 0, with few left out"
 
 
 def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
@@ -111,11 +114,13 @@ def _read_kgat(files: DataFiles) -> Published:
         raise lines["train.txt"].numbers.mistake(empty[0], "a user without items; leave the line out")
     num_users, num_items = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
     for part in lines.values():
+        part.refuse(_is_far_off(part.users, part.users), f"user {{user}} is {_NUMBERED}")
+        part.refuse(_is_far_off(part.items, part.items), f"item {{item}} is {_NUMBERED}")
         if num_users is not None:
             part.refuse(part.users >= num_users, f"user {{user}} is not among the {num_users} of user_list.txt")
         if num_items is not None:
             part.refuse(part.items >= num_items, f"item {{item}} is not among the {num_items} of item_list.txt")
-    num_users = max(int(part.numbers.first.max()) for part in lines.values()) + 1
+    num_users = max(int(part.users.max()) for part in lines.values()) + 1
     num_items = max(num_items or 0, *(int(part.items.max(initial=-1)) + 1 for part in lines.values()))
     triples, relation_names = _read_graph(files, num_items)
     _check_held_out(lines, num_users, num_items, triples)
@@ -154,6 +159,8 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
     if (labels > 1).any():
         row = int(np.argmax(labels > 1))
         raise ratings.mistake(row, f"label {labels[row]} is neither 0 nor 1")
+    _refuse_far_off(ratings, "user", users, users)
+    _refuse_far_off(ratings, "item", items, items)
     num_items = _num_listed(files, "item_index2entity_id.txt")
     if num_items is None:
         num_items = int(items.max()) + 1
@@ -173,6 +180,14 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tu
         return None, names
     numbers = Numbers.read(file)
     triples = numbers.columns("head relation tail")
+    heads, relations, tails = triples.T
+    entities = np.concatenate([heads, tails, np.arange(num_items)])
+    for what, ids, all_ids in (
+        ("head", heads, entities),
+        ("relation", relations, relations),
+        ("tail", tails, entities),
+    ):
+        _refuse_far_off(numbers, what, ids, all_ids)
     if (num_entities := _num_listed(files, "entity_list.txt")) is not None:
         _check_listed(numbers, "head", triples[:, 0], num_entities, "entity_list.txt")
         _check_listed(numbers, "tail", triples[:, 2], num_entities, "entity_list.txt")
@@ -186,6 +201,20 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tu
     triples = triples[np.lexsort(triples.T[::-1])].astype(np.int32)
     is_new = np.append(True, (np.diff(triples, axis=0) != 0).any(axis=1))
     return triples[is_new], names
+
+
+def _is_far_off(ids: np.ndarray, all_ids: np.ndarray) -> np.ndarray:
+    """Which of some ids, (n,), are too large for the number of distinct ids that there are: (n,) bool."""
+    num_distinct = np.count_nonzero(np.diff(np.sort(all_ids), prepend=-1))
+    return ids > _IDS_FOR_ONE * num_distinct + 1000
+
+
+def _refuse_far_off(numbers: Numbers, what: str, ids: np.ndarray, all_ids: np.ndarray) -> None:
+    """Raises BadInput for the first row whose id, of ids (rows,), is too large."""
+    is_wrong = _is_far_off(ids, all_ids)
+    if is_wrong.any():
+        row = int(np.argmax(is_wrong))
+        raise numbers.mistake(row, f"{what} {ids[row]} is {_NUMBERED}")
 
 
 def _check_listed(numbers: Numbers, what: str, ids: np.ndarray, count: int, list_name: str) -> None:

@@ -57,7 +57,7 @@ class KGAT(Recommender):
         self.relations = nn.Embedding(graph.num_relations, relation_width)
         self.projections = nn.Parameter(torch.empty(graph.num_relations, width, relation_width))
         nn.init.xavier_uniform_(self.relations.weight)
-        nn.init.xavier_uniform_(self.projections)
+        nn.init.xavier_uniform_(self.projections)  # of three dimensions: a smaller bound than for each, as published
         widths = pairwise((width, *layer_dims))
         self.layers = nn.ModuleList(AGGREGATORS[aggregation](before, after, slope) for before, after in widths)
         self.layer_dims = tuple(layer_dims)
@@ -71,17 +71,23 @@ class KGAT(Recommender):
         return torch.cat([self.items.weight, self.entities.weight, self.users.weight])
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
-        """Propagates by the attention of the last refresh; the L2 penalty applies to final representations."""
+        """In train mode propagates by the attention of the last refresh, in eval mode by that of the current weights.
+
+        The L2 penalty applies to final representations.
+        """
         nodes = torch.cat([users.unsqueeze(1) + (self.graph.num_nodes - self.num_users), items], dim=1)
         rows, place = distinct(nodes)
-        matrix = self.graph.matrix.operands(self.node_dropout if self.training else 0.0)
+        matrix = self.graph.matrix.operands(self.node_dropout) if self.training else self._current_operands()
         represented = self._propagate(matrix, rows).index_select(0, place).view(*nodes.shape, -1)
         return Represented(represented[:, 0], represented[:, 1:], represented)
 
     def represent(self) -> tuple[Tensor, Tensor]:
         """Propagates by the attention of the current weights, whatever the last refresh was."""
-        everything = self._propagate(self.graph.matrix.operands_of(self.graph.merge(self.compute_attention())), None)
+        everything = self._propagate(self._current_operands(), None)
         return everything[-self.num_users :], everything[: self.num_items]
+
+    def _current_operands(self) -> Operands:
+        return self.graph.matrix.operands_of(self.graph.merge(self.compute_attention()))
 
     def _propagate(self, matrix: Operands, rows: Tensor | None) -> Tensor:
         """(n, width + the sum of layer_dims) of some nodes, or of all: embeddings and normalised states of all layers.

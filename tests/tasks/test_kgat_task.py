@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import load
-from tests.helpers.small_catalogue import NUM_RELATIONS, NUM_USERS, write_catalogue
+from tests.helpers.small_catalogue import NUM_ITEMS, NUM_RELATIONS, NUM_USERS, write_catalogue
 from trainer.tasks import kgat
 from trainer.tasks.bar_chart import draw_bars
 
@@ -173,7 +173,12 @@ def assert_is_path(words, edges):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("4\nfour\n", "line 2: 'four'"), (f"user\n{NUM_USERS}\n", f"line 2: '{NUM_USERS}'"), ("", "holds nothing")],
+    [
+        ("4\nfour\n", "line 2: 'four'"),
+        (f"user\n{NUM_USERS}\n", f"line 2: '{NUM_USERS}'"),
+        ("9" * 5000, "line 1: '999"),
+        ("", "holds nothing"),
+    ],
 )
 def test_users_that_are_none_are_refused(text, said, data, run_here, tmp_path):
     run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--epochs", 1, "--save-dir", tmp_path / "run")
@@ -219,3 +224,24 @@ def test_two_processes_go_on_to_the_bit(data, command, tmp_path):
         )
         for name, value in weights(tmp_path / "whole").items():
             assert torch.equal(weights(directory)[name], value), (entry, name)
+
+
+def test_what_is_held_out_does_not_depend_on_the_seed(run_here, tmp_path):
+    """Or a run that starts from one of another seed would be scored on what that one trained on."""
+    run_here("--task", "kgat", "--model", "bprmf", "--epochs", 1, "--num-threads", 1, "--save-dir", tmp_path)
+    scored = [
+        re.search(r"Evaluating .*", run_here("--task", "kgat", "--model", "bprmf", "--eval-only", "--seed", seed,
+                                             "--save-dir", tmp_path)[0], re.DOTALL)[0]
+        for seed in (0, 1)
+    ]  # fmt: skip
+    assert scored[0] == scored[1]
+
+
+def test_no_more_is_recommended_than_a_user_has_left(data, run_here, tmp_path):
+    run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--epochs", 1, "--save-dir", tmp_path / "run")
+    (tmp_path / "users.txt").write_text("3\n")
+    predict = ["--task", "kgat", "--predict", tmp_path / "users.txt", "--save-dir", tmp_path / "run"]
+    _, err = run_here(*predict, "--top", NUM_ITEMS, status=2)
+    num_left = int(re.search(r"user 3 has only (\d+) items left", err)[1])
+    out, _ = run_here(*predict, "--top", num_left)
+    assert "inf" not in out and len(out.splitlines()) == 1 + num_left

@@ -41,7 +41,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     if len(dataset) == 0:
         raise BadInput(f"--predict {path}: holds nothing to label")
     precision = choose_precision(flags.precision, parallel.device)
-    hint = "the task's code has changed since"
+    hint = "the task's code has changed since, or the data that it reads"
     weights = run.state["model"]
     objective = trained_objective(task, weights, parallel.device, precision.dtype, "the checkpoint", hint)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size

@@ -35,6 +35,11 @@ def restore_what_fits(model: nn.Module, weights: Mapping[str, Tensor], parallel:
     """Gives a model what it can take, and says what that is. Raises BadInput where it is nothing."""
     comparison = compare(model, weights)
     if not comparison.fitting:
+        if comparison.unlike:
+            what = "; ".join([*comparison.unlike.values()][:2])
+            raise BadInput(
+                f"{source}: nothing in it fits the model: {what}; give the flags and data it was trained with"
+            )
         raise BadInput(
             f"{source}: nothing in it fits the model: the file has {_first(weights)}, the model "
             f"{_first(model.state_dict())}; rename the weights in the file"

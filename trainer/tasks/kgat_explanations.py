@@ -6,21 +6,18 @@ import numpy as np
 from torch import Tensor
 
 from data.knowledge_graph.catalogue import Catalogue
-from data.knowledge_graph.collaborative_graph import NUM_INTERACTION_RELATIONS, Edges
+from data.knowledge_graph.collaborative_graph import Edges, forward_relation
 from models.graph.paths import PathFinder
 
 
-def forward_relation(relation: int, num_relations: int) -> tuple[int, bool]:
-    """A relation of the edges without its direction: (0 for interact, 1 + r for relation r, whether it is inverse)."""
-    if relation < NUM_INTERACTION_RELATIONS:
-        return 0, relation == 1
-    relation -= NUM_INTERACTION_RELATIONS
-    return 1 + relation % num_relations, relation >= num_relations
+def forward_names(catalogue: Catalogue) -> list[str]:
+    """Of interact, and of the relations of the knowledge graph."""
+    return ["interact", *(catalogue.relation_names or (f"r{i}" for i in range(catalogue.num_relations)))]
 
 
 def relation_names(catalogue: Catalogue) -> list[str]:
     """Of each relation of the edges; an inverse has `^-1` behind."""
-    names = ["interact", *(catalogue.relation_names or (f"r{i}" for i in range(catalogue.num_relations)))]
+    names = forward_names(catalogue)
     directed = (forward_relation(i, catalogue.num_relations) for i in range(2 + 2 * catalogue.num_relations))
     return [names[i] + ("^-1" if is_inverse else "") for i, is_inverse in directed]
 
@@ -32,7 +29,7 @@ class Explanations:
         self._catalogue = catalogue
         self._edges = edges
         self._attention = attention.double().cpu().numpy()
-        self._names = relation_names(catalogue)
+        self._names = forward_names(catalogue)
         self._finder = PathFinder(edges.head, edges.tail, self._attention, edges.num_nodes)
 
     def of(self, user: int, items: Sequence[int]) -> list[tuple[float, str]]:
@@ -43,9 +40,9 @@ class Explanations:
     def _text(self, path: Sequence[int]) -> str:
         parts = [self._node(int(self._edges.head[path[0]]))] if path else []
         for edge in path:
-            name = self._names[self._edges.relation[edge]]
-            arrow = f"<-{name.removesuffix('^-1')}-" if name.endswith("^-1") else f"-{name}->"
-            parts += [arrow, self._node(int(self._edges.tail[edge]))]
+            relation, is_inverse = forward_relation(int(self._edges.relation[edge]), self._catalogue.num_relations)
+            name = self._names[relation]
+            parts += [f"<-{name}-" if is_inverse else f"-{name}->", self._node(int(self._edges.tail[edge]))]
         return " ".join(parts)
 
     def _node(self, node: int) -> str:
