@@ -37,7 +37,7 @@ class Numbers:
         content = file.read()
         numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)
         if not len(numbers.values):
-            raise BadInput(f"{file.where}: is empty; fetch it again, or leave it out if it is not needed")
+            raise BadInput(f"{file.where}: is empty; fetch it again")
         outside = np.flatnonzero((numbers.values < 0) | (numbers.values > LARGEST_ID))
         if len(outside):
             row = int(np.searchsorted(numbers.offsets, outside[0], side="right")) - 1

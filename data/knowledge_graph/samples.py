@@ -11,7 +11,7 @@ import numpy as np
 
 from data.interactions.item_sets import ItemSets, below, is_real, ragged
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
-from data.knowledge_graph.collaborative_graph import Edges
+from data.knowledge_graph.edges import Edges
 from trainer.loading.cache import Arrays
 from trainer.loading.counter_random import random_bits
 from trainer.loading.errors import BadInput

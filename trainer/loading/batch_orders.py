@@ -53,57 +53,10 @@ def sharded_batches(
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 
 
-class ShardedBatches(Sequence[np.ndarray]):
-    """What `sharded_batches` returns.
+class BatchesOnDemand(Sequence[np.ndarray]):
+    """The batches of an epoch, each made when it is asked for.
 
     num_samples: of all batches. batch_size: of each but the last. So nobody has to make them all to know their sizes.
-    """
-
-    def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
-        num_shards = len(shard_sizes)
-        self.num_samples = int(shard_sizes.sum())
-        self.batch_size = batch_size
-        self._epoch = epoch
-        self._shards = EpochOrder(seed, epoch, 0, num_shards).take(0, num_shards)
-        self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
-        self._sizes = shard_sizes
-        self._first_samples = np.cumsum(shard_sizes) - shard_sizes
-        self._ends = np.cumsum(shard_sizes[self._shards])  # where each shard of `_shards` ends in the epoch
-        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the shards at hand
-
-    def __len__(self) -> int:
-        return -(-self.num_samples // self.batch_size)
-
-    @overload
-    def __getitem__(self, number: int) -> np.ndarray: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[np.ndarray]: ...
-
-    def __getitem__(self, number: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(number, slice):
-            return [self._batch(i) for i in range(len(self))[number]]
-        return self._batch(range(len(self))[number])
-
-    def _batch(self, number: int) -> np.ndarray:
-        start = number * self.batch_size
-        stop = min(start + self.batch_size, self.num_samples)
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-        parts = []
-        for shard, end in zip(self._shards[first : last + 1], self._ends[first : last + 1], strict=True):
-            before = end - self._sizes[shard]  # samples of the epoch before this shard's
-            part = self._order_of(int(shard)).take(max(start - before, 0), min(stop, end) - before)
-            parts.append(self._first_samples[shard] + part)
-        return np.concatenate(parts)
-
-    def _shuffled(self, shard: int) -> EpochOrder:
-        return EpochOrder(int(self._seeds[shard]), self._epoch, 0, int(self._sizes[shard]))
-
-
-class ConsecutiveBatches(Sequence[np.ndarray]):
-    """All samples in the order of their numbers, for data sets whose samples are drawn anew in each epoch.
-
-    num_samples: of all batches. batch_size: of each but the last.
     """
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
@@ -121,6 +74,46 @@ class ConsecutiveBatches(Sequence[np.ndarray]):
 
     def __getitem__(self, number: int | slice) -> np.ndarray | list[np.ndarray]:
         if isinstance(number, slice):
-            return [self[i] for i in range(len(self))[number]]
-        start = range(len(self))[number] * self.batch_size
+            return [self._batch(i) for i in range(len(self))[number]]
+        return self._batch(range(len(self))[number])
+
+    def _batch(self, number: int) -> np.ndarray:
+        """number: from 0 to len(self) - 1."""
+        raise NotImplementedError
+
+
+class ShardedBatches(BatchesOnDemand):
+    """What `sharded_batches` returns."""
+
+    def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
+        super().__init__(int(shard_sizes.sum()), batch_size)
+        num_shards = len(shard_sizes)
+        self._epoch = epoch
+        self._shards = EpochOrder(seed, epoch, 0, num_shards).take(0, num_shards)
+        self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
+        self._sizes = shard_sizes
+        self._first_samples = np.cumsum(shard_sizes) - shard_sizes
+        self._ends = np.cumsum(shard_sizes[self._shards])  # where each shard of `_shards` ends in the epoch
+        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the shards at hand
+
+    def _batch(self, number: int) -> np.ndarray:
+        start = number * self.batch_size
+        stop = min(start + self.batch_size, self.num_samples)
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        parts = []
+        for shard, end in zip(self._shards[first : last + 1], self._ends[first : last + 1], strict=True):
+            before = end - self._sizes[shard]  # samples of the epoch before this shard's
+            part = self._order_of(int(shard)).take(max(start - before, 0), min(stop, end) - before)
+            parts.append(self._first_samples[shard] + part)
+        return np.concatenate(parts)
+
+    def _shuffled(self, shard: int) -> EpochOrder:
+        return EpochOrder(int(self._seeds[shard]), self._epoch, 0, int(self._sizes[shard]))
+
+
+class ConsecutiveBatches(BatchesOnDemand):
+    """All samples in the order of their numbers, for data sets whose samples are drawn anew in each epoch."""
+
+    def _batch(self, number: int) -> np.ndarray:
+        start = number * self.batch_size
         return np.arange(start, min(start + self.batch_size, self.num_samples))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.knowledge_graph.catalogue import Catalogue
-from data.knowledge_graph.collaborative_graph import Edges, collaborative_graph
+from data.knowledge_graph.edges import Edges, collaborative_graph
 from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.samples import Interactions, Triples, UsersToRank

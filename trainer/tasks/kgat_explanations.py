@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from data.knowledge_graph.catalogue import Catalogue
-from data.knowledge_graph.collaborative_graph import Edges, forward_relation
+from data.knowledge_graph.edges import Edges, forward_relation
 from models.graph.paths import PathFinder
 
 

@@ -253,7 +253,7 @@ def test_everybody_keeps_an_item() -> None:
         ({"valid": "0 3\n"}, r"valid.txt, line 1: '0 3': user 0 has item 3 in train.txt too"),
         ({"test": "0 2\n"}, r"test.txt, line 1: '0 2': user 0 has item 2 in valid.txt too"),
         ({"train": ""}, r"train.txt: is empty"),
-        ({"kg_final": " \n\n"}, r"kg_final.txt: is empty; fetch it again, or leave it out if it is not needed"),
+        ({"kg_final": " \n\n"}, r"kg_final.txt: is empty; fetch it again"),
         ({"train": None}, r"set: no train.txt; .* there are: kg_final.txt, relation_list.txt, test.txt, valid.txt$"),
         ({"test": None}, r"set: no test.txt; .* there are: kg_final.txt, relation_list.txt, train.txt, valid.txt$"),
         ({"train": None, "test": None}, r"set: has neither train.txt and test.txt, .* nor ratings_final, .*: kg_final"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.knowledge_graph.catalogue import ItemLists
-from data.knowledge_graph.collaborative_graph import Edges, collaborative_graph
+from data.knowledge_graph.edges import Edges, collaborative_graph
 from data.knowledge_graph.samples import Interactions, Triples, UsersToRank
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys

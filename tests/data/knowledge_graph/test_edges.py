@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from data.knowledge_graph.collaborative_graph import collaborative_graph
+from data.knowledge_graph.edges import collaborative_graph
 
 
 def slow_edges(catalogue) -> Counter:
