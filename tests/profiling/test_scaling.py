@@ -96,3 +96,11 @@ def test_scaling_command(command, tmp_path):
     assert (single["global_batch_size"], ddp["global_batch_size"]) == (8, 16)
     assert 1.3 < ddp["speedup"] < 2.5  # sleeping does not need a core
     assert list((tmp_path / "board").iterdir())
+
+
+@pytest.mark.slow
+def test_scaling_of_a_task_that_checks_its_weights_between_epochs(command, tmp_path):
+    """Where steps are timed without any exchange the weights must stay the same on all processes."""
+    task = ["--task", "tests/helpers/refreshing_task.py:Refreshing", "--num-threads", "1", "--batch-size", "8"]
+    out = command("profiler.py", "scaling", *task, *SHORT, "--rounds", "1", CUDA_VISIBLE_DEVICES="").stdout
+    assert "ddp 2: " in out

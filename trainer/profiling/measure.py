@@ -148,15 +148,17 @@ def exposed_share(run: Run, num_steps: int) -> float:
     """Which part of backward is due to the exchange of gradients, which overlaps it and is waited for at its end.
 
     It is what backward takes longer than without any exchange: for that, blocks of steps take turns once more. In those
-    without it every process steps with its own gradients alone, so that the weights drift apart.
+    without it every process has its own gradients and moments alone. The learning rate is 0, so that the weights stay
+    the same on all, as what a task computes between epochs must be.
     """
     size = max(1, num_steps // NUM_TURNS)
     sync = run.parallel.gradient_sync
     together, alone = [], []
-    for _ in range(NUM_TURNS):
-        together.append(timed_steps(run, size)[0])
-        with replaced(run.parallel, "gradient_sync", lambda net, enabled: sync(net, False)):
-            alone.append(timed_steps(run, size)[0])
+    with replaced(run, "learning_rate_of", lambda step: 0.0):
+        for _ in range(NUM_TURNS):
+            together.append(timed_steps(run, size)[0])
+            with replaced(run.parallel, "gradient_sync", lambda net, enabled: sync(net, False)):
+                alone.append(timed_steps(run, size)[0])
     together_ms, alone_ms = (median(np.concatenate(ms)[:, PHASES.index(BACKWARD)]) for ms in (together, alone))
     return max(0.0, 1 - alone_ms / together_ms)
 
