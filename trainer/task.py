@@ -143,6 +143,8 @@ class Task(ABC):
 
     The files and TensorBoard get all of them.
     """
+    data_facts: Mapping[str, Any] | None = None
+    """What `describe_data` returned for a trained run that is used without its training data; None in training."""
 
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
@@ -161,8 +163,17 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """A freshly initialised model with its loss, on the CPU, in float32.
 
-        It does not need the data, so that a trained model can be used without them; see `initialise`.
+        It does not need the data, so that a trained model can be used without them; see `initialise`, and for a model
+        whose size depends on them `data_facts`.
         """
+
+    def describe_data(self) -> Mapping[str, Any]:
+        """What a trained model has to know of its training data besides weights, such as an alphabet; plain values.
+
+        Kept in every checkpoint. Where one is used without the data, `data_facts` is set to it before `build_objective`
+        and `new_data`; a run does not go on with data of which other facts are told. Called after `splits`.
+        """
+        return {}
 
     def initialise(self, objective: Objective) -> None:
         """Gives a new model what it takes from elsewhere: statistics of the training data, a trained part.

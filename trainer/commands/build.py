@@ -194,6 +194,7 @@ def assemble_run(
             "global_batch_sizes": [split.global_batch_size for split in batches],
             "lr_factor": lr_factor,
             "phase_sizes": plan.phase_sizes,
+            "data_facts": dict(task.describe_data()),
             "environment": describe_environment(parallel),
         },
     )

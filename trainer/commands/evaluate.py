@@ -12,7 +12,7 @@ from trainer.checkpoint.weights import find_weights, load_best_weights
 from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.describe import describe_run
 from trainer.commands.flags import Flags
-from trainer.commands.resume import undo_hint
+from trainer.commands.resume import refuse_other_data, undo_hint
 from trainer.commands.trained import CPU, trained_objective
 from trainer.commands.weights import use_weights
 from trainer.logs.run_log import scores_text
@@ -88,6 +88,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
     label, state = trained.label, trained.state
     with closing(assemble_run(flags, task, parallel)) as run:
+        refuse_other_data(run, state, f"the checkpoint ({label})")
         use_weights(run, state["model"], f"the checkpoint ({label})", undo_hint(run, state))
         lines = [*describe_run(run, flags), f"Evaluating {label}."]
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
