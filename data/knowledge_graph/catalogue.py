@@ -94,6 +94,11 @@ class Catalogue:
         return self.val is self.test
 
     @property
+    def seen(self) -> ItemLists:
+        """What is never recommended: the items of training and, where it is not the test set, of validation."""
+        return self.train if self.selects_on_test else self.train.joined_with(self.val)
+
+    @property
     def arrays(self) -> Arrays:
         """What a cache keeps."""
         counts = (self.num_users, self.num_items, self.num_entities, self.num_relations, self.has_graph)
