@@ -16,10 +16,12 @@ class LightGCN(Recommender):
     Nodes of the graph: users, then items.
     """
 
-    def __init__(self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, layers: int = 3):
+    def __init__(
+        self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3
+    ) -> None:
         """users, items: (n,) integers, the distinct interactions to train on."""
         super().__init__(num_users, num_items, width)
-        self.num_layers = layers
+        self.num_layers = num_layers
         initialise([self.users, self.items])
         num_nodes = num_users + num_items
         edges = torch.cat([torch.stack([users, items + num_users]), torch.stack([items + num_users, users])], dim=1)
@@ -69,14 +71,14 @@ class KnowledgeLightGCN(LightGCN):
         users: Tensor,
         items: Tensor,
         triples: Tensor,
+        num_entities: int,
         num_users: int,
         num_items: int,
-        num_entities: int,
         width: int = 64,
-        layers: int = 3,
-    ):
-        """triples: (m, 3) integers, head, relation and tail; distinct. Items are the first entities."""
-        super().__init__(users, items, num_users, num_items, width, layers)
+        num_layers: int = 3,
+    ) -> None:
+        """triples: (m, 3) integers, head, relation and tail; distinct. num_entities: of which items are the first."""
+        super().__init__(users, items, num_users, num_items, width, num_layers)
         self.knowledge = nn.Embedding(num_entities, width)
         initialise([self.knowledge])
         head, tail = triples[:, 0].long(), triples[:, 2].long()

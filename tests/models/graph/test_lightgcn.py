@@ -74,7 +74,7 @@ def slow_knowledge(model):
 
 
 def test_items_bring_the_mean_of_their_neighbours():
-    model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_USERS, NUM_ITEMS, NUM_ENTITIES, WIDTH)
+    model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_ENTITIES, NUM_USERS, NUM_ITEMS, WIDTH)
     plain = LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH)
     means = slow_knowledge(model)
     with torch.no_grad():
