@@ -332,7 +332,7 @@ class KgatTask(Task):
         if not isinstance(model, KGAT):
             return {}
         attention = model.compute_attention().double().cpu().numpy()
-        shares = np.bincount(self.edges.relation, attention) / len(np.unique(self.edges.head))
+        shares = np.bincount(self.edges.relation, attention) / np.count_nonzero(np.diff(self.edges.head, prepend=-1))
         order = np.argsort(-shares, kind="stable")[:_RELATIONS_SHOWN]
         names = relation_names(self.catalogue)
         return {"attention_by_relation": draw_bars([names[i] for i in order], shares[order].tolist())}
