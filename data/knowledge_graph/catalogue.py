@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.interactions.item_sets import sorted_distinct
 from trainer.loading.cache import Arrays
 
 SPLITS = ("train", "val", "test")
@@ -27,8 +28,7 @@ class ItemLists:
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
         """From (user, item) pairs (n,) int64 in any order, with repetitions."""
         stride = int(items.max(initial=0)) + 1
-        pairs = np.sort(users * stride + items)
-        users, items = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], stride)
+        users, items = np.divmod(sorted_distinct(users * stride + items), stride)
         return cls(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32))
 
     def __len__(self) -> int:

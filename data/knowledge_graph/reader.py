@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.interactions.item_sets import sorted_distinct
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.files import DataFile, DataFiles, find_files, shown
 from data.knowledge_graph.numbers import Numbers
@@ -198,8 +199,8 @@ def _check_ids(
 
     ids: (n,). all_ids: (m,), to be counted. num_listed: None without a list. rows: (n,), as of `Numbers.refuse`.
     """
-    num_distinct = np.count_nonzero(np.diff(np.sort(all_ids), prepend=-1))
-    numbers.refuse(ids > _IDS_FOR_ONE * num_distinct + 1000, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
+    largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
+    numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
     if num_listed is not None:
         reason = f"{what} {{id}} is not among the {num_listed} of {list_name}"
         numbers.refuse(ids >= num_listed, reason, rows, id=ids)
