@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.knowledge_graph.files import DataFile
+from data.files import DataFile
 from trainer.loading.errors import BadInput
 
 LARGEST_ID = 10**8

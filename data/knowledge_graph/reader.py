@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files import DataFile, shown
 from data.interactions.item_sets import sorted_distinct
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
-from data.knowledge_graph.files import DataFile, DataFiles, find_files, shown
+from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
 from trainer.loading.cache import Arrays, cached_arrays
@@ -38,8 +39,8 @@ _NUMBERED = "far beyond the others: ids count from 0, with few left out"
 def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
     """Reads a data set and keeps it parsed in the cache.
 
-    path: a folder or a .zip, with the files at its top or in one folder, each plain or `.gz`; nothing is unpacked to
-        disk. Without `kg_final` there is no graph. What is repeated in a file counts once.
+    path: a folder, a .zip or a .tar.gz, with the files at its top or in one folder, each plain or `.gz`; nothing is
+        unpacked to disk. Without `kg_final` there is no graph. What is repeated in a file counts once.
     val_share: of each user's training items that are held out for validation, 0 <= val_share < 1, where there is no
         `valid.txt`. Everybody keeps one training item.
     seed: determines, with user and item, which are held out; and the test items of ratings, 20 % of each user's.
