@@ -155,7 +155,7 @@ class TarGz(Source):
         with closing(self._members()) as members:
             for found, stored in members:
                 if found == name:
-                    yield stored
+                    yield io.BytesIO(stored.read())  # a member of a stream does not do all that a file does
                     return
             raise _missing()
 
