@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,9 +27,12 @@ from trainer.loading.order import SampleKeys
 from trainer.tasks.kgat import KgatFlags, KgatTask
 
 LIGHT = "--model {} --lr 5e-3 --l2 1e-3 --epochs 200 --eval-every 5 --early-stopping-patience 8"
-LIGHT_MUSIC = f"{LIGHT} --draw users"
-LIGHT_BOOK = "--model {} --batch-size 4096 --draw interactions --lr 2e-2 --schedule cosine --l2 1e-2 --epochs 100"
-LIGHT_LARGE = "--model {} --batch-size 8192 --draw interactions --lr 3e-2 --schedule cosine --l2 1e-3 --epochs 28"
+LIGHT_BOOK = (
+    "--model {} --batch-size 4096 --draw interactions --lr 2e-2 --schedule cosine --l2 1e-2 --epochs 100 --eval-every 5"
+)
+LIGHT_LARGE = (
+    "--model {} --batch-size 8192 --draw interactions --lr 3e-2 --schedule cosine --l2 1e-3 --epochs 28 --eval-every 4"
+)
 ONE_LAYER = "--layer-dims 64 --aggregator gcn"
 FROM_SCRATCH = f"--model kgat {ONE_LAYER} --lr 5e-3 --l2 2e-2 --kg-lr-scale 0.1 --draw interactions"
 FROM_BPRMF = (
@@ -46,22 +50,22 @@ SETTINGS = {
     },
     "music": {
         "bprmf": "--model bprmf --lr 5e-3 --l2 1e-2 --epochs 250 --eval-every 5 --early-stopping-patience 8",
-        "lightgcn": LIGHT_MUSIC.format("lightgcn"),
-        "kg-lightgcn": LIGHT_MUSIC.format("kg-lightgcn"),
+        "lightgcn": LIGHT.format("lightgcn"),
+        "kg-lightgcn": LIGHT.format("kg-lightgcn"),
         "kgat, one layer": f"{FROM_SCRATCH} --epochs 60 --eval-every 2",
         "kgat, from bprmf": FROM_BPRMF,
         "kgat": "--model kgat --epochs 24 --eval-every 2",
     },
     "book": {
-        "bprmf": f"{LIGHT_BOOK.format('bprmf')} --eval-every 5",
-        "lightgcn": f"{LIGHT_BOOK.format('lightgcn')} --eval-every 5",
-        "kg-lightgcn": f"{LIGHT_BOOK.format('kg-lightgcn')} --eval-every 5",
+        "bprmf": LIGHT_BOOK.format("bprmf"),
+        "lightgcn": LIGHT_BOOK.format("lightgcn"),
+        "kg-lightgcn": LIGHT_BOOK.format("kg-lightgcn"),
         "kgat, one layer": f"{FROM_SCRATCH} --batch-size 4096 --epochs 30 --eval-every 3",
     },
     "lfm1m": {
-        "bprmf": f"{LIGHT_LARGE.format('bprmf')} --eval-every 4",
-        "lightgcn": f"{LIGHT_LARGE.format('lightgcn')} --eval-every 4",
-        "kg-lightgcn": f"{LIGHT_LARGE.format('kg-lightgcn')} --eval-every 4",
+        "bprmf": LIGHT_LARGE.format("bprmf"),
+        "lightgcn": LIGHT_LARGE.format("lightgcn"),
+        "kg-lightgcn": LIGHT_LARGE.format("kg-lightgcn"),
         "kgat, one layer": f"{FROM_SCRATCH} --batch-size 8192 --epochs 12 --eval-every 3",
     },
 }
@@ -95,7 +99,7 @@ def main() -> None:
             list(pool.map(lambda job: run(*job, places[job[0]], args.save_dir), chosen))
     results = {name: scores(name, args.save_dir, places[name]) for name in places}
     for name, rows in results.items():
-        print(f"\n| {name} | recall@20 | NDCG@20 | seeds | CPU s |\n| --- | --- | --- | --- | --- |")
+        print(f"\n| {name} | recall@20 | NDCG@20 | seeds | wall s |\n| --- | --- | --- | --- | --- |")
         for model, row in rows.items():
             shown = (f"{row[metric]:.4f} ({', '.join(f'{x:.4f}' for x in row[f'{metric}s'])})" for metric in METRICS)
             print(f"| {model} | {' | '.join(shown)} | {row['num_seeds']} | {row['train_seconds']} |")
@@ -135,16 +139,12 @@ def popularity(place: str) -> dict[str, Any]:
     """All users get the items that most users train on."""
     task = KgatTask(KgatFlags(data_dir=Path(place) if place else None), 0, Path("~/.cache/lockstep").expanduser())
     users = task.splits()["test"]
-    batch = task.collate(users.__getitems__(keys := SampleKeys(index(users), epoch=0)), keys)
+    batch = task.collate(users.__getitems__(keys := SampleKeys(np.arange(len(users)), epoch=0)), keys)
     counts = torch.bincount(torch.tensor(task.catalogue.train.items), minlength=task.catalogue.num_items)
     scores = counts.float().repeat(len(users), 1)
     found = top_k(scores, batch["positives"], batch["seen"], [20])
     metrics = {"test/recall@20": float(found.recall / len(users)), "test/ndcg@20": float(found.ndcg / len(users))}
     return summary([metrics]) | {"train_seconds": 0.0}
-
-
-def index(dataset: Any) -> Any:
-    return torch.arange(len(dataset)).numpy()
 
 
 def summary(metrics: list[dict[str, float]]) -> dict[str, Any]:

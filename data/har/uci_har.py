@@ -5,20 +5,18 @@ Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap b
 """
 
 import hashlib
-import io
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 import numpy as np
 
+from data.files import DataFile, Folder, Source, Zip
 from data.har.download import Progress, fetch
 from data.har.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, stamp
+from trainer.loading.files import stamp
 
 ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
@@ -88,7 +86,7 @@ def download_uci_har(
     there = _find_if_there(path)
     if there is None:
         target = path if path.suffix == ".zip" else path / f"{_TOP_FOLDER}.zip"
-        fetch(addresses, target, lambda file: _verify(_Archive(file, "the download"), sha256), progress)
+        fetch(addresses, target, lambda file: _verify(_Published(Zip(file, "the download")), sha256), progress)
         return
     key = f"uci_har-verified-{_digest(there.stamps(), sorted(sha256.items()))}"
     try:
@@ -99,7 +97,7 @@ def download_uci_har(
         ) from None
 
 
-def _verify(source: "_Source", sha256: Mapping[str, str]) -> Arrays:
+def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
     """Raises BadInput for a file with another checksum. A cache keeps no arrays of this, but that it succeeded."""
     for name, expected in sha256.items():
         found = hashlib.sha256(source.read(name)).hexdigest()
@@ -112,100 +110,53 @@ def _digest(*identity: object) -> str:
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
-class _Source(Protocol):
+class _Published:
     """The files of the data set, named relative to its top folder."""
 
-    def stamps(self) -> list[tuple[str, int, int]]:
-        """Changes when the files do: resolved path, size in bytes, time of change in ns."""
-        ...
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def stamps(self) -> list[tuple[str | int, ...]]:
+        """Changes when the files do."""
+        if isinstance(self._source, Folder):
+            return [stamp(file) for file in sorted(self._source.path.glob("t*/**/*.txt"))]
+        return [stamp(self._source.path)]
 
     def where(self, name: str) -> str:
         """The file as a message names it."""
-        ...
+        return self._source.where_of(name)
 
     def read(self, name: str) -> bytes:
         """Raises BadInput when there is no such file."""
-        ...
+        source, top = self._holder
+        return DataFile(source, top + name).read()
+
+    @cached_property
+    def _holder(self) -> tuple[Source, str]:
+        """What holds the data set, the source itself or an archive inside it, and the top folder in it ("" or "x/")."""
+        source = self._source
+        top = "" if isinstance(source, Folder) else _top_folder(source)
+        inner = [file for file in source.files if file.bare_name.endswith(".zip")] if top is None else []
+        if inner:
+            source = Zip(source.path, source.where, inner[0].read())
+            top = _top_folder(source)
+        if top is None:
+            raise BadInput(f"{source.where} holds no folder train with the files of UCI HAR; check the path")
+        return source, top
 
 
-class _Folder:
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def stamps(self) -> list[tuple[str, int, int]]:
-        return [stamp(file) for file in sorted(self._root.glob("t*/**/*.txt"))]
-
-    def where(self, name: str) -> str:
-        return f"--data-dir: {self._root / name}"
-
-    def read(self, name: str) -> bytes:
-        try:
-            return (self._root / name).read_bytes()
-        except OSError as error:
-            raise BadInput(f"{self.where(name)}: {error.strerror}; the data set is not complete") from None
-
-
-class _Archive:
-    def __init__(self, path: Path, name: str) -> None:
-        """name: what messages call it."""
-        self._path = path
-        self._name = name
-        self._opened: tuple[zipfile.ZipFile, str] | None = None
-
-    def stamps(self) -> list[tuple[str, int, int]]:
-        return [stamp(self._path)]
-
-    def where(self, name: str) -> str:
-        return f"{self._name}, {name}"
-
-    def read(self, name: str) -> bytes:
-        with _archive_errors(self._name):
-            if self._opened is None:
-                self._opened = _open_archive(self._path, self._name)
-            archive, top = self._opened
-            if top + name not in archive.namelist():
-                raise BadInput(f"{self.where(name)}: not in the archive; the data set is not complete")
-            return archive.read(top + name)
-
-
-@contextmanager
-def _archive_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ARCHIVE_ERRORS as error:
-        raise BadInput(f"{name} is not a zip file or is damaged ({error}); fetch it again") from None
-
-
-def _open_archive(path: Path, name: str) -> tuple[zipfile.ZipFile, str]:
-    """The archive that holds the data set, itself or the one inside it, and the top folder in it ("" or "x/")."""
-    archive = zipfile.ZipFile(path)
-    inner = [member for member in archive.namelist() if member.endswith(".zip") and not _is_hidden(member)]
-    top = _top_folder(archive)
-    if top is None and inner:
-        archive = zipfile.ZipFile(io.BytesIO(archive.read(inner[0])))
-        top = _top_folder(archive)
-    if top is None:
-        raise BadInput(f"{name} holds no folder train with the files of UCI HAR; check the path")
-    return archive, top
-
-
-def _top_folder(archive: zipfile.ZipFile) -> str | None:
-    for name in archive.namelist():
-        folders = PurePosixPath(name).parts[:-1]
-        if "train" in folders[:2] and not _is_hidden(name):
+def _top_folder(source: Source) -> str | None:
+    for file in source.files:
+        folders = PurePosixPath(file.name).parts[:-1]
+        if "train" in folders[:2]:
             return "".join(f"{folder}/" for folder in folders[: folders.index("train")])
     return None
 
 
-def _is_hidden(name: str) -> bool:
-    # The published archive was packed on a Mac, which adds a shadow of every file.
-    return name.startswith("__MACOSX/")
-
-
-def _find(path: Path) -> _Source:
-    source = _find_if_there(path)
-    if source is not None:
-        return source
+def _find(path: Path) -> _Published:
+    published = _find_if_there(path)
+    if published is not None:
+        return published
     path = path.resolve()
     if not path.exists():
         raise BadInput(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
@@ -214,18 +165,18 @@ def _find(path: Path) -> _Source:
     )
 
 
-def _find_if_there(path: Path) -> _Source | None:
+def _find_if_there(path: Path) -> _Published | None:
     path = path.resolve()
     for folder in (path, path / _TOP_FOLDER):
         if (folder / "train").is_dir():
-            return _Folder(folder)
+            return _Published(Folder(folder))
     for archive in (path, path / f"{_TOP_FOLDER}.zip"):
         if archive.is_file():
-            return _Archive(archive, f"--data-dir: {archive}")
+            return _Published(Zip(archive))
     return None
 
 
-def _parse(source: _Source) -> Arrays:
+def _parse(source: _Published) -> Arrays:
     parts = {part: _parse_part(source, part) for part in ("train", "test")}
     for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
         where = source.where("test/subject_test.txt")
@@ -235,7 +186,7 @@ def _parse(source: _Source) -> Arrays:
     return arrays
 
 
-def _parse_part(source: _Source, part: str) -> Arrays:
+def _parse_part(source: _Published, part: str) -> Arrays:
     label_file, subject_file = f"{part}/y_{part}.txt", f"{part}/subject_{part}.txt"
     labels = _parse_integers(source, label_file, _lines(source, label_file))
     for row in np.flatnonzero((labels < 1) | (labels > len(CLASSES))):
@@ -250,14 +201,14 @@ def _parse_part(source: _Source, part: str) -> Arrays:
     return {"signals": signals, "labels": labels - 1, "subjects": subjects}
 
 
-def _lines(source: _Source, name: str) -> list[bytes]:
+def _lines(source: _Published, name: str) -> list[bytes]:
     lines = source.read(name).splitlines()
     if not lines:
         raise BadInput(f"{source.where(name)}: is empty; fetch the data set again")
     return lines
 
 
-def _equally_many_lines(source: _Source, name: str, reference: str, labels: np.ndarray) -> list[bytes]:
+def _equally_many_lines(source: _Published, name: str, reference: str, labels: np.ndarray) -> list[bytes]:
     lines = _lines(source, name)
     if len(lines) != len(labels):
         raise BadInput(
@@ -267,7 +218,7 @@ def _equally_many_lines(source: _Source, name: str, reference: str, labels: np.n
     return lines
 
 
-def _parse_integers(source: _Source, name: str, lines: list[bytes]) -> np.ndarray:
+def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.ndarray:
     numbers = np.empty(len(lines), np.int64)
     for row, line in enumerate(lines):
         try:
@@ -278,7 +229,7 @@ def _parse_integers(source: _Source, name: str, lines: list[bytes]) -> np.ndarra
     return numbers
 
 
-def _parse_windows(source: _Source, name: str, lines: list[bytes], out: np.ndarray) -> None:
+def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.ndarray) -> None:
     """Writes the windows, one a line, to out, (N, 128)."""
     num_columns = out.shape[1]
     for row, line in enumerate(lines):
@@ -298,7 +249,7 @@ def _parse_line(line: bytes) -> np.ndarray | None:
         return None
 
 
-def _bad_line(source: _Source, name: str, row: int, line: bytes, num_columns: int) -> BadInput:
+def _bad_line(source: _Published, name: str, row: int, line: bytes, num_columns: int) -> BadInput:
     reason = _what_is_wrong(line, num_columns)
     return BadInput(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
 

@@ -4,22 +4,18 @@ A file has one interaction a line: `user item`, `user item time` or `user item r
 column names, separated by tabs, `::`, commas or spaces.
 """
 
-import gzip
 import hashlib
 import io
 import re
-import zipfile
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from pathlib import Path
 
 import numpy as np
 
+from data.files import DataFile, Folder, Source, shown, source_at
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, stamp
 
 _FORMAT_VERSION = 1
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
@@ -31,7 +27,6 @@ _BLOCK_CHARACTERS = 1 << 20
 _TIME_LIMIT = 2**62
 """Differences of smaller times fit into int64."""
 _SHOWN_WIDTH = 80
-_MOST_NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -62,9 +57,9 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path) -> Interactions:
     Users and items are any text without separators. They are numbered in the order of their names, those that
     are whole numbers by value. Repeated interactions stay: people buy again.
 
-    path: a text file, plain or `.gz`; or a folder or `.zip` with exactly one file that can be meant: `ratings.dat`,
-        `u.data` or `ratings.csv`, else the only one that ends in .txt, .csv, .tsv, .dat or .inter. Archives are read in
-        memory; nothing is unpacked to disk.
+    path: a text file, plain or `.gz`; or a folder, `.zip` or `.tar.gz` with exactly one file that can be meant:
+        `ratings.dat`, `u.data` or `ratings.csv`, else the only one that ends in .txt, .csv, .tsv, .dat or .inter.
+        Archives are read in memory; nothing is unpacked to disk.
     k_core: users and items with fewer interactions are dropped, until there are none; 1 or less keeps all.
 
     A third of three columns, or fourth of four, is the time in seconds, whole or not. With two columns the order of
@@ -73,75 +68,29 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path) -> Interactions:
     Raises BadInput when the file is not there, cannot be chosen, is damaged or has a line that cannot be read, or when
     the k-core is empty.
     """
-    source = _find(path)
+    file = _find(path)
     k_core = max(k_core, 1)
-    identity = repr((_FORMAT_VERSION, stamp(source.path), source.member, k_core))
+    identity = repr((_FORMAT_VERSION, file.stamp, k_core))
     key = f"interactions-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    arrays = cached_arrays(cache_dir, key, lambda: _build(source, k_core))
+    arrays = cached_arrays(cache_dir, key, lambda: _build(file, k_core))
     return Interactions(arrays["offsets"], arrays["items"], arrays.get("times"), int(arrays["num_items"]), key)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A text file, or a member of a zip; gzip-compressed where its name ends so."""
-
-    path: Path
-    member: str | None = None
-
-    @property
-    def where(self) -> str:
-        """The file as a message names it."""
-        return f"--data-dir {self.path}" + (f", {self.member}" if self.member else "")
-
-    @contextmanager
-    def open(self) -> Iterator[IO[str]]:
-        with _reading_errors(self.where), ExitStack() as stack:
-            raw: IO[bytes] = stack.enter_context(open(self.path, "rb"))
-            if self.member is not None:
-                raw = stack.enter_context(stack.enter_context(zipfile.ZipFile(raw)).open(self.member))
-            if (self.member or self.path.name).endswith(".gz"):
-                raw = cast(IO[bytes], stack.enter_context(gzip.open(raw)))
-            yield stack.enter_context(io.TextIOWrapper(raw, encoding="utf-8-sig"))
-
-
-@contextmanager
-def _reading_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{where}: is not text in UTF-8 ({error.reason}); convert it, or give another file") from None
-    except ARCHIVE_ERRORS as error:
-        raise BadInput(f"{where}: cannot be read or is damaged ({error}); fetch it again") from None
-
-
-def _find(path: Path) -> _Source:
+def _find(path: Path) -> DataFile:
     path = path.resolve()
-    with _reading_errors(f"--data-dir {path}"):
-        if path.is_dir():
-            files = [file.name for file in path.iterdir() if file.is_file()]
-            return _Source(path / _choose(path, files))
-        if not path.exists():
-            raise BadInput(f"--data-dir {path}: no such file or folder; give a file of interactions")
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                return _Source(path, _choose(path, archive.namelist()))
-        return _Source(path)
+    source = source_at(path, depth=1, advice="give a file of interactions")
+    return DataFile(Folder(path.parent), path.name) if source is None else _choose(source)
 
 
-def _choose(path: Path, names: Sequence[str]) -> str:
-    """The one of the names that can be meant."""
-    # Archives packed on a Mac hold a shadow `._name` of every file.
-    visible = sorted(name for name in names if not name.endswith("/") and not PurePosixPath(name).name.startswith("."))
-    bare = {name: PurePosixPath(name).name.removesuffix(".gz").lower() for name in visible}
-    known = [name for name in visible if bare[name] in _KNOWN_NAMES]
-    candidates = known or [
-        name for name in visible if bare[name].endswith(_SUFFIXES) and not bare[name].startswith("readme")
+def _choose(source: Source) -> DataFile:
+    """The one of the files that can be meant."""
+    candidates = [file for file in source.files if file.bare_name in _KNOWN_NAMES] or [
+        file for file in source.files if file.bare_name.endswith(_SUFFIXES) and not file.bare_name.startswith("readme")
     ]
     if len(candidates) != 1:
-        shown = ", ".join(visible[:_MOST_NAMES_SHOWN]) + (", ..." if len(visible) > _MOST_NAMES_SHOWN else "")
         raise BadInput(
-            f"--data-dir {path}: {len(candidates)} files in it can be the interactions, where one is needed; "
-            f"give the file itself; there are: {shown or 'no files'}"
+            f"{source.where}: {len(candidates)} files in it can be the interactions, where one is needed; "
+            f"give the file itself; there are: {shown(file.name for file in source.files)}"
         )
     return candidates[0]
 
@@ -155,12 +104,12 @@ class _Table:
     times: np.ndarray | None
 
 
-def _build(source: _Source, k_core: int) -> Arrays:
-    table = _parse(source)
+def _build(file: DataFile, k_core: int) -> Arrays:
+    table = _parse(file)
     kept = _k_core(table.users, table.items, k_core)
     if not len(kept):
         raise BadInput(
-            f"--k-core {k_core}: nothing of {source.path} is left when users and items with fewer than {k_core} "
+            f"--k-core {k_core}: nothing of {file.where} is left when users and items with fewer than {k_core} "
             "interactions are dropped; choose a smaller number"
         )
     users, items = (_without_gaps(codes[kept]) for codes in (table.users, table.items))
@@ -195,11 +144,15 @@ def _without_gaps(codes: np.ndarray) -> np.ndarray:
     return (np.cumsum(occurs) - 1)[codes]
 
 
-def _parse(source: _Source) -> _Table:
-    parser = _Parser(source.where)
-    with source.open() as file:
-        while lines := file.readlines(_BLOCK_CHARACTERS):
-            parser.add(lines)
+def _parse(file: DataFile) -> _Table:
+    parser = _Parser(file.where)
+    try:
+        with file.open() as content, io.TextIOWrapper(content, encoding="utf-8-sig") as text:
+            while lines := text.readlines(_BLOCK_CHARACTERS):
+                parser.add(lines)
+    except UnicodeDecodeError as error:
+        reason = f"is not text in UTF-8 ({error.reason}); convert it, or give another file"
+        raise BadInput(f"{file.where}: {reason}") from None
     return parser.table()
 
 

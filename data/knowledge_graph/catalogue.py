@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.interactions.item_sets import sorted_distinct
 from trainer.loading.cache import Arrays
 
 SPLITS = ("train", "val", "test")
@@ -27,8 +28,7 @@ class ItemLists:
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
         """From (user, item) pairs (n,) int64 in any order, with repetitions."""
         stride = int(items.max(initial=0)) + 1
-        pairs = np.sort(users * stride + items)
-        users, items = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], stride)
+        users, items = np.divmod(sorted_distinct(users * stride + items), stride)
         return cls(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32))
 
     def __len__(self) -> int:
@@ -92,6 +92,11 @@ class Catalogue:
     def selects_on_test(self) -> bool:
         """Whether validation and test are the same items."""
         return self.val is self.test
+
+    @property
+    def seen(self) -> ItemLists:
+        """What is never recommended: the items of training and, where it is not the test set, of validation."""
+        return self.train if self.selects_on_test else self.train.joined_with(self.val)
 
     @property
     def arrays(self) -> Arrays:

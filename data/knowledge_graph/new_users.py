@@ -48,7 +48,7 @@ class Recommendations:
         """users: (n,) int64. Raises BadInput where a user has fewer items left than num_places."""
         self.users = users
         self.num_places = num_places
-        self._seen = catalogue.train if catalogue.selects_on_test else catalogue.train.joined_with(catalogue.val)
+        self._seen = catalogue.seen
         self._padding = catalogue.num_items
         num_left = catalogue.num_items - self._seen.sizes[users]
         if len(users) and num_left.min() < num_places:

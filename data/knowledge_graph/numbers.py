@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.knowledge_graph.files import DataFile
+from data.files import DataFile
 from trainer.loading.errors import BadInput
 
 LARGEST_ID = 10**8
@@ -58,6 +58,16 @@ class Numbers:
             width = np.diff(self.offsets)[wrong[0]]
             raise self.mistake(int(wrong[0]), f"{width} column{'s' * bool(width != 1)} instead of `{names}`")
         return self.values.reshape(-1, num_columns)
+
+    def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
+        """Raises BadInput for the first that is wrong, (n,) bool.
+
+        reason: in which {name} stands for its number among the values of that name, (n,). rows: (n,), the row of each;
+        by default there is one for each.
+        """
+        if is_wrong.any():
+            i = int(np.argmax(is_wrong))
+            raise self.mistake(i if rows is None else rows[i], reason.format_map({k: v[i] for k, v in values.items()}))
 
     def mistake(self, row: int, reason: str) -> BadInput:
         """What is wrong with a row, for the user."""

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files import DataFile, shown
+from data.interactions.item_sets import sorted_distinct
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
-from data.knowledge_graph.files import DataFile, DataFiles, find_files, shown
+from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
 from trainer.loading.cache import Arrays, cached_arrays
@@ -37,8 +39,8 @@ _NUMBERED = "far beyond the others: ids count from 0, with few left out"
 def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
     """Reads a data set and keeps it parsed in the cache.
 
-    path: a folder or a .zip, with the files at its top or in one folder, each plain or `.gz`; nothing is unpacked to
-        disk. Without `kg_final` there is no graph. What is repeated in a file counts once.
+    path: a folder, a .zip or a .tar.gz, with the files at its top or in one folder, each plain or `.gz`; nothing is
+        unpacked to disk. Without `kg_final` there is no graph. What is repeated in a file counts once.
     val_share: of each user's training items that are held out for validation, 0 <= val_share < 1, where there is no
         `valid.txt`. Everybody keeps one training item.
     seed: determines, with user and item, which are held out; and the test items of ratings, 20 % of each user's.
@@ -84,10 +86,9 @@ class _UserLines:
     def read(cls, file: DataFile) -> "_UserLines":
         numbers = Numbers.read(file)
         users = numbers.first
-        order = np.argsort(users, kind="stable")
-        again = order[1:][users[order][1:] == users[order][:-1]]
-        if len(again):
-            raise numbers.mistake(again.min(), f"user {users[again.min()]} has another line before; join the two")
+        is_again = np.ones(len(users), bool)
+        is_again[np.unique(users, return_index=True)[1]] = False
+        numbers.refuse(is_again, "user {user} has another line before; join the two", user=users)
         rows = np.repeat(np.arange(len(users)), np.diff(numbers.offsets) - 1)
         return cls(numbers, users[rows], np.delete(numbers.values, numbers.offsets[:-1]), rows)
 
@@ -96,9 +97,7 @@ class _UserLines:
 
     def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
         """Raises BadInput for the first of the pairs that are wrong, (n,) bool; {user} and {item} stand in reason."""
-        if is_wrong.any():
-            i = int(np.argmax(is_wrong))
-            raise self.numbers.mistake(self.rows[i], reason.format(user=self.users[i], item=self.items[i]))
+        self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 
 def _read_kgat(files: DataFiles) -> Published:
@@ -109,17 +108,12 @@ def _read_kgat(files: DataFiles) -> Published:
     for part in lines.values():
         if not len(part.items):
             raise BadInput(f"{part.numbers.where}: nobody has an item; fetch it again, or leave it out if it can be")
-    empty = np.flatnonzero(np.diff(lines["train.txt"].numbers.offsets) == 1)
-    if len(empty):
-        raise lines["train.txt"].numbers.mistake(empty[0], "a user without items; leave the line out")
+    of_train = lines["train.txt"].numbers
+    of_train.refuse(np.diff(of_train.offsets) == 1, "a user without items; leave the line out")
     num_users, num_items = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
     for part in lines.values():
-        part.refuse(_is_far_off(part.users, part.users), f"user {{user}} is {_NUMBERED}")
-        part.refuse(_is_far_off(part.items, part.items), f"item {{item}} is {_NUMBERED}")
-        if num_users is not None:
-            part.refuse(part.users >= num_users, f"user {{user}} is not among the {num_users} of user_list.txt")
-        if num_items is not None:
-            part.refuse(part.items >= num_items, f"item {{item}} is not among the {num_items} of item_list.txt")
+        _check_ids(part.numbers, "user", part.users, part.users, num_users, "user_list.txt", part.rows)
+        _check_ids(part.numbers, "item", part.items, part.items, num_items, "item_list.txt", part.rows)
     num_users = max(int(part.users.max()) for part in lines.values()) + 1
     num_items = max(num_items or 0, *(int(part.items.max(initial=-1)) + 1 for part in lines.values()))
     triples, relation_names = _read_graph(files, num_items)
@@ -156,15 +150,12 @@ def _check_held_out(lines: dict[str, _UserLines], num_users: int, num_items: int
 def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
     ratings = Numbers.read(file)
     users, items, labels = ratings.columns("user item label").T
-    if (labels > 1).any():
-        row = int(np.argmax(labels > 1))
-        raise ratings.mistake(row, f"label {labels[row]} is neither 0 nor 1")
-    _refuse_far_off(ratings, "user", users, users)
-    _refuse_far_off(ratings, "item", items, items)
+    ratings.refuse(labels > 1, "label {label} is neither 0 nor 1", label=labels)
     num_items = _num_listed(files, "item_index2entity_id.txt")
+    _check_ids(ratings, "user", users, users)
+    _check_ids(ratings, "item", items, items, num_items, "item_index2entity_id.txt")
     if num_items is None:
         num_items = int(items.max()) + 1
-    _check_listed(ratings, "item", items, num_items, "item_index2entity_id.txt")
     num_users = int(users.max()) + 1
     positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
     train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
@@ -182,17 +173,10 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tu
     triples = numbers.columns("head relation tail")
     heads, relations, tails = triples.T
     entities = np.concatenate([heads, tails, np.arange(num_items)])
-    for what, ids, all_ids in (
-        ("head", heads, entities),
-        ("relation", relations, relations),
-        ("tail", tails, entities),
-    ):
-        _refuse_far_off(numbers, what, ids, all_ids)
-    if (num_entities := _num_listed(files, "entity_list.txt")) is not None:
-        _check_listed(numbers, "head", triples[:, 0], num_entities, "entity_list.txt")
-        _check_listed(numbers, "tail", triples[:, 2], num_entities, "entity_list.txt")
-    if names:
-        _check_listed(numbers, "relation", triples[:, 1], len(names), "relation_list.txt")
+    num_entities = _num_listed(files, "entity_list.txt")
+    _check_ids(numbers, "head", heads, entities, num_entities, "entity_list.txt")
+    _check_ids(numbers, "relation", relations, relations, len(names) or None, "relation_list.txt")
+    _check_ids(numbers, "tail", tails, entities, num_entities, "entity_list.txt")
     if not (triples[:, [0, 2]] < num_items).any():
         raise BadInput(
             f"{file.where}: none of its {len(triples)} triples has an item, which are the entities below {num_items}; "
@@ -203,25 +187,24 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tu
     return triples[is_new], names
 
 
-def _is_far_off(ids: np.ndarray, all_ids: np.ndarray) -> np.ndarray:
-    """Which of some ids, (n,), are too large for the number of distinct ids that there are: (n,) bool."""
-    num_distinct = np.count_nonzero(np.diff(np.sort(all_ids), prepend=-1))
-    return ids > _IDS_FOR_ONE * num_distinct + 1000
+def _check_ids(
+    numbers: Numbers,
+    what: str,
+    ids: np.ndarray,
+    all_ids: np.ndarray,
+    num_listed: int | None = None,
+    list_name: str = "",
+    rows: np.ndarray | None = None,
+) -> None:
+    """Raises BadInput for the first id that is too large for how many distinct ids there are, or is not in its list.
 
-
-def _refuse_far_off(numbers: Numbers, what: str, ids: np.ndarray, all_ids: np.ndarray) -> None:
-    """Raises BadInput for the first row whose id, of ids (rows,), is too large."""
-    is_wrong = _is_far_off(ids, all_ids)
-    if is_wrong.any():
-        row = int(np.argmax(is_wrong))
-        raise numbers.mistake(row, f"{what} {ids[row]} is {_NUMBERED}")
-
-
-def _check_listed(numbers: Numbers, what: str, ids: np.ndarray, count: int, list_name: str) -> None:
-    """Raises BadInput for the first row whose id, of ids (rows,), is beyond the count of a list."""
-    if (ids >= count).any():
-        row = int(np.argmax(ids >= count))
-        raise numbers.mistake(row, f"{what} {ids[row]} is not among the {count} of {list_name}")
+    ids: (n,). all_ids: (m,), to be counted. num_listed: None without a list. rows: (n,), as of `Numbers.refuse`.
+    """
+    largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
+    numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
+    if num_listed is not None:
+        reason = f"{what} {{id}} is not among the {num_listed} of {list_name}"
+        numbers.refuse(ids >= num_listed, reason, rows, id=ids)
 
 
 def _num_listed(files: DataFiles, name: str) -> int | None:

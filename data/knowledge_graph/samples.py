@@ -123,9 +123,7 @@ class UsersToRank:
     def __init__(self, catalogue: Catalogue, split: Literal["val", "test"]) -> None:
         self._padding = catalogue.num_items
         self._positives = catalogue.test if split == "test" else catalogue.val
-        self._seen = catalogue.train
-        if split == "test" and not catalogue.selects_on_test:
-            self._seen = catalogue.train.joined_with(catalogue.val)
+        self._seen = catalogue.seen if split == "test" else catalogue.train
         users = np.flatnonzero(self._positives.sizes)
         self.users = users[np.argsort(self._seen.sizes[users], kind="stable")]
 

@@ -3,6 +3,8 @@
 With a knowledge graph or without.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -16,17 +18,18 @@ class LightGCN(Recommender):
     Nodes of the graph: users, then items.
     """
 
-    def __init__(self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, layers: int = 3):
+    def __init__(
+        self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3
+    ) -> None:
         """users, items: (n,) integers, the distinct interactions to train on."""
         super().__init__(num_users, num_items, width)
-        self.num_layers = layers
+        self.num_layers = num_layers
         initialise([self.users, self.items])
         num_nodes = num_users + num_items
         edges = torch.cat([torch.stack([users, items + num_users]), torch.stack([items + num_users, users])], dim=1)
         head, tail = edges[:, (edges[0].long() * num_nodes + edges[1]).argsort()].long()
-        degree = torch.bincount(head, minlength=num_nodes).to(self.users.weight.dtype)
-        self.matrix = SparseMatrix(head, tail, num_nodes, degree.dtype)
-        self.matrix.set_values((degree[head] * degree[tail]).rsqrt())
+        degree = torch.bincount(head, minlength=num_nodes).double()
+        self.matrix = _ConstantMatrix(head, tail, num_nodes, (degree[head] * degree[tail]).rsqrt())
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
         nodes = torch.cat([users.unsqueeze(1), items + self.num_users], dim=1)
@@ -69,14 +72,14 @@ class KnowledgeLightGCN(LightGCN):
         users: Tensor,
         items: Tensor,
         triples: Tensor,
+        num_entities: int,
         num_users: int,
         num_items: int,
-        num_entities: int,
         width: int = 64,
-        layers: int = 3,
-    ):
-        """triples: (m, 3) integers, head, relation and tail; distinct. Items are the first entities."""
-        super().__init__(users, items, num_users, num_items, width, layers)
+        num_layers: int = 3,
+    ) -> None:
+        """triples: (m, 3) integers, head, relation and tail; distinct. num_entities: of which items are the first."""
+        super().__init__(users, items, num_users, num_items, width, num_layers)
         self.knowledge = nn.Embedding(num_entities, width)
         initialise([self.knowledge])
         head, tail = triples[:, 0].long(), triples[:, 2].long()
@@ -84,8 +87,7 @@ class KnowledgeLightGCN(LightGCN):
         pairs, counts = pairs[torch.cat([head, tail]) < num_items].unique(return_counts=True)
         item, neighbour = pairs // num_entities, pairs % num_entities
         degree = torch.bincount(item, counts, minlength=num_items)
-        self.mean = SparseMatrix(item, neighbour, num_entities, self.knowledge.weight.dtype)
-        self.mean.set_values(counts / degree[item])
+        self.mean = _ConstantMatrix(item, neighbour, num_entities, counts / degree[item])
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
         """The penalty squares embeddings and means apart."""
@@ -94,3 +96,19 @@ class KnowledgeLightGCN(LightGCN):
         of_users = means.new_zeros(self.num_users, means.shape[1])
         said = torch.cat([of_users, means])
         return ego + said, torch.cat([ego, said], dim=1)
+
+
+class _ConstantMatrix(SparseMatrix):
+    """Its values are rounded to the precision that the model is in, whatever the one was that it was built in."""
+
+    def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
+        """values: (entries,) float64; the others as of SparseMatrix."""
+        super().__init__(rows, columns, size, torch.get_default_dtype())
+        self._exact = values
+        self.set_values(values)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_ConstantMatrix":
+        """What `to`, `double` and the like call."""
+        super()._apply(fn, recurse)
+        self.set_values(self._exact.to(self.values.device))
+        return self

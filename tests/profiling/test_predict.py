@@ -28,19 +28,30 @@ def test_link_is_recovered_from_what_it_takes(world_size):
 def test_only_what_backward_does_not_hide_is_waited_for():
     link = Link(latency_s=0, bandwidth=1e9)
     one_ms = 1e3 * link.all_reduce_s(10**7, 4)
-    hidden = predict(Compute(0.3, 0.2, [10**7, 10**7, 10**7], 32), link, 4)
+    hidden = predict(Compute(0.3, 0.2, {"train": [10**7, 10**7, 10**7]}, 32), link, 4)
     assert hidden["exchange_ms"] == pytest.approx(3 * one_ms)
     assert hidden["exposed_exchange_ms"] == pytest.approx(one_ms)  # the last bucket
     assert hidden["step_ms"] == pytest.approx(300 + one_ms)
-    exposed = predict(Compute(0.3, 0.001, [10**7, 10**7, 10**7], 32), link, 4)
+    exposed = predict(Compute(0.3, 0.001, {"train": [10**7, 10**7, 10**7]}, 32), link, 4)
     assert exposed["step_ms"] == pytest.approx(300 + 3 * one_ms - 1)
-    assert predict(Compute(0.3, 0.2, [10**7], 32), link, 1)["step_ms"] == 300
+    assert predict(Compute(0.3, 0.2, {"train": [10**7]}, 32), link, 1)["step_ms"] == 300
 
 
 def test_only_the_last_backward_hides_the_exchange():
     phases = {"backward": {"ms_median": 12.0}}
-    measured = {"step_ms_median": 20.0, "phases": phases, "gradient_bytes": [40, 2], "global_batch_size": 32}
-    assert command.compute_of([measured], 4) == Compute(0.02, 0.003, [42], 32)
+    sizes = {"gen": [40, 2], "disc": [7]}
+    measured = {"step_ms_median": 20.0, "phases": phases, "gradient_bytes": sizes, "global_batch_size": 32}
+    assert command.compute_of([measured], 4) == Compute(0.02, 0.003, {"gen": [42], "disc": [7]}, 32)
+
+
+def test_phases_count_by_their_own_gradients():
+    link, sizes = Link(latency_s=1e-5, bandwidth=1e9), {"cf": [10**7, 10**6], "kg": [10**5]}
+    alone = [predict(Compute(0.3, 0.001, {phase: own}, 32), link, 4) for phase, own in sizes.items()]
+    together = predict(Compute(0.3, 0.001, sizes, 32), link, 4)
+    for name in ("step_ms", "exchange_ms", "exposed_exchange_ms"):
+        assert together[name] == pytest.approx(sum(one[name] for one in alone) / 2)
+    said = command.report(Compute(0.3, 0.001, sizes, 32), link, [together])
+    assert "Gradients: cf, buckets of 9.54, 0.95 MiB; kg, buckets of 0.10 MiB." in said
 
 
 def test_buckets_are_filled_from_the_last_gradient():
@@ -53,7 +64,7 @@ def test_buckets_are_filled_from_the_last_gradient():
 
 
 def test_row_and_comparison():
-    row = predict(Compute(0.01, 0.004, [10**6], 32), Link(0, 1e9), 4)
+    row = predict(Compute(0.01, 0.004, {"train": [10**6]}, 32), Link(0, 1e9), 4)
     assert row["step_ms"] == pytest.approx(10 + 1.5)
     assert (row["num_devices"], row["global_batch_size"]) == (4, 128)
     assert row["samples_per_second"] == pytest.approx(4 * 32 / 0.0115)

@@ -192,7 +192,7 @@ def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
     broken.write_bytes(b"PK\x03\x04 cut off")
     done = command("main.py", "--data-dir", broken, "--save-dir", tmp_path / "run", status=2)
     assert done.stderr.startswith("error: --data-dir")
-    assert "not a zip file or is damaged" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert "cannot be read or is damaged (File is not a zip file)" in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 

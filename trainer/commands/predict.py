@@ -48,14 +48,14 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     table = label_samples(task, objective, dataset, parallel, precision, batch_size)
     # A bar and a table on one terminal would overwrite each other.
     silent = not sys.stderr.isatty() or (output is None and sys.stdout.isatty())
-    with tqdm(total=len(dataset), unit=" samples", leave=False, dynamic_ncols=True, disable=silent) as bar:
+    with tqdm(total=len(dataset), unit=" lines", leave=False, dynamic_ncols=True, disable=silent) as bar:
         if output is None:
             _print_table(table, bar)
             return
         text = io.StringIO()
         _write_table(table, text, bar)
     write_output(output, text.getvalue())
-    print(f"Labelled {len(dataset)} samples of {path} with {run.label}: {output}")
+    print(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
 
 
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Container, Iterator
@@ -11,7 +12,7 @@ from typing import IO
 
 from trainer.loading.errors import BadInput
 
-ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

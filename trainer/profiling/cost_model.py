@@ -1,7 +1,8 @@
 """A model of how long a step takes on many devices, from what one device and one link do. Pure arithmetic."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """DistributedDataParallel's own: at this size a bucket of gradients is sent; the first is small, to begin early."""
@@ -30,29 +31,30 @@ class Link:
 class Compute:
     """A step of one device on its own, of `batch_size` samples.
 
-    last_backward_s: of the last micro-batch, during which gradients are exchanged. bucket_bytes: of the gradients, in
-    the order in which they are sent.
+    last_backward_s: of the last micro-batch, during which gradients are exchanged. bucket_bytes: of each phase's
+    gradients, in the order in which they are sent.
     """
 
     step_s: float
     last_backward_s: float
-    bucket_bytes: Sequence[int]
+    bucket_bytes: Mapping[str, Sequence[int]]
     batch_size: int
 
 
 def predict(compute: Compute, link: Link, num_devices: int) -> dict[str, float]:
     """A step of so many devices, each with as many samples as the one; `exchange_ms` is hidden or exposed.
 
-    All buckets but the last are exchanged while the last backward still runs; the last one is ready when it ends.
+    All buckets but the last are exchanged while the last backward still runs; the last one is ready when it ends. Of
+    several phases it is the mean: as many steps of each.
     """
-    times = [link.all_reduce_s(size, num_devices) for size in compute.bucket_bytes]
-    exposed_s = max(0.0, sum(times[:-1]) - compute.last_backward_s) + sum(times[-1:])
+    times = [[link.all_reduce_s(size, num_devices) for size in sizes] for sizes in compute.bucket_bytes.values()]
+    exposed_s = fmean(max(0.0, sum(own[:-1]) - compute.last_backward_s) + sum(own[-1:]) for own in times)
     step_s = compute.step_s + exposed_s
     return {
         "num_devices": num_devices,
         "global_batch_size": num_devices * compute.batch_size,
         "step_ms": 1e3 * step_s,
-        "exchange_ms": 1e3 * sum(times),
+        "exchange_ms": 1e3 * fmean(map(sum, times)),
         "exposed_exchange_ms": 1e3 * exposed_s,
         "samples_per_second": num_devices * compute.batch_size / step_s,
         "efficiency": compute.step_s / step_s,

@@ -73,7 +73,7 @@ def predict_scaling(flags: Flags, argv: Sequence[str]) -> None:
     print(report(compute, link, list(rows.values())))
     save_results(tool.json, {
         "command": "predict", "step_ms": 1e3 * compute.step_s, "last_backward_ms": 1e3 * compute.last_backward_s,
-        "bucket_bytes": list(compute.bucket_bytes), "latency_us": 1e6 * link.latency_s,
+        "bucket_bytes": compute.bucket_bytes, "latency_us": 1e6 * link.latency_s,
         "bandwidth_gb_s": link.bandwidth / 1e9, "worlds": list(rows.values()),
     })  # fmt: skip
 
@@ -97,7 +97,7 @@ def compute_of(rounds: Sequence[Mapping[str, Any]], grad_accum_steps: int) -> Co
     return Compute(
         step_s=median(m["step_ms_median"] for m in rounds) / 1e3,
         last_backward_s=median(m["phases"][BACKWARD]["ms_median"] for m in rounds) / grad_accum_steps / 1e3,
-        bucket_bytes=buckets(rounds[0]["gradient_bytes"]),
+        bucket_bytes={phase: buckets(sizes) for phase, sizes in rounds[0]["gradient_bytes"].items()},
         batch_size=rounds[0]["global_batch_size"],
     )
 
@@ -117,11 +117,15 @@ def report(compute: Compute, link: Link, rows: Sequence[Mapping[str, float]]) ->
         ("samples/s", "samples_per_second", ".0f"), ("efficiency", "efficiency", ".0%"),
         ("measured step ms", "measured_step_ms", ".2f"), ("error %", "error_percent", "+.1f"),
     ]  # fmt: skip
-    sizes = ", ".join(f"{size / 2**20:.2f}" for size in compute.bucket_bytes[:4])
-    more = f" and {len(compute.bucket_bytes) - 4} more" if len(compute.bucket_bytes) > 4 else ""
+    gradients = "; ".join(f"{phase}, {_buckets(sizes)}" for phase, sizes in compute.bucket_bytes.items())
     return "\n".join([
         f"One device: {1e3 * compute.step_s:.2f} ms a step, {1e3 * compute.last_backward_s:.2f} ms of it the last "
-        f"backward. Gradients: buckets of {sizes} MiB{more}.",
+        f"backward. Gradients: {gradients}.",
         f"Link: {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency_s:.1f} us a message.",
         table([column for column in columns if any(column[1] in row for row in rows)], rows),
     ])  # fmt: skip
+
+
+def _buckets(sizes: Sequence[int]) -> str:
+    more = f" and {len(sizes) - 4} more" if len(sizes) > 4 else ""
+    return f"buckets of {', '.join(f'{size / 2**20:.2f}' for size in sizes[:4])} MiB{more}"

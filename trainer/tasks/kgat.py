@@ -259,17 +259,26 @@ class KgatTask(Task):
         return KgatObjective(self._build_model(), self.config)
 
     def _build_model(self) -> Recommender:
-        config: KgatFlags = self.config
-        size = (self.catalogue.num_users, self.catalogue.num_items, config.embed_dim)
+        config, catalogue = self.config, self.catalogue
+        size = (catalogue.num_users, catalogue.num_items, config.embed_dim)
+        if config.model == "kgat":
+            return self._build_kgat(*size)
         if config.model == "bprmf":
             return BPRMF(*size)
-        if config.model != "kgat":
-            return self._build_lightgcn()
-        edges = self.edges
+        interactions = torch.tensor(catalogue.train.users), torch.tensor(catalogue.train.items)
+        if config.model == "lightgcn":
+            return LightGCN(*interactions, *size, config.num_layers)
+        graph = torch.tensor(catalogue.triples), catalogue.num_entities
+        return KnowledgeLightGCN(*interactions, *graph, *size, config.num_layers)
+
+    def _build_kgat(self, num_users: int, num_items: int, width: int) -> KGAT:
+        config, edges = self.config, self.edges
         head, tail, relation = (torch.from_numpy(part) for part in (edges.head, edges.tail, edges.relation))
         return KGAT(
             CollaborativeGraph(head, tail, relation, edges.num_nodes, edges.num_relations),
-            *size,
+            num_users,
+            num_items,
+            width,
             relation_width=config.relation_dim,
             layer_dims=config.layer_dims,
             aggregation=config.aggregator,
@@ -279,17 +288,6 @@ class KgatTask(Task):
             laplacian=config.laplacian,
             softmax=config.softmax,
         )
-
-    def _build_lightgcn(self) -> LightGCN:
-        config: KgatFlags = self.config
-        catalogue, train = self.catalogue, self.catalogue.train
-        users, items = torch.tensor(train.users), torch.tensor(train.items)
-        num_users, num_items = catalogue.num_users, catalogue.num_items
-        if config.model == "lightgcn":
-            return LightGCN(users, items, num_users, num_items, config.embed_dim, config.num_layers)
-        triples = torch.tensor(catalogue.triples)
-        sizes = (num_users, num_items, catalogue.num_entities, config.embed_dim, config.num_layers)
-        return KnowledgeLightGCN(users, items, triples, *sizes)
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Of KGAT both phases train the embeddings of nodes, each with moments of its own, as published."""
@@ -334,7 +332,7 @@ class KgatTask(Task):
         if not isinstance(model, KGAT):
             return {}
         attention = model.compute_attention().double().cpu().numpy()
-        shares = np.bincount(self.edges.relation, attention) / len(np.unique(self.edges.head))
+        shares = np.bincount(self.edges.relation, attention) / np.count_nonzero(np.diff(self.edges.head, prepend=-1))
         order = np.argsort(-shares, kind="stable")[:_RELATIONS_SHOWN]
         names = relation_names(self.catalogue)
         return {"attention_by_relation": draw_bars([names[i] for i in order], shares[order].tolist())}

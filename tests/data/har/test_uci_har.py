@@ -127,7 +127,7 @@ def test_a_path_that_is_not_the_data_set_is_named(layout, cache_dir, tmp_path) -
     other = tmp_path / "other.zip"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a/b.txt", "something else")
-    with pytest.raises(BadInput, match=r"--data-dir: .*other.zip holds no folder train"):
+    with pytest.raises(BadInput, match=r"--data-dir .*other.zip holds no folder train"):
         load_uci_har(other, cache_dir)
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_archive_is_named(layout, cache_dir, tmp_path) -> None:
     for name, content in {"text": b"not a zip", "cut": whole[:-200], "flipped": bytes(damaged)}.items():
         path = tmp_path / f"{name}.zip"
         path.write_bytes(content)
-        with pytest.raises(BadInput, match=rf"--data-dir: .*{name}.zip .*damaged"):
+        with pytest.raises(BadInput, match=rf"--data-dir .*{name}.zip.* is damaged"):
             load_uci_har(path, cache_dir)
 
 

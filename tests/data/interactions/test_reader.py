@@ -11,6 +11,7 @@ import pytest
 
 from data.interactions import reader as module
 from data.interactions.reader import Interactions, load_interactions
+from tests.helpers.tar_archives import tarred
 from trainer.loading.errors import BadInput
 
 # User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
@@ -155,6 +156,7 @@ def test_gzip(load) -> None:
 )
 def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_path, members) -> None:
     assert_are_the_lines(load(zipped(members), "data.zip"))
+    assert_are_the_lines(load(tarred(members), "data.tar.gz"))
     folder = tmp_path / "folder"
     folder.mkdir()
     for name, content in members.items():

@@ -14,6 +14,7 @@ from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.numbers import LARGEST_ID
 from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.splits import VAL_STREAM, hold_out
+from tests.helpers.tar_archives import tarred
 from trainer.loading.errors import BadInput
 
 KGAT = {
@@ -118,6 +119,7 @@ def test_folder_zip_gzip_and_line_ends_agree(load, files) -> None:
         load({f"{name}.gz": gzip.compress(content.encode()) for name, content in files.items()}, "gz"), expected
     )
     assert_same(load(zipped(files | extra), "flat.zip"), expected)
+    assert_same(load(tarred({f"any name/{name}": content for name, content in files.items()}), "x.tar.gz"), expected)
     inner = {f"a/b/{name}": content for name, content in files.items()} | {f"__MACOSX/a/b/._{n}": "" for n in files}
     assert_same(load(zipped(inner), "nested.zip"), expected)
     windows = {name: "\ufeff" + content.replace("\n", "\r\n") for name, content in files.items()}

@@ -5,6 +5,7 @@ import torch
 
 from models.graph.bprmf import BPRMF
 from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
+from models.graph.sparse import multiply
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -41,6 +42,22 @@ def test_lightgcn_and_its_gradients_equal_dense_matrices(layers):
     torch.testing.assert_close(fast, torch.autograd.grad(expected, list(model.parameters())))
 
 
+@pytest.mark.parametrize("built_in", [torch.float32, torch.float64])
+@pytest.mark.parametrize("moved_to", [torch.float32, torch.float64])
+def test_constants_have_the_precision_that_the_model_is_moved_to(built_in, moved_to):
+    torch.set_default_dtype(built_in)
+    model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_ENTITIES, NUM_USERS, NUM_ITEMS, WIDTH).to(moved_to)
+    degree = torch.tensor([2, 1, 3, 0, 1, 1, 3, 0, 2, 0, 0, 1])  # of the users, then of the items
+    expected = (degree[USERS] * degree[NUM_USERS + ITEMS]).double().rsqrt().to(moved_to)
+    dense = torch.zeros(NUM_USERS + NUM_ITEMS, NUM_USERS + NUM_ITEMS, dtype=moved_to)
+    dense[USERS, NUM_USERS + ITEMS] = expected
+    dense[NUM_USERS + ITEMS, USERS] = expected
+    for csr, matrix in zip(model.matrix.operands(), (dense, dense.T), strict=True):
+        assert torch.equal(multiply(csr, torch.eye(len(matrix), dtype=moved_to)), matrix)
+    shares = torch.tensor([1 / 4, 1 / 4, 1 / 2, 1, 1 / 3, 2 / 3, 1], dtype=torch.float64)  # of items 0, 2, 3 and 6
+    assert torch.equal(model.mean.values, shares.to(moved_to))
+
+
 @pytest.mark.parametrize(
     "model", [LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH), BPRMF(NUM_USERS, NUM_ITEMS, WIDTH)]
 )
@@ -74,7 +91,7 @@ def slow_knowledge(model):
 
 
 def test_items_bring_the_mean_of_their_neighbours():
-    model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_USERS, NUM_ITEMS, NUM_ENTITIES, WIDTH)
+    model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_ENTITIES, NUM_USERS, NUM_ITEMS, WIDTH)
     plain = LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH)
     means = slow_knowledge(model)
     with torch.no_grad():

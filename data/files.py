@@ -1,0 +1,214 @@
+"""The files of a folder or an archive by name; archives are read in memory, and nothing of them is unpacked to disk."""
+
+import errno
+import gzip
+import io
+import os
+import tarfile
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import IO, cast
+
+from trainer.loading.errors import BadInput
+from trainer.loading.files import ARCHIVE_ERRORS, stamp
+
+_READ_BYTES = 1 << 16
+_MOST_NAMES_SHOWN = 12
+
+
+class Source(ABC):
+    """Files by name, with `/` after folders. where: as messages call it."""
+
+    def __init__(self, path: Path, where: str | None = None) -> None:
+        self.path = path
+        self.where = where or f"--data-dir {path}"
+
+    @cached_property
+    def files(self) -> list["DataFile"]:
+        """The visible ones, by name. Raises BadInput when they cannot be listed."""
+        with reading_errors(self.where):
+            return [DataFile(self, name) for name in sorted(self.names()) if _is_visible(name)]
+
+    def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
+        """All visible files whose names are wanted, in the order in which they are read quickest. Raises BadInput."""
+        return ((file, file.read()) for file in self.files if is_wanted(file.name))
+
+    def where_of(self, name: str) -> str:
+        """A file as messages call it."""
+        return f"{self.where}, {name}"
+
+    def stamp(self, name: str) -> tuple[str | int, ...]:
+        """Changes when the file does."""
+        return (*stamp(self.path), name)
+
+    @abstractmethod
+    def names(self) -> Iterable[str]:
+        """Of all files, the hidden ones too. Raises what reading does."""
+
+    @abstractmethod
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """A file as it is stored. Raises what reading does, FileNotFoundError when it is not there."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a source; gzip-compressed where its name ends so."""
+
+    source: Source
+    name: str
+
+    @property
+    def where(self) -> str:
+        """The file as messages call it."""
+        return self.source.where_of(self.name)
+
+    @property
+    def bare_name(self) -> str:
+        """Without folders and .gz, in lower case."""
+        return PurePosixPath(self.name).name.lower().removesuffix(".gz")
+
+    @property
+    def stamp(self) -> tuple[str | int, ...]:
+        """Changes when the file does."""
+        return self.source.stamp(self.name)
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The content from its start, unpacked on the way. Raises BadInput, inside of the context too."""
+        with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
+            yield content
+
+    def read(self) -> bytes:
+        """The content. Raises BadInput."""
+        with self.open() as file:
+            return file.read()
+
+
+class Folder(Source):
+    """A folder. depth: of files below it; 1 means its own alone."""
+
+    def __init__(self, path: Path, where: str | None = None, depth: int = 1) -> None:
+        super().__init__(path, where)
+        self._depth = depth
+
+    def where_of(self, name: str) -> str:
+        return f"{self.where}/{name}"
+
+    def stamp(self, name: str) -> tuple[str | int, ...]:
+        return stamp(self.path / name)
+
+    def names(self) -> Iterable[str]:
+        for depth in range(self._depth):
+            for file in self.path.glob("*/" * depth + "*"):
+                if file.is_file():
+                    yield file.relative_to(self.path).as_posix()
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return open(self.path / name, "rb")
+
+
+class Zip(Source):
+    """A zip, opened once and read in any order. content: of it, where it lies in no file of its own."""
+
+    def __init__(self, path: Path, where: str | None = None, content: bytes | None = None) -> None:
+        super().__init__(path, where)
+        self._content = content
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+
+    def names(self) -> Iterable[str]:
+        return (name for name in self._archive().namelist() if not name.endswith("/"))
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        try:
+            return self._archive().open(name)
+        except KeyError:
+            raise _missing() from None
+
+    def _archive(self) -> zipfile.ZipFile:
+        """Anew in each process: forked ones would share its place in the file."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            content = self.path if self._content is None else io.BytesIO(self._content)
+            self._opened = os.getpid(), zipfile.ZipFile(content)
+        return self._opened[1]
+
+
+class TarGz(Source):
+    """A .tar.gz. A single file of it is looked for from the start of the archive; `contents` is one pass."""
+
+    def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
+        """In the order of the archive, without listing it before."""
+        with reading_errors(self.where), closing(self._members()) as members:
+            for name, stored in members:
+                if _is_visible(name) and is_wanted(name):
+                    yield DataFile(self, name), _unpacked(name, stored).read()
+
+    def names(self) -> Iterable[str]:
+        return (name for name, _ in self._members())
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        with closing(self._members()) as members:
+            for found, stored in members:
+                if found == name:
+                    yield io.BytesIO(stored.read())  # a member of a stream does not do all that a file does
+                    return
+            raise _missing()
+
+    def _members(self) -> Generator[tuple[str, IO[bytes]], None, None]:
+        with gzip.open(self.path) as unpacked:
+            with tarfile.open(fileobj=unpacked, mode="r|", bufsize=_READ_BYTES) as archive:
+                for member in archive:
+                    if content := archive.extractfile(member) if member.isfile() else None:
+                        yield str(PurePosixPath(member.name)), content
+            while unpacked.read(_READ_BYTES):  # to the checksum at the end
+                pass
+
+
+def source_at(path: Path, depth: int, advice: str) -> Source | None:
+    """What the path of --data-dir leads to, or None where that is a single file.
+
+    depth: see Folder. advice: what to give where there is nothing, for which BadInput is raised.
+    """
+    with reading_errors(f"--data-dir {path}"):
+        if not path.exists():
+            raise BadInput(f"--data-dir {path}: no such file or folder; {advice}")
+        if path.is_dir():
+            return Folder(path, depth=depth)
+    if path.suffix == ".zip":
+        return Zip(path)
+    return TarGz(path) if path.name.endswith((".tar.gz", ".tgz")) else None
+
+
+@contextmanager
+def reading_errors(where: str) -> Iterator[None]:
+    """Makes a BadInput of what reading a file or an archive raises. where: as the message calls it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BadInput(f"{where}: {error.strerror or error}; the data set is not complete") from None
+    except ARCHIVE_ERRORS as error:
+        raise BadInput(f"{where}: cannot be read or is damaged ({error}); fetch it again") from None
+
+
+def shown(names: Iterable[str]) -> str:
+    """The names, or the first of them, for a message."""
+    names = sorted(names)
+    return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
+
+
+def _is_visible(name: str) -> bool:
+    # Archives packed on a Mac hold a shadow `._name` of every file.
+    return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
+
+
+def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(stored)) if name.lower().endswith(".gz") else stored
+
+
+def _missing() -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "not in the archive")

@@ -1,0 +1,156 @@
+"""Folders and archives: the same files by the same names, read in any order or in one pass; and what is damaged."""
+
+import gzip
+import io
+import multiprocessing
+import tarfile
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import files as module
+from data.files import DataFile, Source, shown, source_at
+from trainer.loading.errors import BadInput
+
+RNG = np.random.default_rng(0)
+VISIBLE = {
+    name: RNG.bytes(size) for name, size in {"b.wav": 900, "a/2.wav": 0, "a/1.wav": 70_000, "a/3.txt": 5}.items()
+}
+PACKED = {"a/4.TXT.gz": b"four" * 1000}
+HIDDEN = {"._b.wav": b"shadow", "a/.hidden": b"h", ".git/config": b"c"}
+STORED = VISIBLE | HIDDEN | {name: gzip.compress(content) for name, content in PACKED.items()}
+
+
+def write_folder(path: Path, members: dict[str, bytes]) -> Path:
+    for name, content in members.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def write_zip(path: Path, members: dict[str, bytes]) -> Path:
+    path = path.with_suffix(".zip")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/", b"")
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+def write_tar(path: Path, members: dict[str, bytes], prefix: str = "./") -> Path:
+    path = path.with_suffix(".tar.gz")
+    with tarfile.open(path, "w:gz") as archive:
+        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE):
+            special = tarfile.TarInfo(f"{prefix}link {kind!r}")
+            special.type, special.linkname = kind, "/etc/passwd"
+            archive.addfile(special)
+        for name, content in members.items():
+            member = tarfile.TarInfo(prefix + name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+WRITERS = {"folder": write_folder, "zip": write_zip, "tar.gz": write_tar}
+
+
+def opened(path: Path) -> Source:
+    source = source_at(path, depth=2, advice="give another")
+    assert source is not None
+    return source
+
+
+@pytest.fixture(params=WRITERS)
+def source(request, tmp_path) -> Source:
+    return opened(WRITERS[request.param](tmp_path / "data", STORED))
+
+
+def test_files_are_the_same_by_whatever_they_are_held(source) -> None:
+    assert [file.name for file in source.files] == sorted(VISIBLE | PACKED)
+    files = {file.name: file for file in source.files}
+    for name in [*RNG.permutation([*VISIBLE, *PACKED]), *RNG.permutation([*VISIBLE, *PACKED])]:
+        assert files[str(name)].read() == (VISIBLE | PACKED)[str(name)]
+    assert (files["a/4.TXT.gz"].bare_name, files["b.wav"].bare_name) == ("4.txt", "b.wav")
+    with files["a/4.TXT.gz"].open() as content, io.TextIOWrapper(content) as text:
+        assert text.read() == "four" * 1000
+
+
+def test_contents_are_those_that_are_wanted(source) -> None:
+    found = {file: content for file, content in source.contents(lambda name: name.endswith(".wav"))}
+    assert {file.name: content for file, content in found.items()} == {
+        name: content for name, content in VISIBLE.items() if name.endswith(".wav")
+    }
+    assert all(file.read() == content for file, content in found.items())
+    assert dict(source.contents(lambda name: name.endswith("gz"))) == {
+        DataFile(source, name): content for name, content in PACKED.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_archives_are_opened_once_for_many_files(kind, tmp_path, monkeypatch) -> None:
+    path, times = WRITERS[kind](tmp_path / "data", STORED), []
+    for library, name in ((zipfile, "ZipFile"), (tarfile, "open")):
+        real = getattr(library, name)
+        monkeypatch.setattr(library, name, lambda *args, real=real, **more: times.append(1) or real(*args, **more))
+    source = opened(path)
+    assert len(list(source.contents(lambda name: True))) == len(VISIBLE | PACKED)
+    if kind == "zip":
+        assert [file.read() for file in source.files][-1] == VISIBLE["b.wav"]
+    assert len(times) == 1
+
+
+def test_forked_processes_do_not_share_their_place_in_a_zip(tmp_path) -> None:
+    members = {f"{i}": RNG.bytes(20_000) for i in range(60)}
+    source = opened(write_zip(tmp_path / "data", members))
+
+    def read_all() -> None:
+        for _ in range(5):
+            for file in source.files:
+                assert file.read() == members[file.name]
+
+    source.files[0].read()
+    processes = [multiprocessing.get_context("fork").Process(target=read_all) for _ in range(3)]
+    for process in processes:
+        process.start()
+    read_all()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def test_a_file_that_is_not_there_is_named(source) -> None:
+    with pytest.raises(BadInput, match=rf"^--data-dir {source.path}(/|, )a/5.wav: .*; the data set is not complete$"):
+        DataFile(source, "a/5.wav").read()
+    with pytest.raises(BadInput, match=r"nowhere: no such file or folder; give another$"):
+        opened(source.path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["../../outside.wav", "/tmp/outside.wav", "a/../../../outside.wav"])
+@pytest.mark.parametrize("write", [write_zip, partial(write_tar, prefix="")])
+def test_names_that_lead_elsewhere_are_only_names(write, name, tmp_path) -> None:
+    path = write(tmp_path / "data", {name: b"content"})
+    assert [(file.name, content) for file, content in opened(path).contents(lambda name: True)] == [(name, b"content")]
+    assert [file.read() for file in opened(path).files] == [b"content"]
+    assert list(tmp_path.iterdir()) == [path] and not Path("/tmp/outside.wav").exists()
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_damage_is_named(kind, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_READ_BYTES", tarfile.RECORDSIZE)  # the last part ends where the archive does
+    path = WRITERS[kind](tmp_path / "data", VISIBLE)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    cut = [whole[:-length] for length in (1, 4, 9, len(whole) // 2, len(whole))]
+    for content in [b"no archive", bytes(flipped), *cut]:
+        path.write_bytes(content)
+        with pytest.raises(BadInput, match=rf"^--data-dir {path}(, a/1.wav)?: cannot be read or is damaged .*again$"):
+            list(opened(path).contents(lambda name: True))
+
+
+def test_names_are_shown_in_part() -> None:
+    assert (shown([]), shown("ba")) == ("no files", "a, b")
+    assert shown(f"{i:02}" for i in range(13)).endswith("10, 11, ...")
