@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.api import SavedRun, fit, load
     from trainer.config import FlagGroup, flag
-    from trainer.loading.batch_orders import bucketed_batches, sharded_batches
+    from trainer.loading.batch_orders import bucketed_batches, even_batches, sharded_batches
     from trainer.loading.batches import Batch, KeyedDataset
     from trainer.loading.cache import cached_arrays
     from trainer.loading.counter_random import normal, random_bits, uniform
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "trainer.api": ("SavedRun", "fit", "load"),
     "trainer.config": ("FlagGroup", "flag"),
-    "trainer.loading.batch_orders": ("bucketed_batches", "sharded_batches"),
+    "trainer.loading.batch_orders": ("bucketed_batches", "even_batches", "sharded_batches"),
     "trainer.loading.batches": ("Batch", "KeyedDataset"),
     "trainer.loading.cache": ("cached_arrays",),
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),

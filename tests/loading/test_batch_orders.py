@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from trainer import bucketed_batches, sharded_batches
+from trainer import bucketed_batches, even_batches, sharded_batches
 from trainer.loading import order
 from trainer.loading.batch_orders import BATCHES_PER_POOL, ConsecutiveBatches
 
@@ -90,6 +90,27 @@ def test_pools_mix_samples_of_the_same_length():
         for i in (0, 1)
     ]
     assert len(neighbours[0] & neighbours[1]) < 0.05 * len(neighbours[0])
+
+
+def even(batch_size, seed=0, epoch=0):
+    return even_batches(LENGTHS, batch_size, seed, epoch)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 5000])
+def test_even_batches_are_equally_long_in_sum(batch_size):
+    batches = even(batch_size)
+    assert sorted(np.concatenate(batches)) == list(range(len(LENGTHS))) and min(map(len, batches)) > 0
+    sums = np.array([LENGTHS[batch].sum() for batch in batches])
+    most = batch_size * LENGTHS.mean()
+    assert (sums < most + np.array([LENGTHS[batch].max() for batch in batches])).all()
+    if batch_size == 16:
+        assert np.mean(np.abs(sums / most - 1) < 0.2) > 0.95 and padded(batches) < 1.1
+        assert min(map(len, batches)) < 6 and max(map(len, batches)) > 60
+
+
+def test_seeds_and_epochs_make_other_even_batches():
+    orders = [as_lists(even(16, *key)) for key in [(0, 0), (1, 0), (0, 1)]]
+    assert orders[0] == as_lists(even(16)) and orders[0] != orders[1] != orders[2] != orders[0]
 
 
 # --- shards ------------------------------------------------------------------------------------------------------

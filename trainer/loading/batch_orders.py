@@ -1,9 +1,10 @@
 """Orders for `Task.order`: which samples make up each optimizer step of an epoch, where a permutation does not do.
 
-All are functions of their arguments alone, with every sample in exactly one batch and only the last batch short. They
-know nothing of processes and devices, so a step has the same samples on any number of them.
+All are functions of their arguments alone, with every sample in exactly one batch, and but for `even_batches` only the
+last batch short. They know nothing of processes and devices, so a step has the same samples on any number of them.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import overload
@@ -27,14 +28,39 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
     Returns n / batch_size arrays, rounded up: (batch_size,) int64, from the shortest sample to the longest.
     """
     lengths = np.asarray(lengths)
+    pools = _pools(lengths, batch_size, seed, epoch)
+    batches = [pool[start : start + batch_size] for pool in pools for start in range(0, len(pool), batch_size)]
+    num_full = len(lengths) // batch_size
+    shuffled = EpochOrder(seed, epoch, 1, num_full).take(0, num_full)
+    return [batches[i] for i in shuffled] + batches[num_full:]
+
+
+def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Batches of nearly equal length in sum, of samples of nearly equal length: many short ones or a few long ones.
+
+    As `bucketed_batches`, but each pool is cut into parts of which none is much longer in sum than batch_size average
+    samples. The number of batches may differ from epoch to epoch.
+
+    lengths: above 0.
+    """
+    lengths = np.asarray(lengths)
+    most = batch_size * lengths.mean()
+    batches = []
+    for pool in _pools(lengths, batch_size, seed, epoch):
+        ends = np.cumsum(lengths[pool])
+        middles = ends - lengths[pool] / 2
+        part = middles * math.ceil(ends[-1] / most) // ends[-1]
+        batches += np.split(pool, np.flatnonzero(np.diff(part)) + 1)
+    shuffled = EpochOrder(seed, epoch, 1, len(batches)).take(0, len(batches))
+    return [batches[i] for i in shuffled]
+
+
+def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Shuffled samples in parts of a hundred batches, each part from the shortest sample to the longest."""
     order = EpochOrder(seed, epoch, 0, len(lengths)).take(0, len(lengths))
     pool_size = BATCHES_PER_POOL * batch_size
     pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
-    pools = [pool[np.argsort(lengths[pool], kind="stable")] for pool in pools]
-    batches = [pool[start : start + batch_size] for pool in pools for start in range(0, len(pool), batch_size)]
-    num_full = len(order) // batch_size
-    shuffled = EpochOrder(seed, epoch, 1, num_full).take(0, num_full)
-    return [batches[i] for i in shuffled] + batches[num_full:]
+    return [pool[np.argsort(lengths[pool], kind="stable")] for pool in pools]
 
 
 def sharded_batches(
