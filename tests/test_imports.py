@@ -39,7 +39,7 @@ ARROWS = {
     "profiler": {"trainer.profiling"},
     # trainer/__init__.py, with what a task of one's own needs, and what uses it
     "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api"},
-    "examples": {"trainer"},
+    "examples": {"trainer", "models"},
 }
 
 # --- who may use which library -----------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""The linear memory of Legendre Memory Units (Voelker, Kajić and Eliasmith, NeurIPS 2019).
+
+A vector m of `memory_size` numbers follows a signal u by theta m' = A m + B u, so that it holds the last theta samples
+of u as coefficients of shifted Legendre polynomials. Sampled once per time step: m_t = A_d m_(t-1) + B_d u_t.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_CPU = torch.device("cpu")
+
+
+def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
+    """A (N, N) and B (N,) of theta m' = A m + B u, float64; equation 2 of the paper, with N = memory_size >= 1."""
+    row = torch.arange(memory_size, dtype=torch.float64)[:, None]
+    column = row.T
+    alternating = 1 - 2 * ((row - column) % 2)  # (-1)^(i - j)
+    a = (2 * row + 1) * torch.where(row < column, -1.0, -alternating)
+    return a, ((2 * row + 1) * alternating[:, :1])[:, 0]
+
+
+@lru_cache(maxsize=32)
+def discrete_system(
+    memory_size: int, theta: float, dtype: torch.dtype = torch.float64, device: torch.device = _CPU
+) -> tuple[Tensor, Tensor]:
+    """A_d (N, N) and B_d (N,) of m_t = A_d m_(t-1) + B_d u_t, computed in float64; shared, not to be written to.
+
+    Zero-order hold over one time step, both from one matrix exponential (Van Loan, 1978). theta: the length of the
+    window in time steps, above 0.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        a, b = continuous_system(memory_size)
+        generator = torch.zeros(memory_size + 1, memory_size + 1, dtype=torch.float64)
+        generator[:-1, :-1], generator[:-1, -1] = a / theta, b / theta
+        held = torch.linalg.matrix_exp(generator).to(device, dtype)
+        return held[:-1, :-1].contiguous(), held[:-1, -1].contiguous()
+
+
+def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
+    """start, A start, ..., A^(length - 1) start for A = matrix (N, N): start (N, K) -> (N, length, K).
+
+    Each product doubles what there is, so that there are log2(length) of them.
+    """
+    states, power = start.unsqueeze(1), matrix
+    while (num_states := states.shape[1]) < length:
+        if num_states > 1:
+            power = power @ power
+        known = states[:, : length - num_states]
+        states = torch.cat([states, (power @ known.flatten(1)).view_as(known)], dim=1)
+    return states
+
+
+def impulse_response(memory_size: int, theta: float, length: int) -> Tensor:
+    """Column k is A_d^k B_d, the memory k steps after an impulse: (memory_size, length), float64."""
+    a, b = discrete_system(memory_size, theta)
+    return orbit(a, b[:, None], length).squeeze(2)
+
+
+def orthonormal_scale(memory_size: int, theta: float) -> Tensor:
+    """What m_i is multiplied by to be a coefficient of a polynomial of norm 1 over the window: (memory_size,) float64.
+
+    All coordinates of the memory then answer an impulse with about the same energy.
+    """
+    return (theta / (2 * torch.arange(memory_size, dtype=torch.float64) + 1)).sqrt()
+
+
+def delayed_read_out(memory_size: int, delays: Tensor) -> Tensor:
+    """Weights that read a delayed input from the memory: u(t - delay * theta) is about weights @ m(t).
+
+    delays: (D,) in [0, 1], as shares of the window. Returns (D, memory_size) float64: the Legendre polynomials
+    P_i(2 delay - 1) by Bonnet's recursion; equation 3 of the paper.
+    """
+    x = 2 * delays.double() - 1
+    values = [torch.ones_like(x), x]
+    for i in range(1, memory_size - 1):
+        values.append(((2 * i + 1) * x * values[i] - i * values[i - 1]) / (i + 1))
+    return torch.stack(values[:memory_size], dim=1)

@@ -1,0 +1,244 @@
+"""The parallel form of the Legendre Memory Unit (Chilkuri and Eliasmith, ICML 2021)."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from models.speech.legendre import discrete_system, impulse_response, orbit, orthonormal_scale
+
+_SMALL = 4096
+"""Up to this number of operations per signal and step a product takes less time than Fourier transforms."""
+_LARGE = 2**21
+"""16 MiB; beyond twice as much an allocator maps memory anew each time, which takes longer than the arithmetic."""
+
+
+class ParallelLMU(nn.Module):
+    """A layer with a linear memory, which is computed at all time steps of a sequence at once.
+
+        u_t = f_u(U x_t + b_u)                        `channels` numbers
+        m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers for each of them
+        o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
+
+    Nothing flows back from m to u. Where memories and sequences are small, m is the product of u with a Toeplitz matrix
+    of the memory's response to an impulse. Elsewhere W_m m is a convolution of u with W_m A_d^k B_d: Fourier transforms
+    compute it in n log n operations for n steps, and the memory itself is never formed. W_m acts on the coordinates of
+    m that `orthonormal_scale` gives, so that a random one listens to all of them alike.
+
+    theta: the length of the memory's window in time steps, above 0. bidirectional: each channel has a second memory,
+    of what is to come, which begins at the end of the sequence. signal_activation, activation: f_u and f.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        memory_size: int,
+        theta: float,
+        *,
+        channels: int = 1,
+        bidirectional: bool = False,
+        signal_activation: Callable[[Tensor], Tensor] = torch.relu,
+        activation: Callable[[Tensor], Tensor] = torch.relu,
+    ) -> None:
+        super().__init__()
+        self.memory_size, self.theta = memory_size, theta
+        self.num_directions = 2 if bidirectional else 1
+        self.signal_activation, self.activation = signal_activation, activation
+        self.encode = nn.Linear(input_size, channels)
+        self.read_out = nn.Linear(self.num_directions * channels * memory_size, hidden_size, bias=False)
+        self.skip = nn.Linear(input_size, hidden_size)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, input_size), T >= 1 -> o of all steps (B, T, hidden_size), and the state after the last.
+
+        state: the memory (B, channels, memory_size), zero if None. A sequence may be given in pieces of any lengths,
+        each with the state that the one before returned. With two directions there is none, and None comes back.
+
+        mask: (B, T) True at steps that count; others do not enter a memory. A sequence that is padded at its end needs
+        it with two directions only.
+        """
+        assert state is None or self.num_directions == 1, "a memory of what is to come cannot be carried on"
+        u = self._signals(x)
+        if mask is not None:
+            u = u * mask.unsqueeze(2)
+        small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
+        answer = self._by_product(u, x) if small else self._by_transforms(u, x)
+        after = None
+        if self.num_directions == 1:
+            with torch.autocast(x.device.type, enabled=False):
+                responses = self._responses(u)
+                after = _memory_after(u, responses)
+                if state is not None:
+                    free = self._without_input(state.to(u.dtype), x.shape[1])
+                    weight = self._weight(u.dtype)[:, 0]
+                    answer = answer + torch.einsum("ntbc,hnc,n->bth", free, weight, responses.scale)
+                    after = after + free[:, -1].permute(1, 2, 0)
+        return self.activation(answer), after
+
+    def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
+        """The argument of f without a state, (B, T, hidden_size)."""
+        with torch.autocast(x.device.type, enabled=False):
+            num_steps = u.shape[1]
+            # That of fewer steps is a part of it; so there are few, and a GPU seldom waits for a new one.
+            most_steps = 2 ** (num_steps - 1).bit_length()
+            matrix = _toeplitz(self.memory_size, self.theta, self.num_directions, most_steps, u.dtype, u.device)
+            matrix = matrix[: num_steps * self.num_directions * self.memory_size, :num_steps]
+            memory = (matrix @ u).view(len(u), num_steps, -1)  # directions, memory_size and channels in a row
+        return self.read_out(memory) + self.skip(x)
+
+    def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
+        """The same. Time is the last axis in memory, as transforms on a CPU want it."""
+        with torch.autocast(x.device.type, enabled=False):
+            responses = self._responses(u)
+            answer = _convolve(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
+        bias, skip = self.skip.bias[:, None], self.skip.weight.expand(len(x), -1, -1)
+        return (answer + torch.baddbmm(bias, skip, x.mT)).mT
+
+    def last(self, x: Tensor) -> Tensor:
+        """o of the last step alone, (B, T, input_size) -> (B, hidden_size), for one direction.
+
+        The memory after a whole sequence is one product.
+        """
+        assert self.num_directions == 1
+        u = self._signals(x)
+        with torch.autocast(x.device.type, enabled=False):
+            responses = self._responses(u)
+            memory = _memory_after(u, responses).mT * responses.scale[:, None]
+        return self.activation(self.read_out(memory.flatten(1)) + self.skip(x[:, -1]))
+
+    def _signals(self, x: Tensor) -> Tensor:
+        """u (B, T, channels), in float32 or wider, which Fourier transforms need."""
+        u = self.signal_activation(self.encode(x))
+        return u.to(torch.promote_types(u.dtype, torch.float32))
+
+    def _responses(self, u: Tensor) -> "_Responses":
+        return _responses(self.memory_size, self.theta, _fft_size(u.shape[1]), u.dtype, u.device)
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        """W_m as (hidden_size, directions, memory_size, channels)."""
+        return self.read_out.weight.to(dtype).unflatten(1, (self.num_directions, self.memory_size, -1))
+
+    def _without_input(self, state: Tensor, num_steps: int) -> Tensor:
+        """What becomes of a memory (B, channels, memory_size) in the next steps: (memory_size, steps, B, channels)."""
+        a, _ = discrete_system(self.memory_size, self.theta, state.dtype, state.device)
+        return orbit(a, a @ state.flatten(0, 1).T, num_steps).unflatten(2, state.shape[:2])
+
+
+class _Responses(NamedTuple):
+    """Of a memory to an impulse."""
+
+    impulse: Tensor
+    """(memory_size, size // 2)."""
+    scale: Tensor
+    """(memory_size,): the memory's orthonormal scale."""
+    real: Tensor
+    """(memory_size, size // 2 + 1): the real part of the spectrum of the scaled response."""
+    imaginary: Tensor
+
+    @property
+    def size(self) -> int:
+        """Of the Fourier transforms."""
+        return 2 * self.impulse.shape[1]
+
+
+@lru_cache(maxsize=128)
+def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, device: torch.device) -> _Responses:
+    with torch.inference_mode(False), torch.no_grad():
+        impulse, scale = impulse_response(memory_size, theta, size // 2), orthonormal_scale(memory_size, theta)
+        spectrum = torch.fft.rfft(scale[:, None] * impulse, size)
+        return _Responses(*(tensor.to(device, dtype) for tensor in (impulse, scale, spectrum.real, spectrum.imag)))
+
+
+@lru_cache(maxsize=128)
+def _toeplitz(
+    memory_size: int, theta: float, num_directions: int, num_steps: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What the scaled memories at all steps are the product of with a signal at all steps.
+
+    Rows are steps, directions and coordinates of the memory in this order: (T * directions * memory_size, T).
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        impulse = impulse_response(memory_size, theta, num_steps) * orthonormal_scale(memory_size, theta)[:, None]
+        lag = torch.arange(num_steps)[:, None] - torch.arange(num_steps)
+        ahead = torch.where(lag >= 0, impulse[:, lag.clamp(min=0)], 0.0)  # (memory_size, T, T)
+        directions = torch.stack([ahead, ahead.mT][:num_directions], dim=1)
+        return directions.permute(2, 1, 0, 3).flatten(0, 2).to(device, dtype)
+
+
+def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
+    """The memory (B, channels, memory_size) after u (B, T, channels), from zero."""
+    return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
+
+
+def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
+    """The spectra (H, channels, frequencies) complex of what is read of a memory after an impulse.
+
+    weight: (H, directions, memory_size, channels). The second direction answers backwards in time: its spectrum is the
+    conjugate.
+    """
+    ahead, back = (weight[:, i].mT.flatten(0, 1) for i in (0, -1))  # each (H * channels, memory_size)
+    if weight.shape[1] == 2:
+        spectra = torch.complex((ahead + back) @ responses.real, (ahead - back) @ responses.imaginary)
+    else:
+        spectra = torch.complex(ahead @ responses.real, ahead @ responses.imaginary)
+    return spectra.unflatten(0, (len(weight), -1))
+
+
+def _convolve(u: Tensor, kernels: Tensor, size: int) -> Tensor:
+    """As _Convolution; on a CPU for as many sequences at a time as have at most _LARGE elements in their spectra."""
+    num_sequences = max(1, _LARGE // kernels[:, 0].numel()) if u.device.type == "cpu" else len(u)
+    parts = [_Convolution.apply(part, kernels, size) for part in u.split(num_sequences)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class _Convolution(torch.autograd.Function):
+    """Convolves signals with kernels that are given by their spectra, and adds up over the signals."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, kernels: Tensor, size: int) -> Tensor:
+        """u (B, C, T), kernels (H, C, size // 2 + 1) complex -> (B, H, T); size: of the transforms, even."""
+        signals = torch.fft.rfft(u, size)
+        ctx.save_for_backward(signals, kernels)
+        ctx.size, ctx.num_steps = size, u.shape[2]
+        return torch.fft.irfft(_product(signals, kernels), size)[..., : u.shape[2]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        signals, kernels = ctx.saved_tensors
+        grads = torch.fft.rfft(grad, ctx.size)
+        grad_kernels = _product(grads.transpose(0, 1), signals.conj().transpose(0, 1))
+        # A real signal has each frequency twice, as z and as its conjugate, but the lowest and the highest.
+        grad_kernels[..., 1:-1] *= 2
+        grad_u = torch.fft.irfft(_product(grads, kernels.conj().transpose(0, 1)), ctx.size)[..., : ctx.num_steps]
+        return grad_u, grad_kernels / ctx.size, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The sum over k of a[m, k] * b[n, k], for each frequency: (M, K, F), (N, K, F) -> (M, N, F)."""
+    if a.shape[1] == 1:
+        return a * b.squeeze(1)
+    if len(b) == 1:
+        return (a * b).sum(dim=1, keepdim=True)
+    return (a.permute(2, 0, 1).contiguous() @ b.permute(2, 1, 0).resolve_conj().contiguous()).permute(1, 2, 0)
+
+
+def _fft_size(num_steps: int) -> int:
+    """The smallest even number without a prime factor above 7, quick to transform, that keeps all steps apart."""
+    size = 2 * num_steps
+    while not _is_smooth(size):
+        size += 2
+    return size
+
+
+def _is_smooth(number: int) -> bool:
+    for prime in (2, 3, 5, 7):
+        while number % prime == 0:
+            number //= prime
+    return number == 1
