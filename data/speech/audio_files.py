@@ -1,0 +1,165 @@
+"""Sound files as samples of one channel: wav by itself, all else through soundfile where it is installed."""
+
+import functools
+import importlib
+import io
+import math
+import struct
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from trainer.loading.errors import BadInput
+
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
+"""Of the names of files that are taken for sound."""
+
+MIN_RATE, MAX_RATE = 1_000, 384_000
+"""Samples a second of sound that is taken for such."""
+
+FULL_SCALE = 32768
+"""What a 16-bit sample is divided by."""
+
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_UNKNOWN_SIZE = 0x7FFFF000
+"""Who writes a wav into a pipe gives this many bytes or more: all that follow."""
+_NUM_LOBES = 24
+"""Zeros of the sinc on each side that the window of the resampling filter spans."""
+_ROLL_OFF = 0.96
+"""Where the filter is at one half, as a share of the lower of the two Nyquist frequencies."""
+_KAISER_BETA = 9.0
+"""The window's: about 90 dB between what passes and what is stopped."""
+
+
+class UnreadableAudio(ValueError):
+    """A file that is damaged or of no known format; the message says what is wrong, not where."""
+
+
+def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
+    """The samples of a sound file, (length,) float32 in [-1, 1], its channels averaged; and how many make a second.
+
+    wav with whole numbers of 8 to 32 bits or with floats of 32 or 64 is read here; other codecs, and FLAC, mp3, Ogg,
+    need the package `soundfile`. Floats beyond 1 stay as they are. name: of the file; of it only the suffix counts.
+
+    Raises UnreadableAudio, and BadInput when `soundfile` is needed and not installed.
+    """
+    if not content:
+        raise UnreadableAudio("is an empty file")
+    is_riff = content[:4] == b"RIFF" and content[8:12] == b"WAVE"
+    if not is_riff and content[:4] != b"RF64" and name.lower().endswith(".wav"):
+        raise UnreadableAudio("is damaged: it does not begin as a wav")
+    samples, rate = (_decode_wav(content) if is_riff else None) or _decode_by_soundfile(content, name)
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise UnreadableAudio(f"says {rate} samples a second, not {MIN_RATE} to {MAX_RATE}")
+    if not np.isfinite(samples).all():
+        raise UnreadableAudio("has samples that are not finite numbers")
+    return samples.mean(axis=1, dtype=np.float32), rate
+
+
+def to_int16(samples: np.ndarray) -> np.ndarray:
+    """Samples in [-1, 1] as whole numbers in [-32768, 32767]: rounded, and cut off beyond. Exact for 16-bit files."""
+    return np.clip(np.rint(samples * np.float32(FULL_SCALE)), -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
+
+
+def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
+    """The same sound at another rate: (length,) -> (ceil(length * to_rate / from_rate),) float32.
+
+    Sample k of the result is the sound at time k / to_rate. Band-limited interpolation by a windowed sinc, with a
+    Kaiser window (Smith, "Digital Audio Resampling Home Page", CCRMA): of the lower Nyquist frequency, what is below
+    .84 stays within 1e-4, and what is above 1.08 is gone to 1e-4.
+    """
+    if from_rate == to_rate:
+        return samples.astype(np.float32)
+    divisor = math.gcd(from_rate, to_rate)
+    up, down = to_rate // divisor, from_rate // divisor
+    length = -(-len(samples) * up // down)
+    kernels = _kernels(up, down)
+    reach = kernels.shape[1] // 2
+    padded = np.pad(samples.astype(np.float32), reach)
+    result = np.empty(length, np.float32)
+    # Results `up` apart lie `down` samples apart, at the same distances from their neighbours: one kernel for all.
+    for phase in range(min(up, length)):
+        windows = sliding_window_view(padded[phase * down // up :], kernels.shape[1])[::down]
+        result[phase::up] = windows[: len(range(phase, length, up))] @ kernels[phase]
+    return result
+
+
+@functools.lru_cache(maxsize=4)
+def _kernels(up: int, down: int) -> np.ndarray:
+    """The filters of the results 0 to up - 1, each over the samples about the one at or before it: (up, odd) float32.
+
+    A sinc under a Kaiser window. The weights of a result add up to 1: a constant stays as it is.
+    """
+    cutoff = _ROLL_OFF * min(1.0, up / down)  # of the old Nyquist frequency
+    reach = math.ceil(_NUM_LOBES / cutoff)
+    after = np.arange(up)[:, None] * down % up / up  # how far a result is from the sample before it
+    lobes = (np.arange(-reach, reach + 1) - after) * cutoff
+    inside = np.clip(1 - (lobes / _NUM_LOBES) ** 2, 0, None)
+    weights = np.sinc(lobes) * np.i0(_KAISER_BETA * np.sqrt(inside)) * (inside > 0)
+    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
+    """(length, channels) float32 and the rate; None where the samples are compressed.
+
+    Not by the module `wave`, which knows no floats and, before Python 3.12, not the extensible form of the header.
+    """
+    chunks = _riff_chunks(content)
+    header, data = chunks.get(b"fmt ", b""), chunks.get(b"data")
+    if len(header) < 16 or data is None:
+        raise UnreadableAudio("is damaged: a wav without header or samples")
+    codec, num_channels, rate, _, _, bits = struct.unpack("<HHIIHH", header[:16])
+    if codec == _EXTENSIBLE and len(header) >= 26:
+        codec = int.from_bytes(header[24:26], "little")
+    if not num_channels:
+        raise UnreadableAudio("is damaged: a wav without channels")
+    width = bits // 8
+    if (codec, bits) not in [(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)]:
+        return None
+    whole = len(data) - len(data) % (width * num_channels)
+    samples = _floats(data[:whole], width) if codec == _FLOAT else _from_integers(data[:whole], width)
+    return samples.reshape(-1, num_channels), rate
+
+
+def _riff_chunks(content: bytes) -> dict[bytes, bytes]:
+    """The first chunk of each name. Raises UnreadableAudio when the samples are cut off."""
+    chunks: dict[bytes, bytes] = {}
+    position = 12
+    while position + 8 <= len(content):
+        name, size = struct.unpack_from("<4sI", content, position)
+        start = position + 8
+        if name == b"data" and len(content) - start < size < _UNKNOWN_SIZE:
+            raise UnreadableAudio("is cut off within its samples")
+        chunks.setdefault(name, content[start : start + size])
+        position = start + size + size % 2
+    return chunks
+
+
+def _floats(data: bytes, width: int) -> np.ndarray:
+    return np.frombuffer(data, f"<f{width}").astype(np.float32)
+
+
+def _from_integers(data: bytes, width: int) -> np.ndarray:
+    """Little-endian integers of so many bytes as float32 in [-1, 1); those of one byte are unsigned."""
+    if width == 1:
+        return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
+    words = np.zeros((len(data) // width, 4), np.uint8)
+    words[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)  # the lowest bytes of a longer word are 0
+    return words.view("<i4")[:, 0].astype(np.float32) / np.float32(2**31)
+
+
+def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
+    """(length, channels) float32 and the rate."""
+    try:
+        # By its name: it need not be there, and has no types to check.
+        soundfile = importlib.import_module("soundfile")
+    except (ImportError, OSError) as error:  # OSError where the library that it wraps is missing
+        raise BadInput(
+            f"{name}: sound other than plain wav needs the package soundfile, which is not here ({error}); "
+            "run `pip install soundfile`, or convert the files to wav"
+        ) from None
+    try:
+        samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
+    except RuntimeError:
+        raise UnreadableAudio("is damaged or of no known format") from None
+    return samples, rate

@@ -1,0 +1,221 @@
+"""What is said in which file, by whom: the forms in which corpora are published."""
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from data.speech.audio_files import SUFFIXES
+from data.speech.sources import MANIFESTS, Source
+from trainer.loading.errors import BadInput
+
+_SPLITS = {"train": "train", "dev": "val", "val": "val", "test": "test"}
+_SPLIT = re.compile(r"(train|dev|val|test)(id|idation|ing)?(?![a-z])")
+_COMMON_VOICE = {"train.tsv": "train", "dev.tsv": "val", "test.tsv": "test"}
+# A name has a letter, which tells it from digits that were said one after another.
+_FSDD = re.compile(r"[0-9]_[^_]*[a-z][^_]*_[0-9]+")
+_TABLES = (*MANIFESTS, ".tsv", ".csv")
+_NUM_FSDD_TEST = 5
+_NUM_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One that the layout names; whether the file is there and can be read is not known yet.
+
+    name: of the sound file, as its source reads it. transcript: "" where it is missing. speaker: "" where unknown.
+    split: "train", "val", "test", or "" where the layout does not say. duration: in seconds, where the layout says it.
+    """
+
+    name: str
+    transcript: str
+    speaker: str = ""
+    split: str = ""
+    duration: float | None = None
+
+
+def utterances_of(source: Source) -> list[Utterance]:
+    """What the source holds, in the first of these forms that it has:
+
+    manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object a line: `audio_path`,
+        relative to the manifest's folder, `text` and, if known, `duration` in seconds and `speaker`. Or one such file.
+    Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` beside a folder `clips`.
+    LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` beside the sound.
+    text files: `x.txt` beside `x.wav`; the folder of a file is its speaker, if there are several.
+    names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset; indices below 5 are the test), or words
+        joined by `_` (yesno).
+
+    In all but the first two, the folders `train*`, `dev*`, `val*`, `test*` are splits.
+    Raises BadInput, naming file and line, for a table that cannot be read, and when no form fits.
+    """
+    for layout in (_manifests, _common_voice, _librispeech, _text_files, _file_names):
+        utterances = layout(source)
+        if utterances is not None:
+            return utterances
+    shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
+    raise BadInput(
+        f"{source.where()}: no recordings with transcripts: neither a manifest, nor Common Voice's or LibriSpeech's "
+        f"files, nor sound with .txt beside it or words in its name; there are: {shown or 'no files'}"
+    )
+
+
+def manifest_sound(source: Source) -> list[str]:
+    """The sound files that manifests name, wherever they lie; none without manifests. Raises BadInput as above."""
+    return [utterance.name for utterance in _manifests(source) or ()]
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def _manifests(source: Source) -> list[Utterance] | None:
+    names = [
+        name
+        for name in source.names
+        if name.lower().endswith(MANIFESTS) and (_split_of(PurePosixPath(name).name) or len(source.names) == 1)
+    ]
+    if not names:
+        return None
+    _only_folder(source, names)
+    # A single manifest says nothing about splits: it is all there is.
+    return [
+        _manifest_line(source, name, number, line, _split_of(PurePosixPath(name).name) if len(names) > 1 else "")
+        for name in names
+        for number, line in _lines(source, name)
+    ]
+
+
+def _manifest_line(source: Source, name: str, number: int, line: str, split: str) -> Utterance:
+    where = f"{source.where(name)}, line {number}"
+    try:
+        entry = json.loads(line)
+        sound, text, duration = entry["audio_path"], entry["text"], entry.get("duration")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        shown = line if len(line) <= 80 else line[:77] + "..."
+        reason = f"{shown!r} is no JSON object with audio_path and text"
+        raise BadInput(f"{where}: {reason}; give one a line") from None
+    if not isinstance(sound, str) or not isinstance(text, str) or not isinstance(duration, int | float | None):
+        raise BadInput(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
+    if entry.get("offset"):
+        raise BadInput(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
+    if not source.reads_outside and (path.startswith(("/", "../"))):
+        raise BadInput(f"{where}: {sound!r} leads out of the archive; pack the sound with the manifest")
+    return Utterance(path, text, str(entry.get("speaker") or ""), split, duration)
+
+
+def _common_voice(source: Source) -> list[Utterance] | None:
+    tables = [name for name in source.names if PurePosixPath(name).name in _COMMON_VOICE]
+    if not tables:
+        return None
+    _only_folder(source, tables)
+    return [utterance for name in tables for utterance in _common_voice_table(source, name)]
+
+
+def _common_voice_table(source: Source, name: str) -> Iterator[Utterance]:
+    lines = _lines(source, name)
+    _, header = next(lines, (0, ""))
+    columns = header.split("\t")
+    for needed in ("client_id", "path", "sentence"):
+        if needed not in columns:
+            raise BadInput(f"{source.where(name)}: has no column {needed}, but {', '.join(columns)}")
+    folder, split = PurePosixPath(name).parent, _COMMON_VOICE[PurePosixPath(name).name]
+    for number, line in lines:
+        fields = dict(zip(columns, line.split("\t"), strict=False))
+        if len(fields) < len(columns):
+            raise BadInput(f"{source.where(name)}, line {number}: {len(fields)} columns instead of {len(columns)}")
+        clip = posixpath.normpath(folder / "clips" / fields["path"])
+        yield Utterance(clip, fields["sentence"], fields["client_id"], split)
+
+
+def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers from 1."""
+    for number, line in enumerate(source.read_text(name).split("\n"), start=1):
+        if line.strip():
+            yield number, line.rstrip("\r")
+
+
+def _only_folder(source: Source, names: Iterable[str]) -> None:
+    folders = sorted({str(PurePosixPath(name).parent) for name in names})
+    if len(folders) > 1:
+        raise BadInput(f"{source.where()}: {len(folders)} folders can be meant; give one of {', '.join(folders)}")
+
+
+# --- text beside the sound, or in its name ------------------------------------------------------------------------
+
+
+def _librispeech(source: Source) -> list[Utterance] | None:
+    tables = [name for name in source.names if name.endswith(".trans.txt")]
+    if not tables:
+        return None
+    transcripts = {}
+    for table in tables:
+        for _, line in _lines(source, table):
+            utterance, _, text = line.partition(" ")
+            transcripts[str(PurePosixPath(table).parent / utterance)] = text
+    sound = {_without_suffix(name): name for name in _sound_of(source)}
+    return [
+        # A transcript without sound stays in the list, as a file that is not there.
+        Utterance(
+            sound.get(bare, f"{bare}.flac"),
+            transcripts.get(bare, ""),
+            PurePosixPath(bare).name.partition("-")[0],
+            _split_of_folders(bare),
+        )
+        for bare in sorted({*transcripts, *sound})
+    ]
+
+
+def _text_files(source: Source) -> list[Utterance] | None:
+    texts = {_without_suffix(name): name for name in source.names if name.endswith(".txt")}
+    sound = _sound_of(source)
+    if not any(_without_suffix(name) in texts for name in sound):
+        return None
+    folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
+    several = len({tuple(parts) for parts in folders.values()}) > 1
+    return [
+        Utterance(
+            name,
+            source.read_text(texts[bare]) if (bare := _without_suffix(name)) in texts else "",
+            folders[name][-1] if several and folders[name] else "",
+            _split_of_folders(name),
+        )
+        for name in sound
+    ]
+
+
+def _file_names(source: Source) -> list[Utterance] | None:
+    sound = _sound_of(source)
+    stems = [PurePosixPath(name).stem for name in sound]
+    # Where there is a table, of a form that is not known, names are numbers more likely than words.
+    if not any("_" in stem for stem in stems) or any(name.lower().endswith(_TABLES) for name in source.names):
+        return None
+    if not all(map(_FSDD.fullmatch, stems)):
+        return [
+            Utterance(name, stem.replace("_", " "), "", _split_of_folders(name))
+            for name, stem in zip(sound, stems, strict=True)
+        ]
+    utterances = []
+    for name, stem in zip(sound, stems, strict=True):
+        digit, speaker, index = stem.split("_")
+        utterances.append(Utterance(name, digit, speaker, "test" if int(index) < _NUM_FSDD_TEST else ""))
+    return utterances
+
+
+def _sound_of(source: Source) -> list[str]:
+    return [name for name in source.names if name.lower().endswith(SUFFIXES)]
+
+
+def _without_suffix(name: str) -> str:
+    return str(PurePosixPath(name).with_suffix(""))
+
+
+def _split_of_folders(name: str) -> str:
+    return next((split for part in PurePosixPath(name).parts[:-1] if (split := _split_of(part))), "")
+
+
+def _split_of(name: str) -> str:
+    """By what the name of a file or folder begins with: train-clean-100, dev.jsonl, but not valerie."""
+    match = _SPLIT.match(name.lower())
+    return _SPLITS[match[1]] if match else ""

@@ -1,0 +1,229 @@
+"""Reads a corpus of recorded speech in whatever form it is published."""
+
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from data.speech.audio_files import FULL_SCALE, SUFFIXES, UnreadableAudio, decode, resample, to_int16
+from data.speech.corpus import Corpus, cached_corpus
+from data.speech.layouts import Utterance, manifest_sound, utterances_of
+from data.speech.sources import READING_ERRORS, Source, find, is_archive, opened
+from data.speech.text import normalise
+from trainer.loading.errors import BadInput
+from trainer.loading.files import refusing_disk_errors, stamp
+
+Unreadable = Literal["skip", "refuse"]
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+"""(things, how many) -> the same things, showing how far one is with them."""
+
+_FORMAT_VERSION = 1
+_DURATION_TOLERANCE = 0.5
+
+
+def load_corpus(
+    path: Path,
+    cache_dir: Path,
+    *,
+    sample_rate: int | None = None,
+    unreadable: Unreadable = "skip",
+    progress: Progress = lambda things, _: things,
+) -> Corpus:
+    """Reads a corpus and keeps it decoded in the cache: 2 bytes a sample, whatever its files take.
+
+    path: a folder, a .zip, .tar, .tar.gz or .tgz, in a form that `utterances_of` names; a single manifest; or a folder
+        that holds no sound but one archive.
+    sample_rate: of the corpus; None takes the most frequent of its files, of equally frequent ones the highest. Files
+        of another rate are resampled; of several channels the mean is taken.
+    unreadable: utterances without sound, samples or transcript, and those whose manifest says a duration that is off by
+        more than half, are left out and counted ("skip"), or the first is refused ("refuse").
+    progress: shows how far decoding is.
+
+    Raises BadInput, naming file, line and value, for what is wrong with the corpus, when a recording is named twice,
+    and when nothing is left.
+    """
+    path = find(path)
+    key = f"speech-{_digest(_FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, unreadable)}"
+
+    def build() -> Corpus:
+        with opened(path, cache_dir) as source:
+            return _read(source, cache_dir, sample_rate, unreadable, progress)
+
+    return cached_corpus(cache_dir, key, build)
+
+
+def read_recordings(path: Path, sample_rate: int) -> Corpus:
+    """Recordings of which nothing else is known, to be transcribed: those of `--predict`.
+
+    path: a sound file, or a folder with such, also in its folders; the names are relative to it.
+    sample_rate: to which all are resampled.
+
+    Raises BadInput, naming the file, when one cannot be used, and when there is none.
+    """
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("[!.]*") if file.name.lower().endswith(SUFFIXES))
+    if not files:
+        raise BadInput(f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings")
+    sound = [_read_recording(file, sample_rate) for file in files]
+    unknown = ("",) * len(files)
+    return Corpus(
+        audio=np.concatenate(sound),
+        offsets=_offsets([len(samples) for samples in sound]),
+        sample_rate=sample_rate,
+        transcripts=unknown,
+        names=tuple(str(file.relative_to(path)) if file != path else path.name for file in files),
+        speakers=unknown,
+        splits=unknown,
+        skipped={},
+    )
+
+
+def _read_recording(file: Path, sample_rate: int) -> np.ndarray:
+    """(length,) int16, at least one sample."""
+    try:
+        samples, rate = decode(file.read_bytes(), file.name)
+        if not len(samples):
+            raise UnreadableAudio("has no samples")
+    except (OSError, UnreadableAudio) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"--predict {file}: {reason}; give recordings that can be read") from None
+    return to_int16(resample(samples, rate, sample_rate))
+
+
+def _digest(*identity: object) -> str:
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+
+def _stamps(path: Path, cache_dir: Path) -> list[object]:
+    """Changes when a file that is read does, comes or goes."""
+    if is_archive(path):
+        return [stamp(path)]
+    with opened(path, cache_dir) as source:
+        return [_stamp(os.path.join(source.path, name)) for name in sorted({*source.names, *manifest_sound(source)})]
+
+
+def _stamp(file: str) -> tuple[str, int, int] | None:
+    """As `stamp`, which is slower by far: there may be as many files as utterances. None when it is not there."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return file, status.st_size, status.st_mtime_ns
+
+
+def _read(
+    source: Source, cache_dir: Path, sample_rate: int | None, unreadable: Unreadable, progress: Progress
+) -> Corpus:
+    utterances = utterances_of(source)
+    _refuse_repeated(source, utterances)
+    skipped = _Skipped(source, unreadable)
+    # By way of files without a name, and not of memory: a corpus is as long as it likes.
+    with (
+        refusing_disk_errors(f"--cache-dir {cache_dir}", "choose a folder with room for the decoded sound"),
+        tempfile.TemporaryFile(dir=cache_dir) as decoded,
+        tempfile.TemporaryFile(dir=cache_dir) as resampled,
+    ):
+        kept, lengths, rates = [], [], []
+        for utterance in progress(utterances, len(utterances)):
+            try:
+                samples, rate = _decode(source, utterance)
+            except UnreadableAudio as error:
+                skipped.add(utterance, str(error))
+                continue
+            if sample_rate is not None:
+                samples, rate = resample(samples, rate, sample_rate), sample_rate
+            decoded.write(to_int16(samples).tobytes())
+            kept.append(utterance)
+            lengths.append(len(samples))
+            rates.append(rate)
+        if not kept:
+            raise BadInput(f"{source.where()}: none of its {len(utterances)} utterances can be used: {skipped}")
+        audio, offsets, rate = _at_one_rate(decoded, lengths, rates, resampled)
+        return Corpus(
+            audio=audio,
+            offsets=offsets,
+            sample_rate=rate,
+            transcripts=tuple(" ".join(utterance.transcript.split()) for utterance in kept),
+            names=tuple(utterance.name for utterance in kept),
+            speakers=tuple(utterance.speaker for utterance in kept),
+            splits=tuple(utterance.split for utterance in kept),
+            skipped=skipped.counts(),
+        )
+
+
+def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
+    """A recording that is there twice may be in two splits."""
+    for name, count in Counter(utterance.name for utterance in utterances).items():
+        if count > 1:
+            raise BadInput(f"{source.where(name)}: is listed {count} times; list each recording once")
+
+
+def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
+    """Its samples and their rate. Raises UnreadableAudio with the reason why it cannot be used."""
+    if not normalise(utterance.transcript):
+        raise UnreadableAudio("has no transcript")
+    try:
+        samples, rate = decode(source.read(utterance.name), utterance.name)
+    except KeyError:
+        raise UnreadableAudio("is not in the archive") from None
+    except READING_ERRORS as error:
+        # The words of an archive's errors name the file, of which only the first is to be named.
+        raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from its archive") from None
+    if not len(samples):
+        raise UnreadableAudio("has no samples")
+    said = utterance.duration
+    if said is not None and abs(len(samples) / rate - said) > _DURATION_TOLERANCE * said:
+        raise UnreadableAudio("has another duration than the manifest says")
+    return samples, rate
+
+
+class _Skipped:
+    """Counts what is left out, by the reason, and names the first of each; or refuses it."""
+
+    def __init__(self, source: Source, unreadable: Unreadable) -> None:
+        self._source = source
+        self._unreadable = unreadable
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, utterance: Utterance, reason: str) -> None:
+        if self._unreadable == "refuse":
+            where = self._source.where(utterance.name)
+            raise BadInput(f"{where}: {reason}; mend it, or leave out such utterances with --unreadable skip")
+        self._names.setdefault(reason, []).append(utterance.name)
+
+    def counts(self) -> dict[str, int]:
+        return {f"{reason}, such as {names[0]}": len(names) for reason, names in self._names.items()}
+
+    def __str__(self) -> str:
+        return "; ".join(f"{reason} ({count})" for reason, count in self.counts().items())
+
+
+def _at_one_rate(
+    decoded: IO[bytes], lengths: Sequence[int], rates: Sequence[int], resampled: IO[bytes]
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """The samples, their offsets and the rate: the most frequent, for which the others are written to the last file."""
+    audio, offsets, counts = _mapped(decoded), _offsets(lengths), Counter(rates)
+    rate = max(counts, key=lambda rate: (counts[rate], rate))
+    if len(counts) == 1:
+        return audio, offsets, rate
+    lengths = []
+    for first, last, old_rate in zip(offsets[:-1], offsets[1:], rates, strict=True):
+        samples = to_int16(resample(audio[first:last] / np.float32(FULL_SCALE), old_rate, rate))
+        resampled.write(samples.tobytes())
+        lengths.append(len(samples))
+    return _mapped(resampled), _offsets(lengths), rate
+
+
+def _mapped(file: IO[bytes]) -> np.ndarray:
+    file.flush()
+    return np.memmap(file, np.int16, mode="r")
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,155 @@
+"""Where the files of a corpus lie: in a folder, a zip, or a tar."""
+
+import gzip
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from data.speech.audio_files import SUFFIXES
+from trainer.loading.errors import BadInput
+from trainer.loading.files import ARCHIVE_ERRORS, DISK_FULL, refusing_disk_errors
+
+READING_ERRORS = (*ARCHIVE_ERRORS, tarfile.TarError)
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
+_ROOM = "choose a folder with room for the unpacked archive"
+MANIFESTS = (".json", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a corpus.
+
+    path: what is read. names: in order, relative to it, with /; hidden files are not among them. reads_outside: whether
+    a name may also be absolute or lead out of the folder, as none does in an archive.
+    read: the content of a file by its name. Raises KeyError when an archive lacks it, and some of READING_ERRORS.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    reads_outside: bool
+    read: Callable[[str], bytes]
+
+    def where(self, name: str = "") -> str:
+        """The file as a message names it."""
+        return f"--data-dir {self.path}" + (f", {name}" if name else "")
+
+    def read_text(self, name: str) -> str:
+        """Raises BadInput when it cannot be read or is not UTF-8."""
+        try:
+            return self.read(name).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{self.where(name)}: is not text in UTF-8 ({error.reason}); convert it") from None
+        except READING_ERRORS as error:
+            raise BadInput(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
+
+
+def find(path: Path) -> Path:
+    """The path itself, or the archive in a folder that holds no sound and no manifest but one archive.
+
+    Raises BadInput when there is no such path, or several archives can be meant.
+    """
+    path = path.resolve()
+    if not path.exists():
+        raise BadInput(f"--data-dir {path}: no such file or folder; give a folder, archive or manifest of recordings")
+    if path.is_dir():
+        with refusing_disk_errors(f"--data-dir {path}"):
+            archives = [file for file in sorted(path.iterdir()) if is_archive(file)]
+        if archives and not any(name.lower().endswith((*SUFFIXES, *MANIFESTS)) for name in _names_in(path)):
+            if len(archives) > 1:
+                shown = ", ".join(file.name for file in archives)
+                raise BadInput(f"--data-dir {path}: holds {len(archives)} archives ({shown}); give one of them")
+            return archives[0]
+    return path
+
+
+def is_archive(path: Path) -> bool:
+    """Whether it is opened as one: by its name."""
+    return path.name.lower().endswith(ARCHIVES) and path.is_file()
+
+
+@contextmanager
+def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
+    """A folder, an archive, or a single manifest, whose sound lies elsewhere.
+
+    cache_dir: the folder, which exists, where a compressed tar is unpacked for as long as it is open; as one file
+    without a name, which a kill does not leave behind. Raises BadInput when an archive is damaged or holds a name
+    that leads out of it.
+    """
+    if path.is_dir():
+        yield Source(path, tuple(_names_in(path)), True, lambda name: (path / name).read_bytes())
+    elif is_archive(path):
+        is_zip = path.name.lower().endswith(".zip")
+        with ExitStack() as stack:
+            try:
+                names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
+            except READING_ERRORS as error:
+                raise BadInput(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
+            yield Source(path, tuple(_visible(path, names)), False, read)
+    elif path.name.lower().endswith(MANIFESTS):
+        yield Source(path.parent, (path.name,), True, lambda name: (path.parent / name).read_bytes())
+    else:
+        raise BadInput(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
+
+
+def _names_in(folder: Path) -> list[str]:
+    """The visible files in it and in its folders, also linked ones."""
+    names = []
+    # Strings and not Path: a corpus has as many as it has utterances.
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(Path(parent, name))]
+        inside = "" if (relative := os.path.relpath(parent, folder)) == "." else relative + "/"
+        names += [inside + name for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def _leads_back(link: Path) -> bool:
+    """To a folder that it was reached through."""
+    return link.is_symlink() and link.resolve() in (folder.resolve() for folder in link.parents)
+
+
+Archive = tuple[Iterable[str], Callable[[str], bytes]]
+"""The names of the files in it, and what reads one."""
+
+
+@contextmanager
+def _zip(path: Path) -> Iterator[Archive]:
+    with zipfile.ZipFile(path) as archive:
+        yield [name for name in archive.namelist() if not name.endswith("/")], archive.read
+
+
+@contextmanager
+def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
+    with open(path, "rb") as packed, tempfile.TemporaryFile(dir=cache_dir) as unpacked:
+        # One could seek in a compressed tar too, but each way back unpacks it from its beginning.
+        if is_packed := not path.name.lower().endswith(".tar"):
+            with refusing_disk_errors(f"--cache-dir {cache_dir}", _ROOM, DISK_FULL), gzip.open(packed) as content:
+                shutil.copyfileobj(content, unpacked, 1 << 20)
+            unpacked.seek(0)
+        with tarfile.open(fileobj=unpacked if is_packed else packed, mode="r:") as archive:
+            members = {member.name.removeprefix("./"): member for member in archive if member.isfile()}  # no links
+            yield members, lambda name: _content(archive, members[name])
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    assert file is not None, member.name  # a folder or a device
+    return file.read()
+
+
+def _visible(path: Path, names: Iterable[str]) -> list[str]:
+    visible = sorted(name for name in names if not _is_hidden(name))
+    for name in visible:
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            raise BadInput(f"--data-dir {path}: holds the name {name!r}, which leads out of it; pack it anew")
+    return visible
+
+
+def _is_hidden(name: str) -> bool:
+    """Archives packed on a Mac hold a shadow `._name` of every file."""
+    return any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)

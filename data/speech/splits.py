@@ -1,0 +1,109 @@
+"""Which utterances are trained on, validated on and tested on."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from pathlib import PurePosixPath
+from typing import Literal
+
+import numpy as np
+
+from data.speech.corpus import Corpus
+from trainer.loading.errors import BadInput
+
+Split = Literal["utterance", "speaker"]
+
+
+def hold_out(
+    corpus: Corpus,
+    *,
+    split: Split,
+    val_share: float,
+    test_share: float,
+    val_speakers: Collection[str] = (),
+    test_speakers: Collection[str] = (),
+) -> dict[str, np.ndarray]:
+    """{"train", "val", "test"}: the utterances of each, (n,) int64 in ascending order; no utterance is in two.
+
+    The choice is a function of the names, never of a seed: runs with different seeds are tested on the same.
+
+    split: "utterance" takes the splits that come with the corpus. A "val" or "test" that does not is the share of the
+        utterances of no split and of "train", those whose names have the smallest hashes. "speaker" holds out all
+        that a speaker says, and does not look at the splits of the corpus: the speakers named, or where none is
+        named that share of the speakers, by the hashes of their names.
+    val_share, test_share: 0 <= share < 1, rounded to whole utterances or speakers, to one at least; 0 for none.
+
+    Raises BadInput when a speaker is unknown or in two parts, or nothing would be left to train on.
+    """
+    if split == "utterance":
+        parts = _by_utterance(corpus, val_share, test_share)
+    else:
+        parts = _by_speaker(corpus, val_share, test_share, val_speakers, test_speakers)
+    chosen = {part: np.flatnonzero(parts == part).astype(np.int64) for part in ("train", "val", "test")}
+    if not len(chosen["train"]):
+        raise BadInput(
+            f"--split {split}: of {len(corpus)} utterances {len(chosen['val'])} are for validation, "
+            f"{len(chosen['test'])} for the test and none to train on; hold out fewer"
+        )
+    return chosen
+
+
+def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
+    """The speakers, in order, dealt out to the folds in turn. Raises BadInput for more folds than speakers."""
+    speakers = _speakers(corpus)
+    if not 2 <= num_folds <= len(speakers):
+        raise BadInput(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
+    return [speakers[i::num_folds] for i in range(num_folds)]
+
+
+def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.ndarray:
+    """The part of each utterance, (n,) text."""
+    parts = np.array([split or "train" for split in corpus.splits])
+    order = sorted(np.flatnonzero(parts == "train").tolist(), key=lambda i: _utterance_rank(corpus.names[i]))
+    shares = {"test": test_share, "val": val_share}
+    first = 0
+    for part, share in shares.items():
+        if part not in corpus.splits:
+            last = first + _num_of(share, len(order))
+            parts[order[first:last]] = part
+            first = last
+    return parts
+
+
+def _utterance_rank(name: str) -> tuple[bytes, bytes]:
+    # First the bare name, which is the same in a folder and in an archive of it.
+    return _hash(PurePosixPath(name).stem), _hash(name)
+
+
+def _by_speaker(
+    corpus: Corpus, val_share: float, test_share: float, val_speakers: Collection[str], test_speakers: Collection[str]
+) -> np.ndarray:
+    known = _speakers(corpus)
+    named = {"test": test_speakers, "val": val_speakers}
+    for part, speakers in named.items():
+        for stranger in sorted(set(speakers) - set(known)):
+            raise BadInput(f"--{part}-speakers {stranger}: no such speaker; there are {', '.join(known)}")
+    for speaker in sorted(set(test_speakers) & set(val_speakers)):
+        raise BadInput(f"--val-speakers {speaker}: is in --test-speakers too; hold each out once")
+    free = sorted(set(known) - set(test_speakers) - set(val_speakers), key=_hash)
+    part_of = dict.fromkeys(known, "train")
+    for part, share in {"test": test_share, "val": val_share}.items():
+        chosen: Sequence[str] = list(named[part]) or free[: _num_of(share, len(known))]
+        free = free if named[part] else free[len(chosen) :]
+        part_of.update(dict.fromkeys(chosen, part))
+    return np.array([part_of[speaker] for speaker in corpus.speakers])
+
+
+def _speakers(corpus: Corpus) -> list[str]:
+    """In order. Raises BadInput where they are not known."""
+    if "" in corpus.speakers:
+        nameless = corpus.names[corpus.speakers.index("")]
+        raise BadInput(f"--split speaker: who speaks in {nameless} is not known; take --split utterance")
+    return sorted(set(corpus.speakers))
+
+
+def _num_of(share: float, total: int) -> int:
+    return max(1, round(share * total)) if share > 0 else 0
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,168 @@
+import importlib.util
+import io
+import struct
+
+import numpy as np
+import pytest
+
+from data.speech.audio_files import UnreadableAudio, decode, resample, to_int16
+from tests.data.speech.conftest import wav
+from trainer.loading.errors import BadInput
+
+has_soundfile = importlib.util.find_spec("soundfile") is not None
+
+
+def riff(codec, bits, channels, data, rate=8000, extension=b"", size=None):
+    """The content of a wav, byte by byte as the format says."""
+    frame = channels * bits // 8
+    header = struct.pack("<HHIIHH", codec, channels, rate, rate * frame, frame, bits) + extension
+    chunks = b"fmt " + struct.pack("<I", len(header)) + header
+    chunks += b"LIST" + struct.pack("<I", 3) + b"abc\0"  # odd, so one byte of padding
+    chunks += b"data" + struct.pack("<I", len(data) if size is None else size) + data
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+def test_16_bits_come_back_exactly():
+    samples = np.arange(-(2**15), 2**15).astype(np.int16)
+    decoded, rate = decode(wav(samples, 16_000), "a.wav")
+    assert rate == 16_000 and decoded.dtype == np.float32
+    assert np.array_equal(to_int16(decoded), samples)
+    assert np.array_equal(decoded, samples / 2**15)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
+def test_all_widths_of_integers(num_bytes):
+    bits = 8 * num_bytes
+    values = [-(2 ** (bits - 1)), -1, 0, 1, 2 ** (bits - 2), 2 ** (bits - 1) - 1]
+    if num_bytes == 1:  # unsigned, as the format says
+        data = bytes(value + 128 for value in values)
+    else:
+        data = b"".join(value.to_bytes(num_bytes, "little", signed=True) for value in values)
+    decoded, _ = decode(riff(1, bits, 1, data), "a.wav")
+    assert np.array_equal(decoded, np.array([value / 2 ** (bits - 1) for value in values], np.float32))
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_floats(bits):
+    values = np.array([-1, -0.25, 0, 1e-3, 0.5, 1.5], f"<f{bits // 8}")
+    decoded, _ = decode(riff(3, bits, 1, values.tobytes()), "a.wav")
+    assert np.array_equal(decoded, values.astype(np.float32))
+    assert to_int16(decoded).tolist() == [-32768, -8192, 0, 33, 16384, 32767]
+
+
+def test_extensible_header():
+    extension = struct.pack("<HHI", 22, 16, 0) + struct.pack("<H", 1) + bytes(14)
+    decoded, _ = decode(riff(0xFFFE, 16, 1, struct.pack("<3h", 1, -2, 3), extension=extension), "a.wav")
+    assert to_int16(decoded).tolist() == [1, -2, 3]
+
+
+def test_channels_are_averaged():
+    decoded, _ = decode(wav(np.array([[100, 300], [-8, 8], [32767, 32767]])), "a.wav")
+    assert to_int16(decoded).tolist() == [200, 0, 32767]
+
+
+def test_file_written_into_a_pipe_is_read_to_its_end():
+    data = struct.pack("<3h", 1, -2, 3)
+    for size in (0x7FFFF000, 0xFFFFFFFF):
+        assert to_int16(decode(riff(1, 16, 1, data, size=size), "a.wav")[0]).tolist() == [1, -2, 3]
+
+
+GOOD = riff(1, 16, 1, bytes(20))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty file"),
+        (b"no sound at all", "does not begin as a wav"),
+        (GOOD[:-2], "cut off"),
+        (GOOD[:30], "without header or samples"),
+        (riff(1, 16, 0, b""), "without channels"),
+        (riff(1, 16, 1, bytes(20), rate=0), "0 samples a second"),
+        (riff(3, 32, 1, struct.pack("<f", float("nan"))), "not finite"),
+    ],
+)
+def test_damaged_file_is_unreadable(content, says):
+    with pytest.raises(UnreadableAudio, match=says):
+        decode(content, "a.WAV")
+
+
+def test_wav_without_samples_is_of_length_zero():
+    assert len(decode(riff(1, 16, 1, b""), "a.wav")[0]) == 0
+
+
+def test_cut_anywhere_it_is_read_or_unreadable():
+    content = riff(1, 24, 2, bytes(24))
+    for length in range(len(content)):
+        with pytest.raises(UnreadableAudio):
+            decode(content[:length], "a.wav")
+
+
+@pytest.mark.skipif(has_soundfile, reason="soundfile is installed")
+@pytest.mark.parametrize(("name", "content"), [("a.flac", b"fLaC"), ("a.wav", riff(7, 8, 1, bytes(4)))])
+def test_other_formats_without_soundfile_say_what_to_install(name, content):
+    with pytest.raises(BadInput, match=f"{name}: .*pip install soundfile"):
+        decode(content, name)
+
+
+@pytest.mark.skipif(not has_soundfile, reason="needs the package soundfile")
+@pytest.mark.parametrize(("form", "subtype"), [("FLAC", "PCM_16"), ("WAV", "ULAW"), ("OGG", None), ("MP3", None)])
+def test_other_formats_through_soundfile(form, subtype):
+    import soundfile
+
+    tone = np.sin(np.arange(16_000) / 16_000 * 2 * np.pi * 440).astype(np.float32) / 2
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.stack([tone, tone], axis=1), 16_000, format=form, subtype=subtype)
+    decoded, rate = decode(buffer.getvalue(), f"a.{form.lower()}")
+    assert rate == 16_000
+    tolerance = 2e-5 if form == "FLAC" else 0.05
+    assert np.abs(decoded[2_000:14_000] - tone[2_000:14_000]).max() < tolerance or form == "MP3"  # mp3 is shifted
+    assert abs(np.sqrt(np.mean(decoded[2_000:14_000] ** 2)) - 0.5 / np.sqrt(2)) < 0.01
+    with pytest.raises(UnreadableAudio, match="damaged"):
+        decode(b"nothing of the kind", f"a.{form.lower()}.flac")
+
+
+# --- resampling --------------------------------------------------------------------------------------------------
+
+RATES = [(16_000, 8_000), (8_000, 16_000), (44_100, 16_000), (22_050, 16_000), (48_000, 16_000), (11_025, 8_000)]
+
+
+def resampled_slowly(samples, from_rate, to_rate):
+    """Sum over all samples of what each adds to each result, in float64."""
+    cutoff = 0.96 * min(1, to_rate / from_rate)
+    results = []
+    for k in range(-(-len(samples) * to_rate // from_rate)):
+        # Neighbours beyond the ends are silent, but count in the sum of the weights, which is 1.
+        around = np.arange(-400, len(samples) + 400)
+        scaled = (around - k * from_rate / to_rate) * cutoff
+        window = np.where(np.abs(scaled) < 24, np.i0(9 * np.sqrt(np.clip(1 - (scaled / 24) ** 2, 0, None))), 0)
+        weights = np.sinc(scaled) * window
+        results.append(weights[400:-400] @ samples / weights.sum())
+    return np.array(results)
+
+
+@pytest.mark.parametrize(("from_rate", "to_rate"), RATES)
+@pytest.mark.parametrize("length", [0, 1, 7, 300])
+def test_resampling_equals_the_slow_sum(from_rate, to_rate, length):
+    samples = np.random.default_rng(length).standard_normal(length).astype(np.float32)
+    fast, slow = resample(samples, from_rate, to_rate), resampled_slowly(samples, from_rate, to_rate)
+    assert fast.shape == slow.shape and fast.dtype == np.float32
+    assert np.abs(fast - slow).max(initial=0) < 5e-6
+
+
+@pytest.mark.parametrize(("from_rate", "to_rate"), RATES)
+def test_tones_stay_where_they_were_and_none_is_mirrored(from_rate, to_rate):
+    old, new = (np.arange(rate // 2) / rate for rate in (from_rate, to_rate))
+    nyquist = min(from_rate, to_rate) / 2
+    inner = slice(to_rate // 50, -to_rate // 50)
+    for frequency in (0.01 * nyquist, 0.5 * nyquist, 0.84 * nyquist):
+        tone = resample(np.sin(2 * np.pi * frequency * old), from_rate, to_rate)
+        assert np.abs(tone - np.sin(2 * np.pi * frequency * new))[inner].max() < 1e-4
+    if to_rate < from_rate:
+        too_high = np.sin(2 * np.pi * 1.08 * nyquist * old)
+        assert np.abs(resample(too_high, from_rate, to_rate))[inner].max() < 1e-4
+
+
+def test_same_rate_changes_nothing():
+    samples = np.random.default_rng(0).standard_normal(50).astype(np.float32)
+    assert np.array_equal(resample(samples, 16_000, 16_000), samples)

@@ -1,0 +1,485 @@
+import io
+import json
+import os
+import tarfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.speech.audio_files import resample, to_int16
+from data.speech.corpus import Corpus
+from data.speech.reader import load_corpus, read_recordings
+from data.speech.splits import hold_out
+from tests.data.speech.conftest import wav
+from trainer.loading.errors import BadInput
+
+# --- forms in which the same files are given ----------------------------------------------------------------------
+
+
+def as_folder(path, files):
+    for name, content in files.items():
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def as_zip(path, files):
+    with zipfile.ZipFile(path.with_suffix(".zip"), "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path.with_suffix(".zip")
+
+
+def as_tar(path, files, suffix=".tar", mode="w"):
+    path = path.with_suffix(suffix)
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            content = content if isinstance(content, bytes) else content.encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def as_tar_gz(path, files):
+    return as_tar(path, files, ".tar.gz", "w:gz")
+
+
+def as_tgz_of_the_current_folder(path, files):
+    return as_tar(path, {f"./{name}": content for name, content in files.items()}, ".tgz", "w:gz")
+
+
+def as_archive_in_a_folder(path, files):
+    folder = as_folder(path, {"README.md": "about"})
+    as_tar_gz(folder / "recordings", files)
+    return folder
+
+
+FORMS = [as_folder, as_zip, as_tar, as_tar_gz, as_tgz_of_the_current_folder, as_archive_in_a_folder]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads files from a folder, or in another form."""
+
+    def _load(files, form=as_folder, **options):
+        return load_corpus(form(tmp_path / "corpus", files), tmp_path / "cache", **options)
+
+    return _load
+
+
+def facts(corpus: Corpus) -> dict[str, tuple[str, str, str]]:
+    return {name: (corpus.transcripts[i], corpus.speakers[i], corpus.splits[i]) for i, name in enumerate(corpus.names)}
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_hold_the_same(load, noise, form):
+    samples = {f"x/{digit}_eve_{index}.wav": noise(50 + index) for digit in range(3) for index in (0, 4, 5, 49)}
+    corpus = load({name: wav(x) for name, x in samples.items()} | {"x/._hidden.wav": "", "x/README": "-"}, form)
+    assert facts(corpus) == {
+        name: (name[2], "eve", "test" if "_0." in name or "_4." in name else "") for name in samples
+    }
+    for i, name in enumerate(corpus.names):
+        assert np.array_equal(corpus.utterance(i), samples[name])
+    assert corpus.sample_rate == 8000 and not corpus.skipped and len(corpus) == 12
+
+
+def test_words_in_names(load, noise):
+    corpus = load({f"{name}.wav": wav(noise()) for name in ("1_0_1", "0_0_0", "yes_please")})
+    assert facts(corpus) == {
+        "0_0_0.wav": ("0 0 0", "", ""),
+        "1_0_1.wav": ("1 0 1", "", ""),
+        "yes_please.wav": ("yes please", "", ""),
+    }
+
+
+def test_librispeech(load, noise):
+    trans = "84-1-0000 HE WAS\n84-1-0001 A MAN\n\n84-1-0002 WITHOUT SOUND\n"
+    corpus = load({
+        "LibriSpeech/dev-clean/84/1/84-1.trans.txt": trans,
+        "LibriSpeech/dev-clean/84/1/84-1-0000.wav": wav(noise()),
+        "LibriSpeech/dev-clean/84/1/84-1-0001.wav": wav(noise()),
+        "LibriSpeech/dev-clean/84/1/84-1-0003.wav": wav(noise()),
+        "LibriSpeech/train-other-500/7/2/7-2.trans.txt": "7-2-0000 IT'S\r\n",
+        "LibriSpeech/train-other-500/7/2/7-2-0000.wav": wav(noise()),
+        "LibriSpeech/test-other/8/2/8-2.trans.txt": "8-2-0000 SO",
+        "LibriSpeech/test-other/8/2/8-2-0000.wav": wav(noise()),
+    })  # fmt: skip
+    assert {Path(name).stem: fact for name, fact in facts(corpus).items()} == {
+        "84-1-0000": ("HE WAS", "84", "val"),
+        "84-1-0001": ("A MAN", "84", "val"),
+        "7-2-0000": ("IT'S", "7", "train"),
+        "8-2-0000": ("SO", "8", "test"),
+    }
+    assert corpus.skipped == {
+        "No such file or directory, such as LibriSpeech/dev-clean/84/1/84-1-0002.flac": 1,
+        "has no transcript, such as LibriSpeech/dev-clean/84/1/84-1-0003.wav": 1,
+    }
+
+
+def common_voice(noise, *lines):
+    header = "client_id\tpath\tsentence_id\tsentence\tage"
+    return {
+        "cv/en/train.tsv": "\n".join([header, *lines, "e5\ta.wav\t1\tHe said \"so\".\t\n"]),
+        "cv/en/test.tsv": f"{header}\ne6\tb.wav\t2\tNo!\tten\n",
+        "cv/en/validated.tsv": "whatever",
+        **{f"cv/en/clips/{name}.wav": wav(noise()) for name in "abc"},
+    }  # fmt: skip
+
+
+def test_common_voice(load, noise):
+    corpus = load(common_voice(noise))
+    assert facts(corpus) == {
+        "cv/en/clips/a.wav": ('He said "so".', "e5", "train"),
+        "cv/en/clips/b.wav": ("No!", "e6", "test"),
+    }
+    assert not corpus.skipped  # c.wav is of no split
+
+
+def manifest(*entries):
+    return "\n".join(json.dumps(entry) for entry in entries) + "\n"
+
+
+def entry(path, text="a b", **more):
+    return {"audio_path": path, "text": text, **more}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_manifests(load, noise, form):
+    corpus = load(
+        {
+            "train_manifest.json": manifest(entry("wav/1.wav", duration=0.01), entry("wav/2.wav", speaker=7)),
+            "dev.jsonl": manifest(entry("wav/3.wav", " c\td ")),
+            "test.jsonl": manifest(entry("wav/../wav/4.wav")),
+            "notes.json": "{}",
+            **{f"wav/{i}.wav": wav(noise()) for i in range(6)},
+        },
+        form,
+    )
+    assert facts(corpus) == {
+        "wav/1.wav": ("a b", "", "train"),
+        "wav/2.wav": ("a b", "7", "train"),
+        "wav/3.wav": ("c d", "", "val"),
+        "wav/4.wav": ("a b", "", "test"),
+    }
+
+
+def test_single_manifest_names_sound_anywhere(tmp_path, noise):
+    elsewhere = as_folder(tmp_path / "elsewhere", {"1.wav": wav(noise()), "2.wav": wav(noise())})
+    lists = as_folder(
+        tmp_path / "lists",
+        {"train.jsonl": manifest(entry(f"{elsewhere}/1.wav"), entry("../elsewhere/2.wav")), "other.jsonl": "no JSON"},
+    )
+    corpus = load_corpus(lists / "train.jsonl", tmp_path / "cache")
+    assert len(corpus) == 2 and set(corpus.splits) == {""}
+    # What lies elsewhere is no less a part of the corpus: when it changes, it is read again.
+    (elsewhere / "1.wav").write_bytes(wav(noise(99)))
+    assert len(load_corpus(lists / "train.jsonl", tmp_path / "cache").utterance(0)) == 99
+
+
+def test_text_files(load, noise):
+    corpus = load({
+        "train/eve/1.wav": wav(noise()), "train/eve/1.txt": "One,\n two.\n",
+        "train/bob/1.wav": wav(noise()), "train/bob/1.txt": "One",
+        "validation/bob/2.wav": wav(noise()), "validation/bob/2.txt": "Two",
+        "valerie/3.wav": wav(noise()), "valerie/3.txt": "Three",
+        "valerie/4.wav": wav(noise()), "notes.txt": "nothing",
+    })  # fmt: skip
+    assert facts(corpus) == {
+        "train/eve/1.wav": ("One, two.", "eve", "train"),
+        "train/bob/1.wav": ("One", "bob", "train"),
+        "validation/bob/2.wav": ("Two", "bob", "val"),
+        "valerie/3.wav": ("Three", "valerie", ""),
+    }
+    assert corpus.skipped == {"has no transcript, such as valerie/4.wav": 1}
+
+
+def test_text_files_of_one_folder_have_no_speaker(load, noise):
+    corpus = load({"wavs/a.wav": wav(noise()), "wavs/a.txt": "a"})
+    assert facts(corpus) == {"wavs/a.wav": ("a", "", "")}
+
+
+def test_names_need_not_be_text(tmp_path, noise):
+    (tmp_path / "corpus").mkdir()
+    for name in (b"a_\xff.wav", b"b_\xff.wav"):
+        Path(os.fsdecode(bytes(tmp_path / "corpus") + b"/" + name)).write_bytes(wav(noise()))
+    corpus = load_corpus(tmp_path / "corpus", tmp_path / "cache")
+    assert corpus.names == (os.fsdecode(b"a_\xff.wav"), os.fsdecode(b"b_\xff.wav"))
+    assert len(hold_out(corpus, split="utterance", val_share=0, test_share=0.5)["test"]) == 1
+
+
+def test_linked_folders_are_read_and_circles_are_not(tmp_path, noise):
+    elsewhere = as_folder(tmp_path / "elsewhere", {"1_0.wav": wav(noise())})
+    corpus = as_folder(tmp_path / "corpus", {"0_1.wav": wav(noise())})
+    (corpus / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(corpus)
+    (corpus / "itself").symlink_to(corpus)
+    names = load_corpus(corpus, tmp_path / "cache").names
+    assert names == ("0_1.wav", "linked/1_0.wav")
+
+
+# --- rates -------------------------------------------------------------------------------------------------------
+
+
+def test_most_frequent_rate_wins_and_others_are_resampled(load, noise):
+    samples = [noise(400) for _ in range(3)]
+    corpus = load({f"{i}_0.wav": wav(samples[i], (8_000, 16_000, 8_000)[i]) for i in range(3)})
+    assert corpus.sample_rate == 8_000
+    assert np.array_equal(corpus.utterance(0), samples[0]) and np.array_equal(corpus.utterance(2), samples[2])
+    assert np.array_equal(corpus.utterance(1), to_int16(resample(samples[1] / np.float32(2**15), 16_000, 8_000)))
+
+
+def test_of_equally_frequent_rates_the_highest_wins(load, noise):
+    assert load({"0_0.wav": wav(noise(), 8_000), "1_0.wav": wav(noise(), 16_000)}).sample_rate == 16_000
+
+
+def test_rate_asked_for(load, noise):
+    samples = noise(400)
+    corpus = load({"0_0.wav": wav(samples)}, sample_rate=16_000)
+    assert corpus.sample_rate == 16_000
+    assert np.array_equal(corpus.utterance(0), to_int16(resample(samples / np.float32(2**15), 8_000, 16_000)))
+
+
+# --- what cannot be used -----------------------------------------------------------------------------------------
+
+
+def damaged(noise):
+    return {
+        "test.jsonl": manifest(*(entry(f"{i}.wav", duration=0.01) for i in range(6)), entry("6.wav", " ... ")),
+        "train.jsonl": manifest(entry("7.wav"), entry("8.wav", duration=9)),
+        "0.wav": wav(noise()),
+        "1.wav": wav(noise())[:-1],
+        "2.wav": wav(noise())[:-1],
+        "3.wav": "no sound",
+        "4.wav": wav(noise(0)),
+        "6.wav": wav(noise()),
+        "7.wav": wav(noise()),
+        "8.wav": wav(noise()),
+    }
+
+
+@pytest.mark.parametrize("form", [as_folder, as_zip, as_tar_gz])
+def test_unusable_utterances_are_counted(load, noise, form):
+    corpus = load(damaged(noise), form)
+    assert corpus.names == ("0.wav", "7.wav") and len(corpus.offsets) == 3
+    missing = "No such file or directory" if form is as_folder else "is not in the archive"
+    assert corpus.skipped == {
+        "is cut off within its samples, such as 1.wav": 2,
+        "is damaged: it does not begin as a wav, such as 3.wav": 1,
+        "has no samples, such as 4.wav": 1,
+        f"{missing}, such as 5.wav": 1,
+        "has no transcript, such as 6.wav": 1,
+        "has another duration than the manifest says, such as 8.wav": 1,
+    }
+
+
+def test_unusable_utterance_is_refused(load, noise):
+    with pytest.raises(BadInput, match=r"corpus, 1.wav: is cut off within its samples; .* --unreadable skip"):
+        load(damaged(noise), unreadable="refuse")
+
+
+def test_nothing_usable_is_refused(load):
+    with pytest.raises(BadInput, match=r"none of its 2 utterances can be used: is damaged.*, such as 0_0.wav .2."):
+        load({"0_0.wav": "-", "1_0.wav": "-"})
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("no JSON", "'no JSON' is no JSON object with audio_path and text"),
+        ('{"audio_path": "1.wav"}', "with audio_path and text"),
+        ("[1]", "with audio_path and text"),
+        ('{"audio_path": "1.wav", "text": 1}', "must be texts"),
+        ('{"audio_path": "1.wav", "text": "a", "duration": "1 s"}', "a number of seconds"),
+        ('{"audio_path": "1.wav", "text": "a", "offset": 2.5}', "a part of a recording .offset 2.5."),
+    ],
+)
+def test_bad_line_of_a_manifest_is_named(load, noise, line, says):
+    with pytest.raises(BadInput, match=f"corpus, train.jsonl, line 3: .*{says}"):
+        load({"train.jsonl": manifest(entry("1.wav")) + "\n" + line, "1.wav": wav(noise())})
+
+
+def test_bad_line_of_common_voice_is_named(load, noise):
+    with pytest.raises(BadInput, match=r"corpus, cv/en/train.tsv, line 2: 2 columns instead of 5"):
+        load(common_voice(noise, "e7\tc.wav"))
+    with pytest.raises(BadInput, match=r"train.tsv: has no column client_id, but path, sentence"):
+        load({"train.tsv": "path\tsentence\n"}, as_zip)
+
+
+def test_recording_listed_twice_is_refused(load, noise):
+    files = {"train.jsonl": manifest(entry("1.wav")), "test.jsonl": manifest(entry("./1.wav")), "1.wav": wav(noise())}
+    with pytest.raises(BadInput, match=r"corpus, 1.wav: is listed 2 times"):
+        load(files)
+
+
+def test_several_corpora_are_refused(load, noise):
+    with pytest.raises(BadInput, match="2 folders can be meant; give one of de, en"):
+        load({"de/train.jsonl": manifest(entry("1.wav")), "en/train.jsonl": manifest(entry("1.wav"))})
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"a.wav": b"", "b.wav": b""}, "there are: a.wav, b.wav"),
+        ({"a_b_1.wav": b"", "names.tsv": "a_b_1\tHello"}, "there are: a_b_1.wav, names.tsv"),
+        ({"README": ""}, "there are: README"),
+    ],
+)
+def test_folder_without_transcripts_is_refused(load, files, says):
+    with pytest.raises(BadInput, match=f"no recordings with transcripts: .*{says}"):
+        load(files)
+
+
+@pytest.mark.parametrize("form", [as_zip, as_tar, as_tar_gz])
+@pytest.mark.parametrize("name", ["../1_0.wav", "/1_0.wav", "a/../../1_0.wav"])
+def test_name_that_leads_out_of_an_archive_is_refused(load, noise, form, name):
+    with pytest.raises(BadInput, match=f"holds the name '{name}', which leads out of it"):
+        load({name: wav(noise())}, form)
+
+
+@pytest.mark.parametrize("sound", ["../1.wav", "/etc/passwd"])
+def test_manifest_cannot_lead_out_of_an_archive(load, sound):
+    with pytest.raises(BadInput, match=f"train.jsonl, line 1: '{sound}' leads out of the archive"):
+        load({"train.jsonl": manifest(entry(sound)), "x": ""}, as_zip)
+
+
+def test_utterances_that_an_archive_lost_are_counted(tmp_path, noise):
+    samples = [noise(2_000) for _ in range(3)]
+    path = as_zip(tmp_path / "corpus", {f"{i}_0.wav": wav(x) for i, x in enumerate(samples)})
+    content = path.read_bytes()
+    for x in samples[1:]:  # others than the checksums say
+        content = content.replace(x.tobytes(), noise(2_000).tobytes())
+    path.write_bytes(content)
+    corpus = load_corpus(path, tmp_path / "cache")
+    assert corpus.names == ("0_0.wav",)
+    assert corpus.skipped == {"cannot be read from its archive, such as 1_0.wav": 2}
+
+
+def test_links_in_archives_are_not_followed(tmp_path, noise):
+    (tmp_path / "secret.wav").write_bytes(wav(noise()))
+    path = as_tar(tmp_path / "corpus", {"0_0.wav": wav(noise())})
+    with tarfile.open(path, "a") as archive:
+        link = tarfile.TarInfo("1_0.wav")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret.wav")
+        archive.addfile(link)
+    corpus = load_corpus(path, tmp_path / "cache")
+    assert corpus.names == ("0_0.wav",) and not corpus.skipped
+
+
+@pytest.mark.parametrize("form", [as_zip, as_tar, as_tar_gz])
+def test_damaged_archive_is_refused(tmp_path, noise, form):
+    path = form(tmp_path / "corpus", {"0_0.wav": wav(noise(5_000)), "1_0.wav": wav(noise(5_000))})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+    with pytest.raises(BadInput, match=r"is no archive or is damaged|none of its"):
+        load_corpus(path, tmp_path / "cache", unreadable="skip")
+
+
+def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
+    with pytest.raises(BadInput, match="no such file or folder"):
+        load_corpus(tmp_path / "none", tmp_path / "cache")
+    as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
+    with pytest.raises(BadInput, match=r"a.wav: is no folder, archive"):
+        load_corpus(tmp_path / "x/a.wav", tmp_path / "cache")
+    with pytest.raises(BadInput, match=r"holds 2 archives .a.zip, b.tar.; give one"):
+        load_corpus(tmp_path / "x/two", tmp_path / "cache")
+
+
+# --- the cache ---------------------------------------------------------------------------------------------------
+
+
+def test_corpus_is_decoded_once_until_it_changes(load, noise):
+    decoded = []
+
+    def progress(things, total):
+        decoded.append(total)
+        return things
+
+    files = {"0_0.wav": wav(noise()), "1_0.wav": wav(noise())}
+    first = load(files, progress=progress)
+    again = load({}, progress=progress)
+    assert decoded == [2]
+    assert facts(again) == facts(first) and np.array_equal(again.audio, first.audio)
+    assert not again.audio.flags.owndata and not again.audio.flags.writeable
+    load({"2_0.wav": wav(noise())}, progress=progress)
+    load({}, progress=progress, sample_rate=16_000)
+    assert decoded == [2, 3, 3]
+
+
+def test_nothing_but_the_corpus_is_left_in_the_cache(load, noise, tmp_path):
+    load({"0_0.wav": wav(noise(), 8_000), "1_0.wav": wav(noise(), 16_000)}, as_tar_gz)
+    (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock")
+    assert {path.name for path in entry.iterdir()} == {"audio.npy", "offsets.npy", "facts.npy"}
+
+
+def test_cache_that_cannot_be_written_to_is_named(tmp_path, noise):
+    as_folder(tmp_path, {"corpus/0_0.wav": wav(noise()), "cache": "a file"})
+    with pytest.raises(BadInput, match=f"--cache-dir {tmp_path}/cache"):
+        load_corpus(tmp_path / "corpus", tmp_path / "cache")
+
+
+# --- new recordings ----------------------------------------------------------------------------------------------
+
+
+def test_new_recordings_of_a_folder(tmp_path, noise):
+    samples = [noise(100), noise(60)]
+    as_folder(tmp_path, {"b.wav": wav(samples[0]), "a/c.WAV": wav(samples[1], 16_000), "x.txt": "-"})
+    corpus = read_recordings(tmp_path, 8_000)
+    assert corpus.names == ("a/c.WAV", "b.wav") and corpus.sample_rate == 8_000
+    assert np.array_equal(corpus.utterance(1), samples[0]) and len(corpus.utterance(0)) == 30
+    assert corpus.transcripts == corpus.speakers == ("", "")
+
+
+def test_new_recording_of_a_file(tmp_path, noise):
+    (tmp_path / "a.wav").write_bytes(wav(noise(10)))
+    corpus = read_recordings(tmp_path / "a.wav", 8_000)
+    assert corpus.names == ("a.wav",) and len(corpus.utterance(0)) == 10
+
+
+def test_bad_new_recordings_are_named(tmp_path, noise):
+    with pytest.raises(BadInput, match=f"--predict {tmp_path}: holds no sound"):
+        read_recordings(tmp_path, 8_000)
+    with pytest.raises(BadInput, match=f"--predict {tmp_path}/none.wav: No such file"):
+        read_recordings(tmp_path / "none.wav", 8_000)
+    for content, says in ((b"-", "is damaged"), (wav(noise(0)), "has no samples")):
+        (tmp_path / "a.wav").write_bytes(content)
+        with pytest.raises(BadInput, match=f"--predict {tmp_path}/a.wav: {says}"):
+            read_recordings(tmp_path, 8_000)
+
+
+# --- as published ------------------------------------------------------------------------------------------------
+
+
+def real_data(name):
+    folder = os.environ.get("LOCKSTEP_DATA")
+    if folder is None or not (path := Path(folder) / name).exists():
+        pytest.skip(f"set LOCKSTEP_DATA to a folder with {name}")
+    return path
+
+
+def test_free_spoken_digits_are_as_published(tmp_path):
+    corpus = load_corpus(real_data("fsdd/recordings.tar.gz"), tmp_path)
+    assert len(corpus) == 3000 and corpus.sample_rate == 8000 and not corpus.skipped
+    assert Counter(corpus.transcripts) == dict.fromkeys("0123456789", 300)
+    speakers = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
+    assert Counter(corpus.speakers) == dict.fromkeys(speakers, 500)
+    assert Counter(corpus.splits) == {"": 2700, "test": 300}
+    durations = np.diff(corpus.offsets) / corpus.sample_rate
+    assert [round(x, 3) for x in (durations.sum(), durations.min(), durations.max())] == [1312.303, 0.144, 2.283]
+    i = corpus.names.index("recordings/7_theo_12.wav")
+    assert (corpus.transcripts[i], corpus.speakers[i], corpus.splits[i]) == ("7", "theo", "")
+
+
+def test_yes_and_no_are_as_published(tmp_path):
+    corpus = load_corpus(real_data("yesno"), tmp_path)
+    assert len(corpus) == 60 and not corpus.skipped
+    assert round(len(corpus.audio) / corpus.sample_rate, 1) == 367.7
+    assert Counter(" ".join(corpus.transcripts).split()) == {"1": 251, "0": 229}
+    parts = hold_out(corpus, split="utterance", val_share=0.1, test_share=0.2)
+    assert [len(part) for part in parts.values()] == [42, 6, 12]
