@@ -1,0 +1,187 @@
+"""Random changes of training utterances: another voice, another room, another microphone.
+
+Everything random is a function of seed, epoch and sample, never of the batch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+
+from trainer.loading.cache import Arrays
+from trainer.loading.counter_random import normal, uniform
+
+Length = TypeVar("Length", int, np.ndarray)
+
+_AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM = range(4)
+_NOISE_LENGTH = 2**16
+_COLOURS = (0.0, 0.7, 0.97)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random changes of training utterances; a strength of 0, and a noise of None, turn a change off.
+
+    speed_percent: the utterance is played slower or faster, pitch and formants with it: it lasts a whole percentage of
+        its time, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation for speech
+        recognition", Interspeech 2015.
+    gain_db: louder or softer by so many decibels, uniform in [-gain_db, gain_db].
+    tilt: high frequencies stronger or weaker, as by another microphone: x_t - a x_(t-1), a uniform in [-tilt, tilt].
+    noise_snr_db: noise, white or of low frequencies, at a ratio of the utterance's power to its own that is uniform
+        between these two (dB).
+    warp: factor on the frequencies of the features, uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal tract
+        length perturbation improves speech recognition", 2013.
+    num_freq_masks, freq_mask: so many bands of mel bins are hidden, each of up to this share of the bins.
+    num_time_masks, time_mask: so many stretches of time are hidden, each of up to this share of the utterance. Park et
+        al., "SpecAugment", Interspeech 2019.
+    """
+
+    speed_percent: int = 15
+    gain_db: float = 6.0
+    tilt: float = 0.2
+    noise_snr_db: tuple[float, float] | None = (5.0, 35.0)
+    warp: float = 0.1
+    num_freq_masks: int = 2
+    freq_mask: float = 0.2
+    num_time_masks: int = 2
+    time_mask: float = 0.06
+
+    def times(self, factor: float) -> "Augmentation":
+        """All of them so many times as strong, factor >= 0; noise in amplitude, so that it is gone at 0."""
+        return replace(
+            self,
+            speed_percent=min(round(factor * self.speed_percent), 90),
+            gain_db=factor * self.gain_db,
+            tilt=min(factor * self.tilt, 0.9),
+            noise_snr_db=self._quieter_noise(factor),
+            warp=min(factor * self.warp, 0.5),
+            freq_mask=min(factor * self.freq_mask, 1.0),
+            time_mask=min(factor * self.time_mask, 1.0),
+        )
+
+    def _quieter_noise(self, factor: float) -> tuple[float, float] | None:
+        if self.noise_snr_db is None or factor == 0:
+            return None
+        lowest, highest = self.noise_snr_db
+        return lowest - 20 * math.log10(factor), highest - 20 * math.log10(factor)
+
+
+class Augmenter:
+    """Applies an Augmentation: to audio itself, and by numbers for the front end of the model."""
+
+    def __init__(self, strength: Augmentation, num_mels: int, seed: int) -> None:
+        """num_mels: bins that frequency masks are drawn for."""
+        self._strength = strength
+        self._num_mels = num_mels
+        self._seed = seed
+
+    def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
+        """How long utterances of so many samples (n,) become: (n,) int64. index: (n,) their sample ids."""
+        return length_at(lengths, self._percent(self._draws(epoch, index)))
+
+    def audio(self, utterances: list[np.ndarray], epoch: int, index: np.ndarray) -> list[np.ndarray]:
+        """n utterances (length,) float32 at another speed, louder or softer, noisy; may change them in place."""
+        draws = self._draws(epoch, index)
+        gain = from_db(self._strength.gain_db * (2 * draws[:, 1] - 1))
+        changed = []
+        for audio, percent, factor, draw in zip(utterances, self._percent(draws), gain, draws, strict=True):
+            audio = at_duration(audio, int(percent))
+            audio *= factor
+            audio[1:] -= np.float32(self._strength.tilt * (2 * draw[4] - 1)) * audio[:-1]
+            if self._strength.noise_snr_db is not None:
+                lowest, highest = self._strength.noise_snr_db
+                add_noise(audio, lowest + (highest - lowest) * draw[2], draw[3], _COLOURS[int(draw[5] * len(_COLOURS))])
+            changed.append(audio)
+        return changed
+
+    def for_front_end(self, epoch: int, index: np.ndarray) -> Arrays:
+        """{"warp": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64 (start, width) in mel bins,
+
+        "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}.
+        """
+        strength = self._strength
+        draws = {
+            stream: uniform(self._seed, epoch, index, (num, 2), stream)
+            for stream, num in ((_FREQ_STREAM, strength.num_freq_masks), (_TIME_STREAM, strength.num_time_masks))
+        }
+        most_bins = int(strength.freq_mask * self._num_mels)
+        num_bins = np.floor((most_bins + 1) * draws[_FREQ_STREAM][:, :, 1])
+        first_bin = np.floor((self._num_mels - num_bins + 1) * draws[_FREQ_STREAM][:, :, 0])
+        share = np.float32(strength.time_mask) * draws[_TIME_STREAM][:, :, 1]
+        start = (1 - share) * draws[_TIME_STREAM][:, :, 0]
+        return {
+            "warp": 1 + np.float32(strength.warp) * (2 * uniform(self._seed, epoch, index, (), _WARP_STREAM) - 1),
+            "freq_masks": np.stack([first_bin, num_bins], axis=2).astype(np.int64),
+            "time_masks": np.stack([start, share], axis=2),
+        }
+
+    def _draws(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        """(n, 6) in [0, 1): of speed, gain, signal-to-noise ratio, noise, tilt, colour of the noise."""
+        return uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
+
+    def _percent(self, draws: np.ndarray) -> np.ndarray:
+        spread = self._strength.speed_percent
+        return 100 - spread + np.floor((2 * spread + 1) * draws[:, 0]).astype(np.int64)
+
+
+def length_at(length: Length, percent: Length) -> Length:
+    """Samples of an utterance of `length` samples that is made to last so many percent of its time; or of several."""
+    return -(-length * percent // 100)
+
+
+def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
+    """The audio (length,) float32 resampled to last so many percent of its time: (length_at(...),) float32.
+
+    By Fourier transforms, which is interpolation by the ideal low-pass filter, and takes 0.5 ms for 3.5 s at 8 kHz.
+    The transform's length is a multiple of 100, with zeros behind the end, so that the ratio is exact.
+    """
+    if percent == 100:
+        return audio
+    # Zeros also keep the end from ringing into the start.
+    hundreds = _fast_length(len(audio) // 100 + 2)
+    spectrum = np.fft.rfft(audio, 100 * hundreds)
+    resampled = np.fft.irfft(spectrum, percent * hundreds)[: length_at(len(audio), percent)]
+    return (resampled * np.float32(percent / 100)).astype(np.float32, copy=False)
+
+
+def add_noise(audio: np.ndarray, snr_db: float, draw: float, colour: float = 0.0) -> None:
+    """Adds noise to audio (length,) float32, in place.
+
+    snr_db: mean power of the audio over that of the noise, in dB. draw: in [0, 1), which part of a table is the noise.
+    colour: c of the noise n_t = c n_(t-1) + white noise, in [0, 1).
+    """
+    power = np.dot(audio, audio) / len(audio)
+    start = int(draw * _NOISE_LENGTH / 2)
+    noise = np.resize(_noise(colour)[start:], len(audio))
+    noise *= np.sqrt(power) * from_db(-snr_db)
+    audio += noise
+
+
+def from_db(decibels: float | np.ndarray) -> np.ndarray:
+    """The factor on the amplitude, float32."""
+    return np.float32(10) ** (np.asarray(decibels, np.float32) / np.float32(20))
+
+
+@cache
+def _noise(colour: float) -> np.ndarray:
+    """Noise of unit variance, (_NOISE_LENGTH,) float32: numbers from a table cost a tenth of new ones."""
+    white = normal(0, 0, np.zeros(1, np.int64), (_NOISE_LENGTH,))[0]
+    response = 1 / (1 - colour * np.exp(-2j * np.pi * np.fft.rfftfreq(_NOISE_LENGTH)))
+    noise = np.fft.irfft(np.fft.rfft(white) * response, _NOISE_LENGTH)
+    return (noise / noise.std()).astype(np.float32)
+
+
+@cache
+def _fast_length(least: int) -> int:
+    """The smallest product of twos, threes and fives that is at least so large."""
+    length = least
+    while True:
+        rest = length
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return length
+        length += 1

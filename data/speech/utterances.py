@@ -1,0 +1,217 @@
+"""Data sets of utterances: as they were recorded, or strings of recordings of one speaker.
+
+A batch is what `__getitems__` returns:
+    audio: (B, S) float32 in about [-1, 1], zeros behind the end of each; num_samples: (B,) int64.
+    targets: (B, U) int64 symbols, 0 behind the end of each; target_length: (B,) int64. Absent without an alphabet.
+    warp, freq_masks, time_masks: see `Augmenter.for_front_end`. Absent without augmentation.
+
+Everything random is a function of seed, epoch and sample, never of the batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data.speech.augmentation import Augmenter, add_noise, from_db
+from data.speech.corpus import Corpus
+from data.speech.text import Alphabet
+from trainer.loading.cache import Arrays
+from trainer.loading.counter_random import uniform
+from trainer.loading.order import SampleKeys
+
+MOST_GAP_S = 0.4
+"""Silence before, between and after the recordings of a string: uniform from 0 to this, in seconds."""
+LEVEL_DB = 3.0
+"""Each recording of a string is louder or softer by so many decibels, uniform in both directions."""
+STRING_SNR_DB = (25.0, 40.0)
+"""White noise of a string: the string's power over its own is uniform between these, in dB."""
+
+_FULL_SCALE = np.float32(2.0**-15)
+_STRING_STREAM = 16  # beside those of augmentation, which has the same keys
+
+
+class Utterances:
+    """Utterances of a corpus, one sample each."""
+
+    def __init__(
+        self, corpus: Corpus, indices: np.ndarray, alphabet: Alphabet | None, augmenter: Augmenter | None = None
+    ) -> None:
+        """indices: (n,) int64, which utterances. alphabet: of the targets; None for none."""
+        self.indices = indices
+        self._corpus = corpus
+        self._alphabet = alphabet
+        self._augmenter = augmenter
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def lengths(self, epoch: int) -> np.ndarray:
+        """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
+        lengths = np.diff(self._corpus.offsets)[self.indices]
+        return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
+
+    def transcripts(self, index: np.ndarray) -> list[str]:
+        """What is said in the samples."""
+        return [self._corpus.transcripts[i] for i in self.indices[index]]
+
+    def names(self, index: np.ndarray) -> list[str]:
+        """How to find the samples."""
+        return [self._corpus.names[i] for i in self.indices[index]]
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """See the top of this file."""
+        audio = [self._corpus.utterance(i) * _FULL_SCALE for i in self.indices[keys.index]]
+        return _batch(audio, self.transcripts(keys.index), self._alphabet, self._augmenter, keys)
+
+
+class _Plan(NamedTuple):
+    """What strings consist of; W is the most words of a string.
+
+    recordings: (n, W) int64, positions in the corpus. is_word: (n, W) bool, which of them there are.
+    gaps: (n, W + 1) int64, samples of silence before each, and after the last one; 0 where there is none.
+    level: (n, W) float32, factors on the amplitude. noise: (n, 2), draws in [0, 1).
+    """
+
+    recordings: np.ndarray
+    is_word: np.ndarray
+    gaps: np.ndarray
+    level: np.ndarray
+    noise: np.ndarray
+
+
+class Strings:
+    """Strings of several recordings of one speaker, with gaps between them and light noise: others in each epoch.
+
+    Evaluation, which is always that of epoch 0, has the same strings whenever it has the same seed.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        indices: np.ndarray,
+        alphabet: Alphabet | None,
+        augmenter: Augmenter | None = None,
+        *,
+        num_words: tuple[int, int] = (3, 7),
+        num_strings: int,
+        seed: int,
+        growing_epochs: int = 0,
+    ) -> None:
+        """indices: (n,) int64, at least one recording of the corpus that strings are made of.
+
+        alphabet: of the targets; None for none. num_words: fewest and most recordings in a string, from 1.
+        num_strings: samples in an epoch.
+        growing_epochs: strings begin as single recordings and are of full length after so many epochs: CTC learns what
+            sounds like what from short ones much sooner.
+        """
+        self._corpus = corpus
+        self._alphabet = alphabet
+        self._augmenter = augmenter
+        self._num_words = num_words
+        self._num_strings = num_strings
+        self._seed = seed
+        self._growing_epochs = growing_epochs
+        self._durations = np.diff(corpus.offsets)
+        # Recordings by speaker, and for each of them where those of its speaker begin and how many they are.
+        speakers = np.array([corpus.speakers[i] for i in indices])
+        order = np.argsort(speakers, kind="stable")
+        _, first, inverse, counts = np.unique(
+            speakers[order], return_index=True, return_inverse=True, return_counts=True
+        )
+        self.indices = indices[order]
+        self._first, self._count = first[inverse], counts[inverse]
+
+    def __len__(self) -> int:
+        return self._num_strings
+
+    def lengths(self, epoch: int) -> np.ndarray:
+        """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
+        index = np.arange(len(self))
+        plan = self._plan(epoch, index)
+        lengths = (self._durations[plan.recordings] * plan.is_word).sum(axis=1) + plan.gaps.sum(axis=1)
+        return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)
+
+    def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
+        """What is said in the samples."""
+        return self._joined(self._corpus.transcripts, self._plan(epoch, index), " ")
+
+    def names(self, index: np.ndarray, epoch: int = 0) -> list[str]:
+        """How to find the samples: the names of their recordings."""
+        return self._joined(self._corpus.names, self._plan(epoch, index), "+")
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """See the top of this file."""
+        plan = self._plan(keys.epoch, keys.index)
+        audio = [self._string(*parts) for parts in zip(*plan, strict=True)]
+        transcripts = self._joined(self._corpus.transcripts, plan, " ")
+        return _batch(audio, transcripts, self._alphabet, self._augmenter, keys)
+
+    def _plan(self, epoch: int, index: np.ndarray) -> _Plan:
+        width = self._num_words[1]
+        draws = uniform(self._seed, epoch, index, (3 * width + 4,), _STRING_STREAM).astype(np.float64)
+        number, noise, which, gap, level = np.split(draws, [1, 3, 3 + width, 4 + 2 * width], axis=1)
+        grown = min(1.0, epoch / self._growing_epochs) if self._growing_epochs else 1.0
+        fewest, most = (1 + round(grown * (limit - 1)) for limit in self._num_words)
+        num_words = fewest + np.floor((most - fewest + 1) * number).astype(np.int64)
+        word = np.arange(width + 1)
+        # The first recording is any, so that speakers appear as often as they have recordings; it names the speaker.
+        leader = (which[:, :1] * len(self.indices)).astype(np.int64)
+        others = self._first[leader] + (which[:, 1:] * self._count[leader]).astype(np.int64)
+        gaps = (gap * (MOST_GAP_S * self._corpus.sample_rate)).astype(np.int64)
+        return _Plan(
+            self.indices[np.concatenate([leader, others], axis=1)],
+            word[:-1] < num_words,
+            np.where(word <= num_words, gaps, 0),
+            from_db(LEVEL_DB * (2 * level - 1)),
+            noise,
+        )
+
+    def _string(
+        self, recordings: np.ndarray, is_word: np.ndarray, gaps: np.ndarray, level: np.ndarray, noise: np.ndarray
+    ) -> np.ndarray:
+        """The audio of one string, (length,) float32."""
+        recordings = recordings[is_word]
+        audio = np.zeros(self._durations[recordings].sum() + gaps.sum(), np.float32)
+        end = 0
+        for i, gap, factor in zip(recordings, gaps, level, strict=False):
+            start = end + gap
+            end = start + self._durations[i]
+            np.multiply(self._corpus.utterance(i), factor * _FULL_SCALE, out=audio[start:end])
+        lowest, highest = STRING_SNR_DB
+        add_noise(audio, lowest + (highest - lowest) * noise[0], noise[1])
+        return audio
+
+    def _joined(self, texts: Sequence[str], plan: _Plan, separator: str) -> list[str]:
+        return [
+            separator.join(texts[i] for i in row[is_word])
+            for row, is_word in zip(plan.recordings, plan.is_word, strict=True)
+        ]
+
+
+def _batch(
+    utterances: list[np.ndarray],
+    transcripts: list[str],
+    alphabet: Alphabet | None,
+    augmenter: Augmenter | None,
+    keys: SampleKeys,
+) -> Arrays:
+    """See the top of this file. utterances: of (length,) float32 each."""
+    batch: Arrays = {}
+    if augmenter is not None:
+        utterances = augmenter.audio(utterances, keys.epoch, keys.index)
+        batch |= augmenter.for_front_end(keys.epoch, keys.index)
+    batch["audio"], batch["num_samples"] = _padded(utterances, np.dtype(np.float32))
+    if alphabet is not None:
+        symbols = [alphabet.encode(text) for text in transcripts]
+        batch["targets"], batch["target_length"] = _padded(symbols, np.dtype(np.int64))
+    return batch
+
+
+def _padded(rows: list[np.ndarray], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (length,) as one array (n, largest length), zeros behind the end of each; and the lengths (n,) int64."""
+    lengths = np.array([len(row) for row in rows])
+    padded = np.zeros((len(rows), lengths.max(initial=0)), dtype)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded, lengths

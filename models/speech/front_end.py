@@ -1,0 +1,221 @@
+"""Log-mel features of speech, on the device, of whole utterances or chunk by chunk."""
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Normalise = Literal["utterance", "fixed", "running"]
+
+LOWEST_HZ = 20.0
+FLOOR = 1e-9
+"""Least energy of a mel bin, about that of white noise at -90 dB of full scale: below the steps of 16-bit audio."""
+RELATIVE_FLOOR = 1e-4
+"""The same as a share of the mean energy of the utterance, where that is known: how silent a pause is says nothing."""
+VARIANCE_FLOOR = 1e-5
+PRIOR_FRAMES = 100
+"""How many frames the statistics of the training data count for in running normalisation."""
+WARP_KNEE = 0.7
+"""Share of the highest frequency up to which a warp scales frequencies; above, a line leads to the highest one."""
+
+
+class StreamState(NamedTuple):
+    """What `LogMel.stream` carries from chunk to chunk.
+
+    audio: (B, s), the samples from the start of the next frame on.
+    sums: (2, B, 1, F), sums over the frames so far of the standardised features and of their squares.
+    num_frames: frames so far.
+    """
+
+    audio: Tensor
+    sums: Tensor
+    num_frames: int
+
+
+class LogMel(nn.Module):
+    """Audio (B, S) -> log-mel features (B, T, F), normalised.
+
+    A frame is `window_s` of audio times a periodic Hann window; frame t begins at sample t * hop, and there are as many
+    as lie within the utterance, at least one. Its power spectrum, by an FFT of the next power of two, is summed by
+    num_mels triangles, equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half
+    the sample rate; the feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white noise
+    of variance v has the power v at every frequency.
+
+    Computed in the type of the module's buffers, under autocast too. Padding has no effect, and features behind the
+    end of an utterance are 0.
+
+    normalise: what is subtracted from each mel bin, and what all are divided by: one standard deviation of all bins, as
+    one for each would make more of the bins that tell speakers apart.
+        "utterance": means and standard deviation over the frames of the utterance, above RELATIVE_FLOOR.
+        "fixed": the buffers `mean` and `std`, of the training data; see `fit_statistics`.
+        "running": those of the frames up to this one, and of PRIOR_FRAMES frames as in "fixed".
+    """
+
+    window: Tensor
+    bin_hz: Tensor
+    filters: Tensor
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        sample_rate: int = 16000,
+        num_mels: int = 80,
+        window_s: float = 0.025,
+        hop_s: float = 0.010,
+        normalise: Normalise = "utterance",
+    ) -> None:
+        super().__init__()
+        if normalise not in get_args(Normalise):
+            raise ValueError(f"normalise {normalise!r}: must be one of {', '.join(get_args(Normalise))}")
+        self.window_length, self.hop = round(window_s * sample_rate), round(hop_s * sample_rate)
+        if not 1 <= self.hop <= self.window_length:
+            raise ValueError(f"hop_s {hop_s}: must be at least a sample and at most window_s {window_s}")
+        self.sample_rate, self.num_mels, self.normalise = sample_rate, num_mels, normalise
+        self.fft_length = 2 ** math.ceil(math.log2(self.window_length))
+        self._lowest_mel, highest_mel = (2595 * math.log10(1 + hz / 700) for hz in (LOWEST_HZ, sample_rate / 2))
+        self._mel_spacing = (highest_mel - self._lowest_mel) / (num_mels + 1)
+        window = torch.hann_window(self.window_length, dtype=torch.float64)
+        dtype = torch.get_default_dtype()
+        self.register_buffer("window", (window / window.norm()).to(dtype), persistent=False)
+        bin_hz = torch.arange(self.fft_length // 2 + 1, dtype=torch.float64) * (sample_rate / self.fft_length)
+        self.register_buffer("bin_hz", bin_hz.to(dtype), persistent=False)
+        self.register_buffer("filters", self._triangles(bin_hz).to(dtype), persistent=False)
+        if bool((self.filters.sum(dim=0) == 0).any()):
+            raise ValueError(f"num_mels {num_mels}: too many for windows of {self.window_length} samples")
+        has_statistics = normalise != "utterance"
+        self.register_buffer("mean", torch.zeros(num_mels), persistent=has_statistics)
+        self.register_buffer("std", torch.ones(1), persistent=has_statistics)
+
+    def forward(
+        self,
+        audio: Tensor,
+        num_samples: Tensor,
+        warp: Tensor | None = None,
+        freq_masks: Tensor | None = None,
+        time_masks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The features (B, T, F) and the number of frames of each utterance (B,) int64.
+
+        audio: (B, S) in about [-1, 1], zeros behind the end. num_samples: (B,) int64.
+        warp: (B,) factors on frequencies, as of a vocal tract that is shorter by that factor, or None.
+        freq_masks: (B, n, 2) int64, (start, width) in mel bins, set to 0, or None (SpecAugment, Park et al., 2019).
+        time_masks: (B, n, 2), (start, width) as shares of the utterance's frames, set to 0, or None.
+        """
+        with torch.autocast(audio.device.type, enabled=False):
+            features = self.log_mel(audio, warp)
+            lengths = self.num_frames(num_samples)
+            frames = torch.arange(features.shape[1], device=audio.device)
+            hidden = (frames >= lengths[:, None])[:, :, None]
+            if self.normalise == "utterance":
+                features = _normalise_utterances(features, hidden, lengths[:, None, None])
+            else:
+                features, _ = self._normalise_causally(features, None)
+            if freq_masks is not None:
+                hidden = hidden | _within(torch.arange(self.num_mels, device=audio.device), freq_masks)[:, None, :]
+            if time_masks is not None:
+                hidden = hidden | _within(frames, time_masks * lengths[:, None, None])[:, :, None]
+            return features.masked_fill(hidden, 0.0), lengths
+
+    def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
+        """The frames (B, T, F), T >= 0, that the next samples (B, S) complete; not with normalise="utterance".
+
+        In whatever chunks an utterance of at least a window comes, they are together the frames of `forward`.
+        """
+        if self.normalise == "utterance":
+            raise ValueError('normalise "utterance" needs the whole utterance: streaming takes "fixed" or "running"')
+        with torch.autocast(audio.device.type, enabled=False):
+            if state is None:
+                sums = self.mean.new_zeros(2, len(audio), 1, self.num_mels)
+                state = StreamState(audio[:, :0], sums, 0)
+            audio = torch.cat([state.audio, audio], dim=1)
+            num_frames = max(0, (audio.shape[1] - self.window_length) // self.hop + 1)
+            rest = audio[:, num_frames * self.hop :]
+            if num_frames == 0:
+                return self.mean.new_zeros(len(audio), 0, self.num_mels), state._replace(audio=rest)
+            features, sums = self._normalise_causally(self.log_mel(audio), state)
+            return features, StreamState(rest, sums, state.num_frames + num_frames)
+
+    def num_frames(self, num_samples: Tensor) -> Tensor:
+        """Frames of utterances of so many samples, int64."""
+        return ((num_samples - self.window_length) // self.hop + 1).clamp_min(1)
+
+    def log_mel(self, audio: Tensor, warp: Tensor | None = None) -> Tensor:
+        """The features (B, T, F) of every frame of audio (B, S) and its padding, not normalised."""
+        audio = functional.pad(audio.to(self.window.dtype), (0, max(0, self.window_length - audio.shape[1])))
+        spectrum = torch.fft.rfft(audio.unfold(1, self.window_length, self.hop) * self.window, n=self.fft_length)
+        power = spectrum.real.square() + spectrum.imag.square()
+        filters = self.filters if warp is None else self._triangles(self._warped(warp.to(power.dtype)))
+        return (power @ filters).clamp_min(FLOOR).log()
+
+    @torch.no_grad()
+    def fit_statistics(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets `mean` and `std` to those of all frames of the batches, each (audio, num_samples) as for `forward`."""
+        count, sums = 0, torch.zeros(2, self.num_mels, dtype=torch.float64)
+        for audio, num_samples in batches:
+            features = self.log_mel(audio).double()
+            lengths = self.num_frames(num_samples)
+            is_frame = torch.arange(features.shape[1], device=audio.device) < lengths[:, None]
+            features = features[is_frame]
+            count += len(features)
+            sums += torch.stack([features.sum(dim=0), features.square().sum(dim=0)]).cpu()
+        mean, square = sums / count
+        self.mean.copy_(mean)
+        self.std.copy_((square - mean.square()).mean().clamp_min(VARIANCE_FLOOR).sqrt())
+
+    def _triangles(self, hz: Tensor) -> Tensor:
+        """The weight of frequencies (..., n) in every mel bin: (..., n, F)."""
+        position = (2595 * torch.log10(1 + hz / 700) - self._lowest_mel) / self._mel_spacing
+        centres = torch.arange(1, self.num_mels + 1, dtype=hz.dtype, device=hz.device)
+        return (1 - (position[..., None] - centres).abs()).clamp_min(0)
+
+    def _warped(self, warp: Tensor) -> Tensor:
+        """What each frequency counts as: (B, n), by the piecewise linear map of Jaitly and Hinton (2013)."""
+        factor, highest = warp[:, None], self.sample_rate / 2
+        knee = WARP_KNEE * highest / factor.clamp_min(1)
+        slope = (highest - knee * factor) / (highest - knee)
+        return torch.where(self.bin_hz <= knee, self.bin_hz * factor, highest - slope * (highest - self.bin_hz))
+
+    def _normalise_causally(self, features: Tensor, state: StreamState | None) -> tuple[Tensor, Tensor]:
+        """The features, and the sums over all frames up to their end."""
+        features = (features - self.mean) / self.std
+        num_before, sums = (0, features.new_zeros(2, 1, 1, 1)) if state is None else (state.num_frames, state.sums)
+        if self.normalise == "fixed":
+            return features, sums
+        sums = sums + _causal_sums(torch.stack([features, features.square()]))
+        frames = torch.arange(1, features.shape[1] + 1, dtype=features.dtype, device=features.device)
+        count = (PRIOR_FRAMES + num_before + frames)[:, None]
+        mean = sums[0] / count
+        variance = ((PRIOR_FRAMES + sums[1]) / count - mean.square()).mean(dim=-1, keepdim=True)
+        return (features - mean) / variance.clamp_min(VARIANCE_FLOOR).sqrt(), sums[:, :, -1:]
+
+
+def _normalise_utterances(features: Tensor, is_padding: Tensor, lengths: Tensor) -> Tensor:
+    energy = features.exp().masked_fill(is_padding, 0.0).mean(dim=2, keepdim=True).sum(dim=1, keepdim=True) / lengths
+    features = torch.maximum(features, (RELATIVE_FLOOR * energy).log())
+    centred = features - features.masked_fill(is_padding, 0.0).sum(dim=1, keepdim=True) / lengths
+    variance = (
+        centred.masked_fill(is_padding, 0.0).square().mean(dim=2, keepdim=True).sum(dim=1, keepdim=True) / lengths
+    )
+    return centred / (variance + VARIANCE_FLOOR).sqrt()
+
+
+def _within(positions: Tensor, spans: Tensor) -> Tensor:
+    """Whether positions (n,) lie in one of the spans (B, k, 2), each (start, width): (B, n)."""
+    start, width = spans[..., None].unbind(dim=2)
+    return ((positions >= start) & (positions < start + width)).any(dim=1)
+
+
+def _causal_sums(x: Tensor) -> Tensor:
+    """The sum over the time up to each time of x (..., T, F).
+
+    By doubling: `cumsum` is not deterministic on a GPU, and rounds more.
+    """
+    shift = 1
+    while shift < x.shape[-2]:
+        x = x + functional.pad(x, (0, 0, shift, -shift))
+        shift *= 2
+    return x
