@@ -1,0 +1,49 @@
+"""When each symbol of a text was said: the most probable of the alignments that CTC adds up (Viterbi, 1967)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+BLANK = 0
+
+
+class Aligned(NamedTuple):
+    """Of each symbol of a text, (U,)."""
+
+    starts: np.ndarray
+    """int64, the frame where it begins."""
+    ends: np.ndarray
+    """int64, the frame after its last one."""
+    confidence: np.ndarray
+    """Its highest probability in these frames, in [0, 1]."""
+
+
+def align(log_probs: np.ndarray, ids: np.ndarray) -> Aligned:
+    """Where on the frames the symbols lie.
+
+    log_probs: (T, V), symbol 0 the blank. ids: (U,) integers in [1, V), which T frames must be enough for: as many as
+    symbols, and one for a blank between equal neighbours. Raises ValueError otherwise.
+    """
+    states = np.full(2 * len(ids) + 1, BLANK)  # blank, first symbol, blank, ..., last symbol, blank
+    states[1::2] = ids
+    may_skip = np.zeros(len(states), bool)
+    may_skip[2:] = (states[2:] != BLANK) & (states[2:] != states[:-2])
+    score = np.where(np.arange(len(states)) < 2, log_probs[0, states], -np.inf)
+    steps = np.zeros((len(log_probs), len(states)), np.int8)  # how many states each came from before
+    for t in range(1, len(log_probs)):
+        from_one = np.concatenate([[-np.inf], score[:-1]])
+        from_two = np.where(may_skip, np.concatenate([[-np.inf, -np.inf], score])[: len(states)], -np.inf)
+        ways = np.stack([score, from_one, from_two])
+        steps[t] = ways.argmax(0)
+        score = ways.max(0) + log_probs[t, states]
+    state = len(states) - 1 - int(len(states) > 1 and score[-2] > score[-1])
+    if score[state] == -np.inf:
+        raise ValueError(f"{len(log_probs)} frames are too few for {len(ids)} symbols")
+    path = np.empty(len(log_probs), np.int64)
+    for t in reversed(range(len(log_probs))):
+        path[t] = state
+        state -= int(steps[t, state])
+    said = 2 * np.arange(len(ids)) + 1
+    starts, ends = np.searchsorted(path, said), np.searchsorted(path, said, side="right")
+    highest = [log_probs[a:b, symbol].max() for a, b, symbol in zip(starts, ends, ids, strict=True)]
+    return Aligned(starts, ends, np.exp(highest))

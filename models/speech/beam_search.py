@@ -1,0 +1,210 @@
+"""Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), of many utterances at once, on the host.
+
+Unlike a search for the best path it adds up all alignments of a prefix. So a width of 1 is not greedy decoding either:
+in each frame it compares whole prefixes, where greedy decoding compares symbols.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+
+from models.speech.ctc import BLANK
+
+
+class Scorer(Protocol):
+    """What a language model adds to the log score of a prefix. Integers stand for its states."""
+
+    def begin(self) -> int:
+        """The state before all symbols; those given before are no longer needed."""
+
+    def scores(self, states: np.ndarray) -> np.ndarray:
+        """(...) int64 -> (..., V) float64: what each symbol adds when it is appended; of the blank anything."""
+
+    def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+        """The states (...) after these symbols (...) in [1, V)."""
+
+    def end(self, states: np.ndarray) -> np.ndarray:
+        """(...) float64: what the end of the utterance adds."""
+
+
+class Hypothesis(NamedTuple):
+    """A transcript, and its log-probability plus what the scorer adds."""
+
+    ids: tuple[int, ...]
+    log_score: float
+
+
+def beam_search(
+    log_probs: np.ndarray,
+    lengths: np.ndarray,
+    width: int,
+    *,
+    scorer: Scorer | None = None,
+    symbols_per_frame: int | None = None,
+) -> list[list[Hypothesis]]:
+    """At most `width` transcripts of each utterance, at least one, the best first.
+
+    With as many prefixes as can occur, the log-probabilities are exact sums over all alignments.
+
+    log_probs: (B, T, V), symbol 0 the blank. lengths: (B,), frames of each; what lies beyond does not matter. width:
+    prefixes kept after each frame. symbols_per_frame: a prefix is extended by no others than these most probable
+    ones of the frame; None, by all.
+    """
+    order = np.argsort(-lengths, kind="stable")  # those that go on come first
+    frames = log_probs[order].astype(np.float64)
+    frames[np.isnan(frames)] = -np.inf  # of a model that has diverged
+    num_symbols = frames.shape[2] - 1
+    num_tried = min(symbols_per_frame or num_symbols, num_symbols)
+    beam = _Beam.start(len(frames), width, 0 if scorer is None else scorer.begin())
+    sources, appended = np.zeros((2, frames.shape[1], len(frames), width), np.int64)
+    sources[:] = np.arange(width)
+    for t in range(lengths.max(initial=0)):
+        num_active = int((lengths > t).sum())
+        frame = frames[:num_active, t]
+        tried = np.argpartition(-frame[:, 1:], num_tried - 1, axis=1)[:, :num_tried] + 1
+        after, sources[t, :num_active], appended[t, :num_active] = _step(
+            beam.take(slice(num_active)), frame, tried, scorer
+        )
+        beam.put(after)
+    score = beam.score + (0 if scorer is None else scorer.end(beam.state))
+    return [hypotheses for _, hypotheses in sorted(zip(order, _backtrack(score, sources, appended), strict=True))]
+
+
+@dataclass
+class _Beam:
+    """The prefixes of each utterance, all arrays (B, W). An unused place has probability 0."""
+
+    blank: np.ndarray
+    """The log-probability of all alignments that end with a blank."""
+    symbol: np.ndarray
+    """The same of those that end with the prefix's last symbol."""
+    last: np.ndarray
+    """That symbol; 0 of the empty prefix."""
+    key: np.ndarray
+    """A hash of the prefix, uint64."""
+    parent_key: np.ndarray
+    """That of the prefix without its last symbol."""
+    state: np.ndarray
+    """The scorer's."""
+    bonus: np.ndarray
+    """What the scorer has added."""
+
+    @classmethod
+    def start(cls, batch_size: int, width: int, state: int) -> Self:
+        shape = batch_size, width
+        blank, symbol = np.full((2, *shape), -np.inf)
+        blank[:, 0] = 0
+        last, states = np.zeros(shape, np.int64), np.full(shape, state)
+        return cls(blank, symbol, last, np.ones(shape, np.uint64), np.zeros(shape, np.uint64), states, np.zeros(shape))
+
+    def take(self, places: Any) -> "_Beam":
+        return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
+
+    def put(self, others: "_Beam") -> None:
+        """In place of the first utterances."""
+        for field in fields(self):
+            values = getattr(others, field.name)
+            getattr(self, field.name)[: len(values)] = values
+
+    @property
+    def log_prob(self) -> np.ndarray:
+        return np.logaddexp(self.blank, self.symbol)
+
+    @property
+    def score(self) -> np.ndarray:
+        return self.log_prob + self.bonus
+
+
+def _step(
+    beam: _Beam, log_probs: np.ndarray, tried: np.ndarray, scorer: Scorer | None
+) -> tuple[_Beam, np.ndarray, np.ndarray]:
+    """One frame. log_probs: (B, V). tried: (B, K) symbols to append.
+
+    Returns the beam after it, (B, W) where in the beam each prefix comes from, and the symbol appended to that, or 0.
+    """
+    (batch_size, width), num_tried = beam.last.shape, tried.shape[1]
+    every = np.arange(batch_size)[:, None]
+    parent = _parents(beam)
+    stays = _stay(beam, parent, log_probs)
+    appends = _append(beam, parent, log_probs, tried)  # (B, W, K)
+    added = beam.bonus[:, :, None]
+    if scorer is not None:
+        added = added + scorer.scores(beam.state)[every[:, :, None], np.arange(width)[:, None], tried[:, None]]
+    added = np.broadcast_to(added, appends.shape)
+
+    scores = np.concatenate([stays.score, (appends + added).reshape(batch_size, -1)], 1)
+    best = np.argpartition(-scores, width - 1, axis=1)[:, :width]
+    is_new = best >= width
+    source, which = np.divmod(np.where(is_new, best - width, best * num_tried), num_tried)
+    after = stays.take((every, source))
+    new = is_new.nonzero()[0], source[is_new], which[is_new]
+    symbol = tried[new[0], new[2]]
+    after.blank[is_new], after.symbol[is_new], after.bonus[is_new] = -np.inf, appends[new], added[new]
+    after.parent_key[is_new], after.last[is_new] = after.key[is_new], symbol
+    after.key[is_new] = _extended(after.key[is_new], symbol)
+    if scorer is not None:
+        after.state[is_new] = scorer.advance(after.state[is_new], symbol)
+    appended = np.zeros_like(source)
+    appended[is_new] = symbol
+    return after, source, appended
+
+
+def _parents(beam: _Beam) -> np.ndarray:
+    """(B, W): where in the beam the prefix without its last symbol is; -1 where it is not."""
+    used = beam.log_prob > -np.inf
+    is_parent = beam.parent_key[:, :, None] == beam.key[:, None, :]  # (B, W prefixes, W parents)
+    is_parent &= used[:, :, None] & used[:, None, :]
+    return np.where(is_parent.any(2), is_parent.argmax(2), -1)
+
+
+def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
+    """The same prefixes: after a blank, their last symbol again, or that symbol after the parent."""
+    every = np.arange(len(parent))[:, None]
+    emitted = log_probs[every, beam.last]
+    before = np.where(beam.last[every, parent] == beam.last, beam.blank[every, parent], beam.log_prob[every, parent])
+    from_parent = np.where(parent >= 0, before + emitted, -np.inf)
+    return replace(
+        beam, blank=beam.log_prob + log_probs[:, :1], symbol=np.logaddexp(beam.symbol + emitted, from_parent)
+    )
+
+
+def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """(B, W, K) log-probabilities of longer prefixes; -inf of those that are in the beam already.
+
+    A symbol equal to the last one needs a blank between.
+    """
+    is_repeat = tried[:, None, :] == beam.last[:, :, None]
+    before = np.where(is_repeat, beam.blank[:, :, None], beam.log_prob[:, :, None])
+    is_there = np.zeros((*parent.shape, log_probs.shape[1]), bool)
+    row, child = (parent >= 0).nonzero()
+    is_there[row, parent[row, child], beam.last[row, child]] = True
+    is_there = np.take_along_axis(is_there, np.broadcast_to(tried[:, None, :], is_repeat.shape), 2)
+    return np.where(is_there, -np.inf, before + np.take_along_axis(log_probs, tried, 1)[:, None, :])
+
+
+def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+    """Keys of prefixes with a symbol more, mixed as in SplitMix64 (Steele et al., 2014)."""
+    keys = (keys ^ symbols.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return keys ^ (keys >> np.uint64(31))
+
+
+def _backtrack(score: np.ndarray, sources: np.ndarray, appended: np.ndarray) -> list[list[Hypothesis]]:
+    """score: (B, W). sources, appended: (T, B, W), of each frame."""
+    every = np.arange(len(score))[:, None]
+    place = np.argsort(-score, axis=1, kind="stable")
+    symbols = np.empty((*score.shape, len(sources)), np.int64)
+    ranked = np.take_along_axis(score, place, 1)
+    for t in reversed(range(len(sources))):
+        symbols[:, :, t] = appended[t, every, place]
+        place = sources[t, every, place]
+    return [
+        [
+            Hypothesis(tuple(ids[ids != BLANK].tolist()), float(log_score))
+            for i, (ids, log_score) in enumerate(zip(*pair, strict=True))
+            if i == 0 or log_score > -np.inf
+        ]
+        for pair in zip(symbols, ranked, strict=True)
+    ]

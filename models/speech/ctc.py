@@ -1,0 +1,152 @@
+"""Connectionist temporal classification (Graves et al., ICML 2006): its loss, and the best path.
+
+Symbol 0 is the blank, with which targets and decoded symbols are padded too.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLANK = 0
+
+_IMPOSSIBLE = -1e30
+"""The log-probability of what cannot be. Finite, so that differences of two of them are numbers."""
+
+
+def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p(target) of each utterance, (B,) in float32 at least, and whether it has an alignment, (B,) bool.
+
+    Without one, because the utterance is shorter than `shortest_alignment`, its loss and gradient are 0.
+
+    log_probs: (B, T, V), from a log-softmax, behind which the gradient is right. lengths: (B,) int64, frames of each.
+    targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. What lies beyond the lengths does not matter.
+    """
+    log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    targets = targets * _within(target_lengths, targets.shape[1])
+    fits = lengths >= shortest_alignment(targets)
+    targets, target_lengths = targets * fits.unsqueeze(1), target_lengths * fits
+    if log_probs.device.type == "cpu":
+        loss = F.ctc_loss(log_probs.transpose(0, 1), targets, lengths, target_lengths, BLANK, "none")
+    else:
+        loss = loss_without_waiting(log_probs, lengths, targets)
+    return torch.where(fits, loss, 0), fits
+
+
+def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
+    """`ctc_loss` for GPUs, where `F.ctc_loss` makes the host wait, and its gradient is not the same in every run.
+
+    A few small kernels for each frame are queued instead. targets: (B, U), padded with 0; the utterances fit them.
+    """
+    num_frames, num_symbols = log_probs.shape[1:]
+    # Beyond its end an utterance is silent for sure. That changes no probability, and all end at the same frame.
+    silence = log_probs.new_full((num_symbols,), _IMPOSSIBLE)
+    silence[BLANK] = 0
+    log_probs = torch.where(_within(lengths, num_frames).unsqueeze(2), log_probs, silence)
+    loss: Tensor = _Ctc.apply(log_probs, targets)
+    return loss
+
+
+def shortest_alignment(targets: Tensor) -> Tensor:
+    """The frames that each target needs at least, (B,): its symbols, and a blank between equal neighbours.
+
+    targets: (B, U), padded with 0.
+    """
+    repeats = (targets[:, 1:] == targets[:, :-1]) & (targets[:, 1:] != BLANK)
+    return (targets != BLANK).sum(1) + repeats.sum(1)
+
+
+class _Ctc(torch.autograd.Function):
+    """Sums over all alignments, from their first frame on (alpha) and from their last one back (beta).
+
+    A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state comes
+    after itself, after the one before it and, if it is a symbol unlike the last one, after the one before that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, targets: Tensor) -> Tensor:
+        """log_probs: (B, T, V). targets: (B, U), padded with blanks. Returns (B,)."""
+        batch_size, num_frames, _ = log_probs.shape
+        states = F.pad(F.pad(targets.unsqueeze(2), (1, 0)).flatten(1), (0, 1))  # (B, S)
+        emitted = log_probs.gather(2, states.unsqueeze(1).expand(-1, num_frames, -1)).transpose(0, 1)  # (T, B, S)
+        place = torch.arange(states.shape[1], device=states.device)
+        last = 2 * (targets != BLANK).sum(1, keepdim=True)
+        skips = (states != BLANK) & (states != F.pad(states, (2, 0))[:, :-2])
+
+        # Betas are alphas of what is reversed in time and states: one loop for both. Row 0 is before the first frame.
+        emitted_both = torch.cat([emitted, emitted.flip(0, 2)], 1)
+        first = torch.cat([(place == 0).expand_as(states), (place == last).flip(1)])
+        may_skip = torch.cat([skips, F.pad(skips, (0, 2))[:, 2:].flip(1)])
+        skipping = torch.where(may_skip, 0, _IMPOSSIBLE).to(log_probs.dtype)
+        sums = log_probs.new_full((num_frames + 1, 2 * batch_size, 2 + states.shape[1]), _IMPOSSIBLE)
+        sums[0, :, 2:].masked_fill_(first, 0)
+        same, one_back, two_back = (sums[:, :, i : i + states.shape[1]].unbind() for i in (2, 1, 0))
+        for t, emission in enumerate(emitted_both.unbind()):
+            here = torch.logaddexp(same[t], one_back[t], out=same[t + 1])
+            torch.logaddexp(here, two_back[t] + skipping, out=here).add_(emission)
+        is_end = (place == last) | (place == last - 1)
+        loss = -sums[-1, :batch_size, 2:].masked_fill(~is_end, _IMPOSSIBLE).logsumexp(1)
+        ctx.save_for_backward(states, emitted, sums, loss)
+        ctx.num_symbols = log_probs.shape[2]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient is minus the probability to be in a state, added up over the states of each symbol."""
+        states, emitted, sums, loss = ctx.saved_tensors
+        alpha, beta = sums[1:, :, 2:].chunk(2, 1)
+        occupied = (alpha + beta.flip(0, 2) - emitted + loss.unsqueeze(1)).exp()  # (T, B, S)
+        emits = states.unsqueeze(2) == torch.arange(ctx.num_symbols, device=states.device)  # (B, S, V)
+        with torch.autocast(loss.device.type, enabled=False):
+            of_symbol = occupied.transpose(0, 1) @ emits.to(occupied.dtype)
+        return of_symbol * -grads[0].view(-1, 1, 1), None
+
+
+class Decoded(NamedTuple):
+    """Symbols of each utterance, left-packed; all (B, T) but `sizes`, and 0 at padding."""
+
+    ids: Tensor
+    """int64 in [1, V)."""
+    starts: Tensor
+    """int64, the frame where the symbol begins."""
+    ends: Tensor
+    """int64, the frame after its last one."""
+    confidence: Tensor
+    """The highest probability of the symbol in its frames."""
+    sizes: Tensor
+    """(B,) int64, the number of symbols."""
+
+
+def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
+    """The most probable symbol of each frame, repeats merged, blanks dropped. Never waits for a GPU.
+
+    log_probs: (B, T, V). lengths: (B,) int64, frames of each utterance.
+    """
+    batch_size, num_frames, _ = log_probs.shape
+    best, path = log_probs.detach().max(2)
+    path = torch.where(_within(lengths, num_frames), path, BLANK)
+    is_symbol = path != BLANK
+    begins = is_symbol & (path != F.pad(path, (1, 0), value=BLANK)[:, :-1])
+    # The place of each frame's symbol in the output; one column more takes what belongs to none, and is cut off.
+    place = begins.cumsum(1) - 1
+    of_symbol = torch.where(is_symbol, place, num_frames)
+    of_begin = torch.where(begins, place, num_frames)
+
+    def packed(values: Tensor, place: Tensor, reduce: str) -> Tensor:
+        table = values.new_zeros(batch_size, num_frames + 1)
+        return table.scatter_reduce_(1, place, values, reduce)[:, :num_frames]
+
+    frames = torch.arange(num_frames, device=path.device).expand_as(path)
+    return Decoded(
+        ids=packed(path, of_begin, "amax"),
+        starts=packed(frames, of_begin, "amax"),
+        ends=packed(frames + 1, of_symbol, "amax"),
+        confidence=packed(best.exp(), of_symbol, "amax"),
+        sizes=begins.sum(1),
+    )
+
+
+def _within(lengths: Tensor, size: int) -> Tensor:
+    """(B,) -> (B, size) bool: which of the first `size` places lie within the lengths."""
+    return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)

@@ -1,0 +1,205 @@
+"""Encoders of speech: features of an utterance to states that a recogniser reads symbols from.
+
+Both are called as `states, lengths = encoder(features, lengths)`: features (B, T, F), padded at the end, with lengths
+(B,) int64 of at least 1 -> states (B, T', encoder.out_features) and their lengths. What lies behind an utterance's end
+has no effect on the states within it, and the states there mean nothing.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.dropout import Dropout, dropout_mask
+from models.speech.lmu import LMU
+from models.speech.parallel_lmu import ParallelLMU
+
+_NUM_INNER = 64
+"""Outputs of a convolution that another one follows: at its rate each of them is dear."""
+
+StreamState = list[Tensor | None]
+"""The inputs that each convolution still needs, then the memory of each block."""
+
+
+def steps_within(lengths: Tensor, num_steps: int) -> Tensor:
+    """(B,) -> (B, num_steps), True at the steps before each end."""
+    return torch.arange(num_steps, device=lengths.device) < lengths[:, None]
+
+
+class AttentionLMU(nn.Module):
+    """Layers of self-attention and a recurrent LMU each, the encoder of LeaStef/asr: T' = T.
+
+    With a linear layer from its states to 34 symbols the defaults have 7,158,818 parameters. theta in frames.
+    """
+
+    def __init__(
+        self,
+        num_features: int = 80,
+        width: int = 512,
+        num_layers: int = 4,
+        num_heads: int = 8,
+        memory_size: int = 256,
+        theta: float = 1000,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.subsampling = width, 1
+        self.enter = nn.Linear(num_features, width)
+        self.blocks: nn.ModuleList = nn.ModuleList(
+            AttentionLMULayer(width, num_heads, memory_size, theta, dropout) for _ in range(num_layers)
+        )
+        self.leave = nn.Linear(width, width)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        # An empty utterance attends to one frame of padding: without any a softmax is not defined.
+        mask = steps_within(lengths.clamp(min=1), features.shape[1])[:, None, None]
+        states = self.enter(features)
+        for layer in self.blocks:
+            states = layer(states, mask)
+        return self.leave(states), lengths
+
+
+class AttentionLMULayer(nn.Module):
+    """Self-attention in both directions, with a residual and a norm after it; an LMU without; norm; dropout."""
+
+    def __init__(self, width: int, num_heads: int, memory_size: int, theta: float, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attended = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.lmu = LMU(width, width, memory_size, theta)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x (B, T, width), mask (B, 1, 1, T) True at the frames to attend to."""
+        query, key, value = self.query_key_value(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)  # (B, heads, T, width / heads)
+        x = self.attention_norm(x + self.dropout(self.attended(mixed.transpose(1, 2).flatten(2))))
+        states, _ = self.lmu(x)
+        return self.dropout(self.norm(states))
+
+
+class ParallelLMUEncoder(nn.Module):
+    """Strided causal convolutions, then residual blocks of a parallel LMU and a feed-forward layer: T' = ceil(T / s).
+
+    s = subsampling is 1, 2 or 4. theta: the window of the memories in frames after subsampling. With one direction the
+    states depend on what came before alone, and `stream` gives them piece by piece.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        width: int = 96,
+        num_blocks: int = 3,
+        memory_size: int = 8,
+        theta: float = 16,
+        channels: int = 16,
+        subsampling: int = 4,
+        bidirectional: bool = True,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.bidirectional = width, bidirectional
+        strides = {1: [1], 2: [2], 4: [2, 2]}[subsampling]
+        sizes = pairwise([num_features, *[_NUM_INNER] * (len(strides) - 1), width])
+        self.subsampling = subsampling
+        self.convolutions = nn.ModuleList(
+            CausalConvolution(*size, stride) for size, stride in zip(sizes, strides, strict=True)
+        )
+        self.enter = nn.LayerNorm(width)
+        self.blocks: nn.ModuleList = nn.ModuleList(
+            ParallelLMUBlock(width, memory_size, theta, channels, bidirectional, dropout) for _ in range(num_blocks)
+        )
+        self.leave = nn.LayerNorm(width)
+        self.dropout = ChannelDropout(dropout)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        states = features
+        for convolution in self.convolutions:
+            states, _ = convolution(states)
+        lengths = (lengths + self.subsampling - 1) // self.subsampling
+        states = self.dropout(self.enter(states))
+        mask = steps_within(lengths, states.shape[1])
+        for block in self.blocks:
+            states, _ = block(states, mask=mask)
+        return self.leave(states), lengths
+
+    def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
+        """The next frames (B, T, F), T >= 0 -> the states (B, T', out_features) that they complete, T' >= 0.
+
+        state: what the last call returned, None at the beginning. Pieces of any lengths give the states that the whole
+        would give. One direction only.
+        """
+        assert not self.bidirectional, "a memory of what is to come cannot be streamed"
+        carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
+        after: StreamState = []
+        states = features
+        for convolution in self.convolutions:
+            states, inputs = convolution(states, next(carried))
+            after.append(inputs)
+        states = self.dropout(self.enter(states))
+        for block in self.blocks:
+            states, memory = block(states, next(carried))
+            after.append(memory)
+        return self.leave(states), after
+
+
+class ChannelDropout(Dropout):
+    """Dropout of whole channels of an utterance: one draw for all of its steps (Gal and Ghahramani, NeurIPS 2016)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D); the identity in eval mode."""
+        if not self.training or self.p == 0:
+            return x
+        return x * dropout_mask((len(x), 1, x.shape[2]), self.p, x)
+
+
+class CausalConvolution(nn.Module):
+    """A convolution over time whose output t sees the inputs up to t * stride, and GELU: ceil(T / stride) outputs."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, stride: int, kernel_size: int = 5) -> None:
+        super().__init__()
+        self.stride = stride
+        self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
+
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, T, num_inputs) and the inputs that still count, zeros at the beginning -> outputs, such inputs."""
+        (kernel_size,) = self.convolution.kernel_size
+        if inputs is None:
+            inputs = x.new_zeros(len(x), kernel_size - 1, x.shape[2])
+        x = torch.cat([inputs, x], dim=1)
+        num_outputs = max(0, (x.shape[1] - kernel_size) // self.stride + 1)
+        if num_outputs == 0:
+            return x.new_zeros(len(x), 0, self.convolution.out_channels), x
+        return F.gelu(self.convolution(x.transpose(1, 2))).transpose(1, 2), x[:, num_outputs * self.stride :]
+
+
+class ParallelLMUBlock(nn.Module):
+    """x + LMU(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(
+        self, width: int, memory_size: int, theta: float, channels: int, bidirectional: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.lmu_norm = nn.LayerNorm(width)
+        self.lmu = ParallelLMU(
+            width, width, memory_size, theta,
+            channels=channels, bidirectional=bidirectional, signal_activation=nn.Identity(), activation=F.gelu,
+        )  # fmt: skip
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.dropout = ChannelDropout(dropout)
+
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, width); memory and mask as in ParallelLMU. Returns the same shape, and the memory after it."""
+        if x.shape[1] == 0:
+            return x, memory
+        mixed, memory = self.lmu(self.lmu_norm(x), memory, mask)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.feed_forward(x)), memory

@@ -1,0 +1,260 @@
+"""N-gram language models: from ARPA files, and as what `beam_search` adds to its scores (shallow fusion).
+
+A transcript y of a sound x scores log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014). A
+unit is what the model predicts: a symbol, or a word, whose score comes with the space after it or the end.
+"""
+
+import gzip
+import math
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+START, END, UNKNOWN = "<s>", "</s>", "<unk>"
+SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")
+"""How ARPA files of characters write a space."""
+
+_NEVER = -100.0
+"""The least log10-probability, and that of an unknown word where a file gives none, as in KenLM."""
+
+
+@dataclass(frozen=True)
+class NGram:
+    """Probabilities of words after others, with backoff weights (Katz, 1987).
+
+    entries: words -> (log10-probability of the last one after the others, log10 of the backoff weight of all).
+    """
+
+    order: int
+    entries: dict[tuple[str, ...], tuple[float, float]]
+
+    def score(self, history: Sequence[str], word: str) -> float:
+        """Natural log-probability of a word. history: all words before it; `START` is the first of a sentence."""
+        words = tuple(w if (w,) in self.entries else UNKNOWN for w in (*self.context(history), word))
+        backoff = 0.0
+        for first in range(len(words)):
+            if words[first:] in self.entries:
+                return (backoff + self.entries[words[first:]][0]) * math.log(10)
+            backoff += self.entries.get(words[first:-1], (0.0, 0.0))[1]
+        return (backoff + _NEVER) * math.log(10)
+
+    def context(self, history: Sequence[str]) -> tuple[str, ...]:
+        """As much of the history as matters."""
+        return tuple(history[max(0, len(history) - self.order + 1) :])
+
+    @property
+    def vocabulary(self) -> set[str]:
+        """The words, without start, end and unknown."""
+        return {words[0] for words in self.entries if len(words) == 1} - {START, END, UNKNOWN}
+
+
+def read_arpa(path: Path) -> NGram:
+    """Reads an ARPA file, UTF-8, of any order; compressed by gzip if its name ends with .gz.
+
+    Raises OSError, and ValueError with file, line and value for whatever is wrong with its contents.
+    """
+    counts: dict[int, int] = {}
+    entries: dict[tuple[str, ...], tuple[float, float]] = {}
+    order = -1  # of the section: 0 in \data\, -1 before it, where any text may stand
+    for number, line in _lines(path):
+        place = f"{path}:{number}"
+        section = re.fullmatch(r"\\(\d+)-grams:", line)
+        if line == "\\data\\":
+            order = 0
+        elif order == -1:
+            continue
+        elif line == "\\end\\":
+            _check_counts(entries, counts, place)
+            return NGram(max(counts, default=0), entries)
+        elif section is not None:
+            order = int(section[1])
+        elif order == 0:
+            announced = re.fullmatch(r"ngram\s+(\d+)\s*=\s*(\d+)", line)
+            if announced is None:
+                raise ValueError(f"{place}: {line!r} is not of the form ngram ORDER=COUNT")
+            counts[int(announced[1])] = int(announced[2])
+        else:
+            _add_entry(entries, line, order, place)
+    missing = "\\data\\" if order == -1 else "\\end\\"
+    raise ValueError(f"{path}: no line {missing}: not an ARPA file, or cut short")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Those that are not empty, with their numbers."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line.strip()
+        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: not text in UTF-8, or damaged: {error}") from None
+
+
+def _add_entry(entries: dict[tuple[str, ...], tuple[float, float]], line: str, order: int, place: str) -> None:
+    probability, *words = re.split(r"[ \t]+", line)
+    backoff = words.pop() if len(words) == order + 1 else "0"
+    if len(words) != order:
+        raise ValueError(f"{place}: {line!r} is not a log10-probability, {order} words and at most a backoff weight")
+    try:
+        values = max(float(probability), _NEVER), max(float(backoff), _NEVER)
+    except ValueError:
+        values = math.nan, math.nan
+    if not (values[0] <= 0 and values[1] < math.inf):
+        raise ValueError(f"{place}: {probability} or {backoff} is no log10-probability and log10 backoff weight")
+    if tuple(words) in entries:
+        raise ValueError(f"{place}: {' '.join(words)!r} is there for the second time")
+    entries[tuple(words)] = values
+
+
+def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: dict[int, int], place: str) -> None:
+    found = Counter(map(len, entries))
+    for order in sorted(counts.keys() | found.keys()):
+        if found[order] != counts.get(order, 0):
+            announced = f"but {counts.get(order, 0)} by the section \\data\\"
+            raise ValueError(f"{place}: {found[order]} {order}-grams before it, {announced}")
+
+
+class _Fusion(ABC):
+    """A `Scorer` that numbers its contexts as they come, and keeps the scores of each in a row of a table."""
+
+    def __init__(self, num_symbols: int) -> None:
+        self._table = np.zeros((64, num_symbols))
+        self._contexts: list[tuple] = []
+        self._states: dict[tuple, int] = {}
+        self._after: dict[tuple[int, int], int] = {}
+
+    @abstractmethod
+    def first_context(self) -> tuple:
+        """Before all symbols."""
+
+    @abstractmethod
+    def row(self, context: tuple) -> np.ndarray:
+        """(V,): what each symbol adds."""
+
+    @abstractmethod
+    def next_context(self, context: tuple, symbol: int) -> tuple: ...
+
+    @abstractmethod
+    def end_of(self, context: tuple) -> float: ...
+
+    def begin(self) -> int:
+        self._contexts.clear()
+        self._states.clear()
+        self._after.clear()
+        return self._state(self.first_context())
+
+    def scores(self, states: np.ndarray) -> np.ndarray:
+        return self._table[states]
+
+    def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+        pairs = zip(states.tolist(), symbols.tolist(), strict=True)
+        return np.array([self._after[pair] if pair in self._after else self._step(*pair) for pair in pairs], np.int64)
+
+    def end(self, states: np.ndarray) -> np.ndarray:
+        used, where = np.unique(states, return_inverse=True)
+        return np.array([self.end_of(self._contexts[state]) for state in used])[where].reshape(states.shape)
+
+    def _step(self, state: int, symbol: int) -> int:
+        after = self._after[state, symbol] = self._state(self.next_context(self._contexts[state], symbol))
+        return after
+
+    def _state(self, context: tuple) -> int:
+        state = self._states.setdefault(context, len(self._contexts))
+        if state == len(self._contexts):
+            self._contexts.append(context)
+            if state == len(self._table):
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._table[state] = self.row(context)
+        return state
+
+
+class SymbolScorer(_Fusion):
+    """Adds the score of each symbol as it comes. Without an n-gram only the bonus.
+
+    symbols: (V,), what the n-gram calls them, the blank first; a space may be any of `SPACE_NAMES`.
+    """
+
+    def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:
+        super().__init__(len(symbols))
+        self.ngram, self.weight, self.bonus = ngram, weight, bonus
+        known = set() if ngram is None else ngram.vocabulary
+        space = next((name for name in SPACE_NAMES if name in known), " ")
+        self.symbols = [space if symbol == " " else symbol for symbol in symbols]
+
+    def first_context(self) -> tuple[str, ...]:
+        return () if self.ngram is None else self.ngram.context([START])
+
+    def row(self, context: tuple[str, ...]) -> np.ndarray:
+        if self.ngram is None:
+            return np.full(len(self.symbols), self.bonus)
+        scores = [self.ngram.score(context, symbol) for symbol in self.symbols]
+        return self.weight * np.array(scores) + self.bonus
+
+    def next_context(self, context: tuple[str, ...], symbol: int) -> tuple[str, ...]:
+        return () if self.ngram is None else self.ngram.context((*context, self.symbols[symbol]))
+
+    def end_of(self, context: tuple[str, ...]) -> float:
+        return 0.0 if self.ngram is None else self.weight * _end_score(self.ngram, context)
+
+
+class WordScorer(_Fusion):
+    """Adds the score of a word when a space follows or the utterance ends. Spaces without a word between add nothing.
+
+    symbols: (V,), the blank first, a space among them; a word is the symbols between spaces, joined.
+    """
+
+    def __init__(self, ngram: NGram, symbols: Sequence[str], weight: float, bonus: float) -> None:
+        super().__init__(len(symbols))
+        self.ngram, self.symbols, self.weight, self.bonus = ngram, symbols, weight, bonus
+        self.space = symbols.index(" ")
+
+    def first_context(self) -> tuple[tuple[str, ...], str]:
+        return self.ngram.context([START]), ""
+
+    def row(self, context: tuple[tuple[str, ...], str]) -> np.ndarray:
+        scores = np.zeros(len(self.symbols))
+        scores[self.space] = self._word_score(*context)
+        return scores
+
+    def next_context(self, context: tuple[tuple[str, ...], str], symbol: int) -> tuple[tuple[str, ...], str]:
+        history, begun = context
+        if symbol != self.space:
+            return history, begun + self.symbols[symbol]
+        return (self.ngram.context((*history, begun)) if begun else history), ""
+
+    def end_of(self, context: tuple[tuple[str, ...], str]) -> float:
+        history, begun = context
+        words = (*history, begun) if begun else history
+        return self._word_score(history, begun) + self.weight * _end_score(self.ngram, words)
+
+    def _word_score(self, history: tuple[str, ...], word: str) -> float:
+        return self.weight * self.ngram.score(history, word) + self.bonus if word else 0.0
+
+
+def _end_score(ngram: NGram, history: Sequence[str]) -> float:
+    """Of the end after the history; 0 where the model does not predict ends."""
+    return ngram.score(history, END) if (END,) in ngram.entries else 0.0
+
+
+def build_scorer(
+    ngram: NGram | None, symbols: Sequence[str], weight: float = 1.0, bonus: float = 0.0
+) -> SymbolScorer | WordScorer:
+    """Of words, if a space is among the symbols and the n-gram predicts more than single characters; else of symbols.
+
+    symbols: (V,), the blank first. Raises ValueError if nothing that the n-gram predicts can be spelled with them.
+    """
+    if ngram is None:
+        return SymbolScorer(None, symbols, weight, bonus)
+    predicted = ngram.vocabulary - set(SPACE_NAMES)
+    of_words = " " in symbols and any(len(word) > 1 for word in predicted)
+    known = set(symbols)
+    if not any(set(word) <= known if of_words else word in known for word in predicted):
+        strange = min(predicted, default="nothing")
+        raise ValueError(f"predicts {strange!r} and the like, which the alphabet cannot spell; it is in lower case")
+    return (WordScorer if of_words else SymbolScorer)(ngram, symbols, weight, bonus)

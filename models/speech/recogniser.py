@@ -1,0 +1,77 @@
+"""A speech recogniser for CTC: audio in, log-probabilities of symbols out."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
+from models.speech.encoders import StreamState as EncoderState
+from models.speech.front_end import LogMel
+from models.speech.front_end import StreamState as FrontEndState
+
+
+class Recognised(NamedTuple):
+    """What CTC decodes."""
+
+    log_probs: Tensor
+    """(B, T, num_symbols), float32 or float64; symbol 0 is the blank."""
+    lengths: Tensor
+    """(B,) int64: frames of each utterance; the rest is padding."""
+
+
+class StreamState(NamedTuple):
+    """What `SpeechRecogniser.stream` carries from chunk to chunk."""
+
+    front_end: FrontEndState | None = None
+    encoder: EncoderState | None = None
+
+
+class SpeechRecogniser(nn.Module):
+    """A front end, an encoder and a linear layer."""
+
+    def __init__(self, front_end: LogMel, encoder: AttentionLMU | ParallelLMUEncoder, num_symbols: int) -> None:
+        """num_symbols: the blank included."""
+        super().__init__()
+        self.front_end = front_end
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.out_features, num_symbols)
+
+    def forward(
+        self,
+        audio: Tensor,
+        num_samples: Tensor,
+        warp: Tensor | None = None,
+        freq_masks: Tensor | None = None,
+        time_masks: Tensor | None = None,
+    ) -> Recognised:
+        """The arguments are those of `LogMel.forward`; the last three distort training utterances."""
+        features, lengths = self.front_end(audio, num_samples, warp, freq_masks, time_masks)
+        states, lengths = self.encoder(features, lengths)
+        return Recognised(self._log_probs(states), lengths)
+
+    def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
+        """The next samples (B, S) -> the log-probabilities (B, T, num_symbols), T >= 0, that they complete.
+
+        state: what the last call returned, None at the beginning. In eval mode chunks of any sizes give what `forward`
+        gives of the whole. Only for an encoder of one direction and a front end that does not need the whole.
+        """
+        assert isinstance(self.encoder, ParallelLMUEncoder), "its attention needs the whole utterance"
+        before = state or StreamState()
+        features, of_front_end = self.front_end.stream(audio, before.front_end)
+        states, of_encoder = self.encoder.stream(features, before.encoder)
+        return self._log_probs(states), StreamState(of_front_end, of_encoder)
+
+    @property
+    def frame_s(self) -> float:
+        """Seconds from one frame of log-probabilities to the next."""
+        return self.encoder.subsampling * self.front_end.hop / self.front_end.sample_rate
+
+    def num_frames(self, num_samples: Tensor) -> Tensor:
+        """Frames of log-probabilities that so many samples of audio give, int64."""
+        return -(-self.front_end.num_frames(num_samples) // self.encoder.subsampling)
+
+    def _log_probs(self, states: Tensor) -> Tensor:
+        """In full precision under autocast too: CTC multiplies hundreds of them."""
+        logits: Tensor = self.head(states)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

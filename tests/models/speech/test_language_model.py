@@ -1,0 +1,133 @@
+"""ARPA files: probabilities by hand and as a whole, and what is said of wrong ones."""
+
+import gzip
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from models.speech.language_model import NGram, SymbolScorer, WordScorer, build_scorer, read_arpa
+from tests.models.speech.arpa import estimated_arpa
+
+SENTENCES = [line.split() for line in ["a b a", "b a b b", "c a", "a a b c", "c"]]
+
+BY_HAND = """Made by hand.
+
+\\data\\
+ngram 1=4
+ngram 2=2
+
+\\1-grams:
+-1\t<s>\t-0.5
+-0.25 a -0.125
+-0.75\tb
+-2\t<unk>
+
+\\2-grams:
+-0.0625\t<s> a
+-0.03125\ta b
+
+\\end\\
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        path = tmp_path / "model.arpa"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("history", "word", "log10"),
+    [
+        (["<s>"], "a", -0.0625),
+        (["<s>"], "b", -0.5 - 0.75),  # backs off
+        (["b"], "a", -0.25),  # without a weight
+        (["<s>", "b", "a"], "b", -0.03125),  # only the last word of the history counts
+        (["a"], "z", -0.125 - 2),  # unknown
+        (["z"], "b", -0.75),
+        ([], "a", -0.25),
+    ],
+)
+def test_scores_by_hand(written, history, word, log10):
+    assert read_arpa(written(BY_HAND)).score(history, word) == pytest.approx(log10 * math.log(10), rel=1e-15)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_probabilities_add_up_to_one_after_every_history(written, order):
+    ngram = read_arpa(written(estimated_arpa(SENTENCES, order)))
+    assert ngram.order == order and ngram.vocabulary == {"a", "b", "c"}
+    words = [*ngram.vocabulary, "</s>", "<unk>"]
+    for length in range(4):
+        for history in itertools.product(["a", "b", "c", "z"], repeat=length):
+            total = sum(math.exp(ngram.score(["<s>", *history], word)) for word in words)
+            assert total == pytest.approx(1, rel=1e-9), history
+
+
+def test_a_word_that_is_unknown_to_a_model_without_unknown_words(written):
+    text = BY_HAND.replace("-2\t<unk>\n", "").replace("1=4", "1=3")
+    assert read_arpa(written(text)).score(["<s>"], "z") == pytest.approx((-0.5 - 100) * math.log(10))
+
+
+def test_compressed_files(tmp_path, written):
+    path = tmp_path / "model.arpa.gz"
+    path.write_bytes(gzip.compress(BY_HAND.encode()))
+    assert read_arpa(path) == read_arpa(written(BY_HAND))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\\data\\", "\\date\\", r"model.arpa: no line \data\: not an ARPA file, or cut short"),
+        ("\\end\\", "", r"model.arpa: no line \end\: not an ARPA file, or cut short"),
+        ("1=4", "1=5", r"model.arpa:17: 4 1-grams before it, but 5 by the section \data\ "),
+        ("ngram 2=2", "", r"model.arpa:17: 2 2-grams before it, but 0 by the section \data\ "),
+        ("ngram 2=2", "2 bigrams", "model.arpa:5: '2 bigrams' is not of the form ngram ORDER=COUNT"),
+        ("-0.25 a", "-0,25 a", "model.arpa:9: -0,25 or -0.125 is no log10-probability and log10 backoff weight"),
+        ("-0.25 a", "0.25 a", "model.arpa:9: 0.25 or -0.125 is no log10-probability and log10 backoff weight"),
+        ("-0.25 a -0.125", "-0.25 a nan", "model.arpa:9: -0.25 or nan is no log10-probability"),
+        ("\ta b\n", "\ta b c d\n", "is not a log10-probability, 2 words and at most a backoff weight"),
+        ("-0.75\tb", "-0.75\ta", "model.arpa:10: 'a' is there for the second time"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(written, old, new, said):
+    assert old in BY_HAND
+    with pytest.raises(ValueError) as raised:
+        read_arpa(written(BY_HAND.replace(old, new, 1)))
+    assert said.strip() in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [b"\\data\\\n\xff\n", gzip.compress(BY_HAND.encode())[:-30], b"no gzip"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / ("model.arpa" if content[:1] == b"\\" else "model.arpa.gz")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}: not text in UTF-8, or damaged"):
+        read_arpa(path)
+
+
+def test_whether_words_or_symbols_are_scored_is_seen_from_the_vocabulary(written):
+    ngram = read_arpa(written(BY_HAND))
+    assert isinstance(build_scorer(ngram, ["", "a", "b", "c", " "]), SymbolScorer)
+    assert isinstance(build_scorer(ngram, ["", "a"]), SymbolScorer)  # it may know more words than the alphabet
+    mixed = NGram(1, {("ab",): (-1.0, 0.0), ("THE",): (-1.0, 0.0)})
+    assert isinstance(build_scorer(mixed, ["", "a", "b", " "]), WordScorer)
+    words = NGram(1, {("THE",): (-1.0, 0.0)})
+    for symbols in (["", "t", "h", "e", " "], ["", "the"]):
+        with pytest.raises(
+            ValueError, match="'THE' and the like, which the alphabet cannot spell; it is in lower case"
+        ):
+            build_scorer(words, symbols)
+
+
+def test_a_new_search_forgets_the_states_of_the_last_one(written):
+    """Else they would grow with every utterance."""
+    scorer = build_scorer(read_arpa(written(BY_HAND)), ["", "a", "b", " "])
+    for symbol in (1, 2, 1):
+        start = np.array([scorer.begin()])
+        assert scorer.advance(start, np.array([symbol])).tolist() == [1]
+        assert scorer.scores(np.array([1])).shape == (1, 4)
