@@ -21,9 +21,11 @@ from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
+from trainer.task import PerSample
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.kgat import KgatFlags, KgatTask
 from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
+from trainer.tasks.speech import SpeechFlags, SpeechTask
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty
@@ -32,6 +34,7 @@ DROPOUT_KEY = (0, 0, 0, 0)
 
 SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01, "mhc_sinkhorn_iters": 3}
 KGAT = {"embed_dim": 8, "layer_dims": (8, 4), "relation_dim": 5, "dropout": 0.2, "node_dropout": 0.2}  # same_masks
+SPEECH = {"num_mels": 12, "width": 8, "num_blocks": 1, "channels": 2, "memory_size": 4, "theta": 4.0, "dropout": 0.0}
 TASKS = {
     "weighted": (Weighted, WeightedFlags(), "train"),
     "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,)), "train"),
@@ -42,6 +45,7 @@ TASKS = {
     ),
     "kgat-cf": (KgatTask, KgatFlags(**KGAT), "cf"),
     "kgat-kg": (KgatTask, KgatFlags(**KGAT), "kg"),
+    "speech": (SpeechTask, SpeechFlags(**SPEECH), "train"),
 }  # fmt: skip
 
 
@@ -210,7 +214,10 @@ def test_sums_and_weights_are_additive(cache_dir):
                 found.append(net(batch, parts.phase) | {"weight": batch["weight"].sum()})
             whole, *others = found
             for key, value in whole.items():
-                total = sum(part[key] for part in others)
+                if isinstance(value, PerSample):
+                    value, total = value.values, torch.cat([part[key].values for part in others])
+                else:
+                    total = sum(part[key] for part in others)
                 torch.testing.assert_close(total, value, rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
 
 

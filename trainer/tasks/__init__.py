@@ -27,7 +27,13 @@ def _kgat() -> type[Task]:
     return KgatTask
 
 
-TASKS: dict[str, Callable[[], type[Task]]] = {"har": _har, "seqrec": _seqrec, "kgat": _kgat}
+def _speech() -> type[Task]:
+    from trainer.tasks.speech import SpeechTask
+
+    return SpeechTask
+
+
+TASKS: dict[str, Callable[[], type[Task]]] = {"har": _har, "seqrec": _seqrec, "kgat": _kgat, "speech": _speech}
 """Each imports its task when called: a task of a user's own may have packages `data` and `models` beside it."""
 
 IN_NO_FILE = "__main__"

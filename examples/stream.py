@@ -1,0 +1,101 @@
+"""Writes what is said in a recording while it plays: 100 ms after 100 ms, by a run that was trained with --streaming.
+
+python main.py --task speech --streaming --save-dir checkpoints/streaming
+python -m examples.stream checkpoints/streaming recording.wav
+"""
+
+import argparse
+import time
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import trainer
+
+
+class Transcriber:
+    """Chunks of audio -> the text that each of them completes. A symbol is written in the frame where it begins."""
+
+    def __init__(self, model: Any, symbols: list[str], separator: str = "") -> None:
+        """model: a `SpeechRecogniser`. symbols: without the blank. separator: between two of them."""
+        self.model, self.symbols, self.separator = model, ["", *symbols], separator
+        self.state: Any = None  # what the model remembers
+        self.last = 0
+
+    @torch.inference_mode()
+    def __call__(self, chunk: Tensor) -> str:
+        """chunk: (samples,) in [-1, 1], of any length."""
+        log_probs, self.state = self.model.stream(chunk.unsqueeze(0), self.state)
+        text = ""
+        for symbol in log_probs[0].argmax(1).tolist():
+            if symbol not in (0, self.last):
+                text += self.symbols[symbol] + self.separator
+            self.last = symbol
+        return text
+
+    @property
+    def delay_s(self) -> float:
+        """From a sound to the end of the first frame after it that the encoder looks at, at most."""
+        front_end, encoder = self.model.front_end, self.model.encoder
+        skipped = (encoder.subsampling - 1) * front_end.hop
+        return float((front_end.window_length + skipped) / front_end.sample_rate)
+
+
+def load_transcriber(run: Path) -> Transcriber:
+    model: Any = trainer.load(run)
+    if model.front_end.normalise == "utterance":
+        raise SystemExit(f"{run}: hears an utterance as a whole; train it with --streaming")
+    checkpoint = torch.load(run / "best.pth", weights_only=True)
+    separator = " " if checkpoint["config"]["--units"] == "words" else ""
+    return Transcriber(model, checkpoint["data_facts"]["alphabet"], separator)
+
+
+def read_wav(path: Path, sample_rate: int) -> Tensor:
+    """(samples,) in [-1, 1]; of several channels the mean."""
+    try:
+        with wave.open(str(path)) as file:
+            if (file.getsampwidth(), file.getframerate()) != (2, sample_rate):
+                found = f"{8 * file.getsampwidth()} bits at {file.getframerate()} Hz"
+                raise SystemExit(f"{path}: {found}; the run takes 16 bits at {sample_rate} Hz: resample it")
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
+    except (OSError, EOFError, wave.Error) as error:
+        raise SystemExit(f"{path}: {error}; give a wav of 16 bits") from None
+    if len(samples) == 0:
+        raise SystemExit(f"{path}: holds no sound")
+    return torch.from_numpy(samples.mean(axis=1, dtype=np.float32) / 2**15)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("recording", type=Path, help="wav of 16 bits")
+    parser.add_argument("--chunk-ms", type=int, default=100, help="from 1 on (default: 100)")
+    args = parser.parse_args()
+    if args.chunk_ms < 1:
+        parser.error(f"--chunk-ms {args.chunk_ms}: must be at least 1")
+    torch.set_num_threads(1)
+    transcriber = load_transcriber(args.run)
+    sample_rate = transcriber.model.front_end.sample_rate
+    audio = read_wav(args.recording, sample_rate)
+    times = []
+    for chunk in audio.split(args.chunk_ms * sample_rate // 1000):
+        start = time.perf_counter()
+        text = transcriber(chunk)
+        times.append(time.perf_counter() - start)
+        print(text, end="", flush=True)
+    seconds = len(audio) / sample_rate
+    print(f"\n{seconds:.2f} s of audio in {sum(times):.3f} s: real-time factor {sum(times) / seconds:.3f}, one thread")
+    latency_ms = args.chunk_ms + 1000 * (transcriber.delay_s + float(np.median(times)))
+    print(
+        f"A sound has been heard after at most {latency_ms:.0f} ms: a chunk of {args.chunk_ms} ms, frames of "
+        f"{1000 * transcriber.delay_s:.0f} ms, and {1000 * np.median(times):.1f} ms to compute; its symbol may come "
+        "later, when the model is sure"
+    )
+
+
+if __name__ == "__main__":
+    main()

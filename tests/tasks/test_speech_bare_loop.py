@@ -1,0 +1,95 @@
+"""What a run learns of speech is what a bare loop learns: one utterance at a time, torch's CTC and AdamW, in float64.
+
+The bare loop knows the model, the samples as drawn and which of them make a step; nothing is ever padded in it.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import load
+from tests.helpers.small_speech import SMALL, SMALL_LMU, write_digits, write_sentences
+from trainer.commands.build import build_task
+from trainer.commands.parse import parse
+from trainer.loading.order import SampleKeys
+
+EPOCHS, BATCH_SIZE, LR, DECAY, MAX_NORM = 3, 10, 0.01, 0.1, 8.0
+FLAGS = [
+    "--task", "speech", "--dropout", 0, "--dtype", "float64", "--num-threads", 1, "--epochs", EPOCHS,
+    "--global-batch-size", BATCH_SIZE, "--lr", LR, "--weight-decay", DECAY, "--max-grad-norm", MAX_NORM,
+    "--schedule", "constant", "--warmup-steps", 0, "--eval-every", EPOCHS,
+]  # fmt: skip
+CASES = {
+    "utterances": (write_digits, SMALL),
+    "streaming": (write_sentences, [*SMALL, "--streaming"]),
+    "seconds": (write_digits, [*SMALL, "--batch-by", "seconds", "--augmentation", 0]),
+    "words": (write_sentences, [*SMALL, "--units", "words"]),
+    "strings": (write_digits, [*SMALL, "--strings", "1-3", "--num-strings", 33, "--growing-epochs", 2]),
+    "lmu": (write_sentences, SMALL_LMU),
+}
+
+
+def bare_loop(task, divide=lambda sample: 1):
+    """The weights that it comes to, and the mean loss of each epoch. divide: the loss of a sample by what."""
+    torch.manual_seed(0)
+    objective = task.build_objective().double()
+    task.initialise(objective)
+    model = objective.model.train()
+    params, data, losses = list(model.parameters()), task.splits()["train"], []
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": DECAY},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98))
+    for epoch in range(EPOCHS):
+        total = 0.0
+        for step in task.order("train", epoch, BATCH_SIZE):
+            samples = [data.__getitems__(SampleKeys(np.array([i]), epoch)) for i in step]
+            loss = sum(ctc(model, sample) / divide(sample) for sample in samples)
+            optimizer.zero_grad()
+            (loss / len(step)).backward()
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+            optimizer.step()
+            total += loss.item()
+        losses.append(total / len(data))
+    return model.state_dict(), losses
+
+
+def ctc(model, sample):
+    sample = {name: torch.from_numpy(values) for name, values in sample.items()}
+    distortions = [sample[name].double() if name in sample else None for name in ("warp", "freq_masks", "time_masks")]
+    log_probs, lengths = model(sample["audio"].double(), sample["num_samples"], *distortions)
+    assert lengths.tolist() == [log_probs.shape[1]]
+    return F.ctc_loss(log_probs[0], sample["targets"][0], lengths, sample["target_length"], reduction="sum")
+
+
+def difference(found, expected):
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
+
+
+def run_and_task(case, run_here, cache_dir, directory):
+    """The weights that a run comes to, and its task."""
+    write, more = CASES[case]
+    argv = [*FLAGS, *more, "--data-dir", write(directory / "data")]
+    run_here(*argv, "--batch-size", 4, "--save-dir", directory / "run")
+    flags, problems = parse([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
+    assert problems == []
+    return load(directory / "run" / "final.pth")["model"], build_task(flags)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_learns_what_a_bare_loop_learns(case, run_here, cache_dir, tmp_path):
+    found, task = run_and_task(case, run_here, cache_dir, tmp_path)
+    expected, losses = bare_loop(task)
+    # A softmax is blind to the bias of its keys: what Adam makes of that gradient is rounding.
+    assert difference(found, expected) < (1e-9 if case == "lmu" else 1e-12)
+    assert losses[-1] < losses[0]
+
+
+def test_ctc_is_not_divided_by_the_length_of_a_transcript(run_here, cache_dir, tmp_path):
+    """The negative control: the mean that torch takes by default, which does not add up over devices."""
+    found, task = run_and_task("streaming", run_here, cache_dir, tmp_path)
+    wrong, _ = bare_loop(task, divide=lambda sample: int(sample["target_length"][0]))
+    assert difference(found, wrong) > 1e-3

@@ -1,0 +1,484 @@
+"""Speech recognition: what was said, from a recording, by Legendre memory units and CTC."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data.speech.augmentation import Augmentation, Augmenter
+from data.speech.corpus import Corpus
+from data.speech.reader import load_corpus, read_recordings
+from data.speech.splits import Split, hold_out, speaker_folds
+from data.speech.synthetic import load_synthetic_corpus
+from data.speech.text import Alphabet, Units, shortest_frames
+from data.speech.utterances import Strings, Utterances
+from models.speech.ctc import ctc_loss
+from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
+from models.speech.front_end import LogMel
+from models.speech.recogniser import Recognised, SpeechRecogniser
+from trainer.config import FlagGroup, flag, flag_name, shown
+from trainer.loading.batch_orders import bucketed_batches, even_batches
+from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+from trainer.task import Objective, Outputs, ParamGroup, PerSample, Picture, Task
+from trainer.tasks.speech_decoder import Decoder
+from trainer.tasks.speech_pictures import draw_utterances
+from trainer.tasks.speech_report import error_counts, error_rates, worst_utterances
+from trainer.tasks.speech_words import timed_words
+
+_OF_MODEL: dict[str, tuple[str, ...]] = {
+    "plmu": ("width", "num_blocks", "channels", "subsampling", "streaming"),
+    "lmu": ("hidden_size", "num_layers", "num_heads"),
+}
+"""Flags that one model has a use for and the other has not."""
+_USUAL: dict[str, dict[str, float]] = {
+    "plmu": {"num_mels": 40, "memory_size": 8, "theta": 16.0},
+    "lmu": {"num_mels": 80, "memory_size": 256, "theta": 1000.0},
+}
+"""What these flags are by default, by model."""
+_NEEDS = {
+    "val_speakers": ("split", "--split speaker"),
+    "test_speakers": ("split", "--split speaker"),
+    "num_strings": ("strings", "--strings"),
+    "growing_epochs": ("strings", "--strings"),
+    "sample_rate": ("data_dir", "--data-dir"),
+    "unreadable": ("data_dir", "--data-dir"),
+}
+"""Flags that do nothing unless another one is given: its field, and what to say of it."""
+_EVALUATION_STRINGS = 300
+_EVALUATION_SEED = 0
+"""Not --seed: all runs are scored on the same strings."""
+_STATISTICS_UTTERANCES = 500
+"""More would hardly change the mean spectrum."""
+
+
+@dataclass
+class SpeechFlags(FlagGroup):
+    """Task: speech recognition (--task speech)
+
+    --predict takes a recording or a folder of them, and writes what was said with times and confidence.
+    """
+
+    data_dir: Path | None = flag(
+        None, "LibriSpeech's tree, Common Voice's TSV files, a manifest of JSON lines (audio_path, text, duration), "
+        "wav files with a .txt each, or with the transcript in their names: folder, zip or tar (default: generated "
+        "utterances; nothing to download)",
+    )  # fmt: skip
+    sample_rate: int | None = flag(
+        None, "recordings of another rate are resampled (default: that of most recordings)", metavar="HZ",
+        at_least=4000,
+    )  # fmt: skip
+    unreadable: Literal["skip", "refuse"] = flag(
+        "skip", "recordings that cannot be read, are empty or too short for their transcript: leave them out and count "
+        "them in results.json, or stop",
+    )  # fmt: skip
+    split: Split = flag(
+        "utterance", "where the data do not say what is held out: single recordings, or all of some speakers"
+    )
+    val_share: float = flag(
+        0.1, "held out for validation, where the data do not say; 0: nothing, and the last weights count", at_least=0,
+        below=1,
+    )  # fmt: skip
+    test_share: float = flag(
+        0.1, "held out for the test, where the data do not say; 0: nothing, and validation data are scored", at_least=0,
+        below=1,
+    )  # fmt: skip
+    val_speakers: tuple[str, ...] | None = flag(None, "hold out these for validation", metavar="NAME")
+    test_speakers: tuple[str, ...] | None = flag(None, "hold out these for the test", metavar="NAME")
+    strings: str | None = flag(
+        None, "train and score on so many recordings of one speaker joined, 3-7 for example: digit strings from digits",
+        metavar="FEWEST-MOST",
+    )  # fmt: skip
+    num_strings: int = flag(2000, "--strings: in an epoch", at_least=1)
+    growing_epochs: int = flag(
+        5, "--strings: single recordings at first, and of full length after so many epochs; CTC learns what a symbol "
+        "sounds like from short utterances many times sooner", metavar="EPOCHS", at_least=0,
+    )  # fmt: skip
+    units: Units = flag("characters", "what the model writes")
+    alphabet: Path | None = flag(None, "file with one character or word a line (default: those of the transcripts)")
+    batch_by: Literal["utterances", "seconds"] = flag(
+        "utterances", "optimizer steps of equally many utterances, or of equally much audio"
+    )
+    num_mels: int | None = flag(None, "channels of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1)
+    hop_ms: float = flag(10.0, "from one frame of the spectrogram to the next", metavar="MS", above=0, at_most=25)
+    model: Literal["plmu", "lmu"] = flag(
+        "plmu", "plmu: parallel LMU, trained without a loop over time; lmu: recurrent LMU with attention, as the "
+        "recogniser of 7.16 million parameters has it",
+    )  # fmt: skip
+    streaming: bool = flag(
+        False, "plmu: hears forwards only, normalised as it goes, so that it can write while it listens"
+    )
+    width: int = flag(96, "plmu: of its blocks", at_least=1)
+    num_blocks: int = flag(3, "plmu: blocks of memory and feed-forward layer", at_least=1)
+    channels: int = flag(16, "plmu: memories of a block", at_least=1)
+    memory_size: int | None = flag(
+        None, "Legendre polynomials that a memory holds its window by (default: plmu 8, lmu 256)", at_least=1
+    )
+    theta: float | None = flag(
+        None, "length of that window, after subsampling (default: plmu 16, lmu 1000)", metavar="FRAMES", above=0
+    )
+    subsampling: int = flag(4, "plmu: frames that its blocks see as one", at_least=1)
+    hidden_size: int = flag(512, "lmu: of its layers", at_least=1)
+    num_layers: int = flag(4, "lmu: layers of attention and LMU", at_least=1)
+    num_heads: int = flag(8, "lmu: of the attention; must divide --hidden-size", at_least=1)
+    dropout: float = flag(0.1, "of the layers' results", at_least=0, below=1)
+    augmentation: float = flag(
+        0.5, "how much training utterances are distorted: speed, level, noise, length of the vocal tract, masks; 1: as "
+        "much as helps with speakers never heard; 0: not at all", at_least=0, at_most=2,
+    )  # fmt: skip
+    beam: int = flag(1, "prefixes that decoding keeps; 1 takes the best symbol of each frame", at_least=1)
+    language_model: Path | None = flag(None, "n-grams of the units in ARPA's format, for --beam of at least 2")
+    lm_weight: float = flag(0.5, "of the language model's log-probabilities", at_least=0)
+    length_bonus: float = flag(0.0, "of each unit, in nats, beside a language model")
+
+    def problems(self) -> list[str]:
+        found = []
+        for name in ("data_dir", "alphabet", "language_model"):
+            path = getattr(self, name)
+            if path is not None and not path.exists():
+                found.append(f"{flag_name(name)} {path}: no such file or folder")
+        if self.strings is not None and self.string_lengths is None:
+            found.append(f"--strings {self.strings}: must be two numbers, the first at least 1, as in 3-7")
+        if self.hidden_size % self.num_heads:
+            found.append(f"--num-heads {self.num_heads}: must divide --hidden-size {self.hidden_size}")
+        if self.subsampling not in (1, 2, 4):
+            found.append(f"--subsampling {self.subsampling}: must be 1, 2 or 4")
+        for name in {name for names in _OF_MODEL.values() for name in names} - set(_OF_MODEL[self.model]):
+            value = getattr(self, name)
+            if value != getattr(SpeechFlags, name):
+                given = flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
+                found.append(f"{given}: --model {self.model} has no use for it; leave it out")
+        for name, (needed, what) in _NEEDS.items():
+            value = getattr(self, name)
+            if value != getattr(SpeechFlags, name) and getattr(self, needed) == getattr(SpeechFlags, needed):
+                found.append(
+                    f"{flag_name(name)} {shown(value)}: does nothing without {what}; add it, or leave this out"
+                )
+        return sorted(found)
+
+    def usual(self, name: str) -> Any:
+        """The value of a flag whose default depends on the model."""
+        value = getattr(self, name)
+        return _USUAL[self.model][name] if value is None else value
+
+    @property
+    def string_lengths(self) -> tuple[int, int] | None:
+        """The fewest and the most recordings in a string; None without strings."""
+        match = re.fullmatch(r"(\d+)-(\d+)", self.strings or "")
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            return None
+        return int(match[1]), int(match[2])
+
+
+class SpeechObjective(Objective):
+    """CTC, summed over utterances; in evaluation also what was decoded, beside what was said."""
+
+    model: SpeechRecogniser
+
+    def __init__(self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int) -> None:
+        """decode: gives the symbols of each utterance, padded with 0. longest: symbols of a text in evaluation."""
+        super().__init__(model)
+        self.decode = decode
+        self.longest = longest
+
+    def recognise(self, batch: Batch) -> Recognised:
+        """Distorted as the batch says, in training."""
+        distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks"))
+        found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
+        return found
+
+    def forward(self, batch: Batch, phase: str = "train") -> Outputs:
+        found = self.recognise(batch)
+        losses, _ = ctc_loss(found.log_probs, found.lengths, batch["targets"], batch["target_length"])
+        sums = {"loss": losses.sum()}
+        if self.training:
+            return sums
+        texts = {"decoded": self.decode(found), "said": batch["targets"]}
+        return sums | {name: PerSample(self._in_one_shape(ids)) for name, ids in texts.items()}
+
+    def _in_one_shape(self, ids: Tensor) -> Tensor:
+        return F.pad(ids, (0, self.longest - ids.shape[1]))
+
+
+def _with_a_bar(things: Iterable[Any], number: int) -> Iterable[Any]:
+    """On a terminal."""
+    return tqdm(things, "decoding", number, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
+
+
+class SpeechTask(Task):
+    """Recordings of single speakers; selected on the validation word error rate."""
+
+    Config = SpeechFlags
+    monitor = ("val/wer", "min")
+    defaults = {"lr": 3e-3, "batch_size": 8, "weight_decay": 0.02, "epochs": 15, "max_grad_norm": 5.0}
+    headline = ("loss", "wer", "cer")
+    hold_out_flags = ("split", "val_share", "test_share", "val_speakers", "test_speakers")
+    predict_flags = ("beam", "language_model", "lm_weight", "length_bonus")
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Raises BadInput for data that cannot be used."""
+        config: SpeechFlags = self.config
+        if config.data_dir is None:
+            return load_synthetic_corpus(self.cache_dir)
+        return load_corpus(
+            config.data_dir,
+            self.cache_dir,
+            sample_rate=config.sample_rate,
+            unreadable=config.unreadable,
+            progress=_with_a_bar,
+        )
+
+    @property
+    def sample_rate(self) -> int:
+        """In Hz, of the recordings that the model hears."""
+        return self.corpus.sample_rate if self.data_facts is None else self.data_facts["sample_rate"]
+
+    @cached_property
+    def alphabet(self) -> Alphabet:
+        config: SpeechFlags = self.config
+        if self.data_facts is not None:
+            return Alphabet(config.units, tuple(self.data_facts["alphabet"]))
+        if config.alphabet is not None:
+            return Alphabet.from_file(config.alphabet, config.units)
+        transcripts = self.corpus.transcripts
+        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # spaces may be in strings alone
+        return Alphabet.from_transcripts([*transcripts, *joined], config.units)
+
+    def describe_data(self) -> Mapping[str, Any]:
+        return {"alphabet": list(self.alphabet.symbols), "sample_rate": self.sample_rate}
+
+    @cached_property
+    def _left_out(self) -> dict[str, int]:
+        """Reasons, with the number of utterances."""
+        return dict(self.corpus.skipped)
+
+    @cached_property
+    def _splits(self) -> Mapping[str, Utterances | Strings]:
+        config: SpeechFlags = self.config
+        parts = hold_out(
+            self.corpus,
+            split=config.split,
+            val_share=config.val_share,
+            test_share=config.test_share,
+            val_speakers=config.val_speakers or (),
+            test_speakers=config.test_speakers or (),
+        )
+        if len(parts["test"]) == 0:
+            parts["test"] = parts["val"]
+        if len(parts["test"]) == 0:
+            raise BadInput("--test-share 0 --val-share 0: leave nothing to score; hold some utterances out")
+        parts["train"] = self._long_enough(parts["train"])
+        self._decode_by  # a language model that cannot be used is refused before anything is written  # noqa: B018
+        return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}
+
+    def _dataset(self, name: str, part: np.ndarray) -> Utterances | Strings:
+        config: SpeechFlags = self.config
+        is_training = name == "train"
+        augmenter = None
+        if is_training and config.augmentation > 0:
+            augmenter = Augmenter(self._augmentation, config.usual("num_mels"), self.seed)
+        if config.string_lengths is None:
+            by_length = np.argsort(np.diff(self.corpus.offsets)[part], kind="stable")  # little padding in evaluation
+            return Utterances(self.corpus, part[by_length], self.alphabet, augmenter)
+        return Strings(
+            self.corpus,
+            part,
+            self.alphabet,
+            augmenter,
+            num_words=config.string_lengths,
+            num_strings=config.num_strings if is_training else _EVALUATION_STRINGS,
+            growing_epochs=config.growing_epochs if is_training else 0,
+            seed=self.seed if is_training else _EVALUATION_SEED,
+        )
+
+    @property
+    def _augmentation(self) -> Augmentation:
+        return Augmentation().times(self.config.augmentation)
+
+    def _long_enough(self, part: np.ndarray) -> np.ndarray:
+        """Those of the training utterances that CTC can place all symbols on, at the highest speed. Raises BadInput.
+
+        Others of validation and test stay, since a recogniser has to live with them.
+        """
+        corpus, model = self.corpus, self._build_model()
+        needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])
+        num_samples = np.diff(corpus.offsets) * (100 - self._augmentation.speed_percent) // 100
+        num_frames = model.num_frames(torch.from_numpy(num_samples)).numpy()
+        too_short = part[num_frames[part] < needed[part]]
+        if len(too_short) == 0:
+            return part
+        first = too_short[0]
+        example = f"{corpus.names[first]}, {num_frames[first]} frames for {needed[first]} symbols"
+        advice = "lower --subsampling or --hop-ms, or take --units words"
+        if len(too_short) == len(part):
+            raise BadInput(f"--data-dir: all {len(part)} training utterances are too short ({example}); {advice}")
+        if self.config.unreadable == "refuse":
+            raise BadInput(
+                f"--data-dir: {len(too_short)} training utterances are too short for their transcripts ({example}); "
+                f"mend them, {advice}, or add --unreadable skip"
+            )
+        self._left_out[f"too short for its transcript, such as {example}"] = len(too_short)
+        return np.setdiff1d(part, too_short)
+
+    def splits(self) -> Mapping[str, KeyedDataset]:
+        return self._splits
+
+    def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:
+        """Utterances of like lengths meet in a batch."""
+        make = even_batches if self.config.batch_by == "seconds" else bucketed_batches
+        return make(self._splits["train"].lengths(epoch), global_batch_size, self.seed, epoch)
+
+    def largest_samples(self, phase: str, count: int) -> np.ndarray:
+        """The longest utterances."""
+        return np.argsort(-self._splits["train"].lengths(0), kind="stable")[:count]
+
+    def fold_flags(self, num_folds: int) -> list[list[str]]:
+        """All that some speakers say is held out, and all else is trained on."""
+        folds = speaker_folds(self.corpus, num_folds)
+        return [["--split", "speaker", "--test-share", "0", "--val-speakers", *fold] for fold in folds]
+
+    # --- model --------------------------------------------------------------------------------------------------
+
+    def build_objective(self) -> SpeechObjective:
+        model = self._build_model()
+        longest = self._longest_text(model) if self.data_facts is None else 0
+        return SpeechObjective(model, lambda found: self._decode_by(found), longest)
+
+    def _build_model(self) -> SpeechRecogniser:
+        config: SpeechFlags = self.config
+        num_mels = config.usual("num_mels")
+        memory = {name: config.usual(name) for name in ("memory_size", "theta")} | {"dropout": config.dropout}
+        try:
+            front_end = LogMel(
+                self.sample_rate,
+                num_mels,
+                hop_s=config.hop_ms / 1000,
+                normalise="running" if config.streaming else "utterance",
+            )
+        except ValueError as error:
+            raise BadInput(f"--num-mels {num_mels}, --hop-ms {config.hop_ms:g}: {error}") from None
+        encoder: AttentionLMU | ParallelLMUEncoder
+        if config.model == "lmu":
+            encoder = AttentionLMU(num_mels, config.hidden_size, config.num_layers, config.num_heads, **memory)
+        else:
+            encoder = ParallelLMUEncoder(
+                num_mels,
+                config.width,
+                config.num_blocks,
+                channels=config.channels,
+                subsampling=config.subsampling,
+                bidirectional=not config.streaming,
+                **memory,
+            )
+        return SpeechRecogniser(front_end, encoder, len(self.alphabet))
+
+    @cached_property
+    def _decode_by(self) -> Decoder:
+        config: SpeechFlags = self.config
+        return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
+
+    def _longest_text(self, model: SpeechRecogniser) -> int:
+        """Symbols that may be said or decoded in an evaluation."""
+        evaluated = [dataset for name, dataset in self._splits.items() if name != "train"]
+        num_samples = torch.tensor(max(int(dataset.lengths(0).max()) for dataset in evaluated))
+        texts = {text for dataset in evaluated for text in dataset.transcripts(np.arange(len(dataset)))}
+        return max(int(model.num_frames(num_samples)), *(len(self.alphabet.encode(text)) for text in texts))
+
+    def initialise(self, objective: Objective) -> None:
+        """The spectrum of training utterances, by which a model normalises that does not know the utterance's end."""
+        assert isinstance(objective, SpeechObjective)
+        front_end, train = objective.model.front_end, self._splits["train"]
+        if front_end.normalise != "utterance":
+            front_end.fit_statistics(self._training_audio(train))
+
+    def _training_audio(self, train: Utterances | Strings) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of some utterances spread over the data, (1, S) and (1,) each."""
+        for i in range(0, len(train), max(1, len(train) // _STATISTICS_UTTERANCES)):
+            samples = train.__getitems__(SampleKeys(np.array([i]), epoch=0))
+            yield torch.from_numpy(samples["audio"]), torch.from_numpy(samples["num_samples"])
+
+    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
+        """A second moment of shorter memory than Adam's default: CTC's loss falls steeply at first."""
+        return [group | {"betas": (0.9, 0.98)} for group in super().param_groups(objective, phase)]
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(model, SpeechRecogniser)
+        return list(model.encoder.blocks)
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """In training the loss of an utterance, in nats; in evaluation also the `error_rates`."""
+        metrics = {"loss": float(sums["loss"] / sums["weight"])}
+        return metrics if "said" not in sums else metrics | error_rates(*self._texts(sums))
+
+    def _texts(self, sums: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+        """What was said, and what was decoded."""
+        return self._read(sums["said"]), self._read(sums["decoded"])
+
+    def _read(self, ids: Tensor) -> list[str]:
+        return [self.alphabet.decode(row) for row in ids.tolist()]
+
+    def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        """The kinds of errors, the ten worst utterances with their words aligned, and what of the data was left out."""
+        texts = self._texts(sums)
+        return {"errors": error_counts(*texts), "worst": worst_utterances(*texts), "left_out": self._left_out}
+
+    def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
+        """What the model hears of a few utterances, and below it the symbols that it takes it for."""
+        assert isinstance(objective, SpeechObjective)
+        front_end = objective.model.front_end
+        features, num_frames = front_end(batch["audio"], batch["num_samples"])
+        found = objective.recognise(batch)
+        said, decoded = (self._read(ids) for ids in (batch["targets"], objective.decode(found)))
+        return {
+            "utterances": draw_utterances(
+                features,
+                num_frames,
+                *found,
+                self.alphabet.symbols,
+                said=said,
+                decoded=decoded,
+                frames_per_second=self.sample_rate / front_end.hop,
+            )
+        }
+
+    # --- recognising --------------------------------------------------------------------------------------------
+
+    def new_data(self, path: Path) -> KeyedDataset:
+        """A recording, or all below a folder."""
+        self._recordings = read_recordings(path, self.sample_rate)
+        return Utterances(self._recordings, np.arange(len(self._recordings)), None)
+
+    def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """What was said in each recording; its words with their times in seconds, and confidences in [0, 1].
+
+        The confidence of a recording is that of its least sure word, and empty where there is none.
+        """
+        assert isinstance(objective, SpeechObjective)
+        texts = self._decode_by.aligned(objective.recognise(batch))
+        seconds = (batch["num_samples"] / self.sample_rate).tolist()
+        words = [
+            timed_words(text, self.alphabet, objective.model.frame_s, duration_s)
+            for text, duration_s in zip(texts, seconds, strict=True)
+        ]
+        return {
+            "file": [self._recordings.names[i] for i in batch["index"].tolist()],
+            "seconds": [f"{duration:.2f}" for duration in seconds],
+            "text": [self.alphabet.decode(text.ids) for text in texts],
+            "confidence": [f"{min(word.confidence for word in own):.4f}" if own else "" for own in words],
+            "words": ["; ".join(map(str, own)) for own in words],
+        }

@@ -1,0 +1,73 @@
+"""What a trained recogniser writes: the best symbol of each frame, or the best of a search among whole texts."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.speech.text import Alphabet
+from models.speech.alignment import Aligned, align
+from models.speech.beam_search import beam_search
+from models.speech.ctc import greedy
+from models.speech.language_model import build_scorer, read_arpa
+from models.speech.recogniser import Recognised
+from trainer.loading.errors import BadInput
+
+_TRIED = 64
+"""Symbols that a search tries in each frame, the most probable ones."""
+
+
+class AlignedText(NamedTuple):
+    """The symbols of one utterance, (U,) int64, and when each was said."""
+
+    ids: np.ndarray
+    aligned: Aligned
+
+
+class Decoder:
+    """Log-probabilities -> symbols."""
+
+    def __init__(
+        self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
+    ) -> None:
+        """width: prefixes that a search keeps; 1 for none. Raises BadInput."""
+        self._width = width
+        if language_model is not None and width == 1:
+            raise BadInput(f"--language-model {language_model}: is for a search among texts; add --beam 16")
+        try:
+            ngram = None if language_model is None else read_arpa(language_model)
+            self._scorer = build_scorer(ngram, ["", *alphabet.symbols], weight, bonus)
+        except OSError as error:
+            reason = error.strerror or error
+            raise BadInput(f"--language-model {language_model}: {reason}; say where the ARPA file is") from None
+        except ValueError as error:
+            raise BadInput(f"--language-model {language_model}: {error}") from None
+
+    def __call__(self, found: Recognised) -> Tensor:
+        """The symbols of each utterance, (B, L) int64 padded with 0."""
+        if self._width == 1:
+            return greedy(found.log_probs, found.lengths).ids
+        best = self._search(found)
+        ids = np.zeros((len(best), max(1, *map(len, best))), np.int64)
+        for row, text in zip(ids, best, strict=True):
+            row[: len(text)] = text
+        return torch.from_numpy(ids).to(found.log_probs.device)
+
+    def aligned(self, found: Recognised) -> list[AlignedText]:
+        """The symbols of each utterance with their frames."""
+        if self._width == 1:
+            decoded = greedy(found.log_probs, found.lengths)
+            rows = zip(*(values.cpu().numpy() for values in decoded), strict=True)
+            return [AlignedText(ids[:n], Aligned(a[:n], b[:n], c[:n])) for ids, a, b, c, n in rows]
+        log_probs, lengths = found.log_probs.cpu().numpy(), found.lengths.tolist()
+        return [
+            AlignedText(ids, align(own[:length], ids))
+            for own, length, ids in zip(log_probs, lengths, self._search(found), strict=True)
+        ]
+
+    def _search(self, found: Recognised) -> list[np.ndarray]:
+        log_probs, lengths = found.log_probs.cpu().numpy(), found.lengths.cpu().numpy()
+        texts = beam_search(log_probs, lengths, self._width, scorer=self._scorer, symbols_per_frame=_TRIED)
+        return [np.array(hypotheses[0].ids, np.int64) for hypotheses in texts]
