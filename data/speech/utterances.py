@@ -2,13 +2,13 @@
 
 A batch is what `__getitems__` returns:
     audio: (B, S) float32 in about [-1, 1], zeros behind the end of each; num_samples: (B,) int64.
+    recordings: (B, W) int64, which recordings of the corpus it consists of, -1 behind the last one.
     targets: (B, U) int64 symbols, 0 behind the end of each; target_length: (B,) int64. Absent without an alphabet.
     warp, freq_masks, time_masks: see `Augmenter.for_front_end`. Absent without augmentation.
 
 Everything random is a function of seed, epoch and sample, never of the batch.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ class Utterances:
     ) -> None:
         """indices: (n,) int64, which utterances. alphabet: of the targets; None for none."""
         self.indices = indices
-        self._corpus = corpus
+        self.corpus = corpus
         self._alphabet = alphabet
         self._augmenter = augmenter
 
@@ -48,21 +48,18 @@ class Utterances:
 
     def lengths(self, epoch: int) -> np.ndarray:
         """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
-        lengths = np.diff(self._corpus.offsets)[self.indices]
+        lengths = np.diff(self.corpus.offsets)[self.indices]
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
 
     def transcripts(self, index: np.ndarray) -> list[str]:
         """What is said in the samples."""
-        return [self._corpus.transcripts[i] for i in self.indices[index]]
-
-    def names(self, index: np.ndarray) -> list[str]:
-        """How to find the samples."""
-        return [self._corpus.names[i] for i in self.indices[index]]
+        return [self.corpus.transcripts[i] for i in self.indices[index]]
 
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """See the top of this file."""
-        audio = [self._corpus.utterance(i) * _FULL_SCALE for i in self.indices[keys.index]]
-        return _batch(audio, self.transcripts(keys.index), self._alphabet, self._augmenter, keys)
+        audio = [self.corpus.utterance(i) * _FULL_SCALE for i in self.indices[keys.index]]
+        batch = _batch(audio, self.transcripts(keys.index), self._alphabet, self._augmenter, keys)
+        return batch | {"recordings": self.indices[keys.index, None]}
 
 
 class _Plan(NamedTuple):
@@ -105,7 +102,7 @@ class Strings:
         growing_epochs: strings begin as single recordings and are of full length after so many epochs: CTC learns what
             sounds like what from short ones much sooner.
         """
-        self._corpus = corpus
+        self.corpus = corpus
         self._alphabet = alphabet
         self._augmenter = augmenter
         self._num_words = num_words
@@ -134,18 +131,14 @@ class Strings:
 
     def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
         """What is said in the samples."""
-        return self._joined(self._corpus.transcripts, self._plan(epoch, index), " ")
-
-    def names(self, index: np.ndarray, epoch: int = 0) -> list[str]:
-        """How to find the samples: the names of their recordings."""
-        return self._joined(self._corpus.names, self._plan(epoch, index), "+")
+        return self._joined(self._plan(epoch, index))
 
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """See the top of this file."""
         plan = self._plan(keys.epoch, keys.index)
         audio = [self._string(*parts) for parts in zip(*plan, strict=True)]
-        transcripts = self._joined(self._corpus.transcripts, plan, " ")
-        return _batch(audio, transcripts, self._alphabet, self._augmenter, keys)
+        batch = _batch(audio, self._joined(plan), self._alphabet, self._augmenter, keys)
+        return batch | {"recordings": np.where(plan.is_word, plan.recordings, -1)}
 
     def _plan(self, epoch: int, index: np.ndarray) -> _Plan:
         width = self._num_words[1]
@@ -158,7 +151,7 @@ class Strings:
         # The first recording is any, so that speakers appear as often as they have recordings; it names the speaker.
         leader = (which[:, :1] * len(self.indices)).astype(np.int64)
         others = self._first[leader] + (which[:, 1:] * self._count[leader]).astype(np.int64)
-        gaps = (gap * (MOST_GAP_S * self._corpus.sample_rate)).astype(np.int64)
+        gaps = (gap * (MOST_GAP_S * self.corpus.sample_rate)).astype(np.int64)
         return _Plan(
             self.indices[np.concatenate([leader, others], axis=1)],
             word[:-1] < num_words,
@@ -177,14 +170,15 @@ class Strings:
         for i, gap, factor in zip(recordings, gaps, level, strict=False):
             start = end + gap
             end = start + self._durations[i]
-            np.multiply(self._corpus.utterance(i), factor * _FULL_SCALE, out=audio[start:end])
+            np.multiply(self.corpus.utterance(i), factor * _FULL_SCALE, out=audio[start:end])
         lowest, highest = STRING_SNR_DB
         add_noise(audio, lowest + (highest - lowest) * noise[0], noise[1])
         return audio
 
-    def _joined(self, texts: Sequence[str], plan: _Plan, separator: str) -> list[str]:
+    def _joined(self, plan: _Plan) -> list[str]:
+        """What is said."""
         return [
-            separator.join(texts[i] for i in row[is_word])
+            " ".join(self.corpus.transcripts[i] for i in row[is_word])
             for row, is_word in zip(plan.recordings, plan.is_word, strict=True)
         ]
 

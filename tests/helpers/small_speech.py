@@ -2,8 +2,11 @@
 
 import wave
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from trainer.loading.order import SampleKeys
 
 RATE = 8000
 SPEAKERS = ("anna", "ben", "cleo")
@@ -55,3 +58,9 @@ def write_sentences(folder: Path) -> Path:
         write_wav(folder / f"{i:02d}.wav", np.concatenate([tone(first, index=i), tone(second, index=i)]))
         (folder / f"{i:02d}.txt").write_text(f"{words[first]} {words[second]}")
     return folder
+
+
+def names_of(dataset: Any, index: np.ndarray, epoch: int = 0) -> list[str]:
+    """The recordings that samples consist of."""
+    samples = dataset.__getitems__(SampleKeys(index, epoch))
+    return ["+".join(dataset.corpus.names[i] for i in row if i >= 0) for row in samples["recordings"]]

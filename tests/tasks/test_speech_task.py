@@ -16,6 +16,7 @@ from tests.helpers.small_speech import (
     RATE,
     SMALL,
     SPEAKERS,
+    names_of,
     tone,
     write_digits,
     write_sentences,
@@ -186,7 +187,7 @@ def test_error_rates_are_those_of_the_transcripts_that_it_writes(sentences, run_
     written = {row["file"]: row["text"] for row in csv.DictReader(out.splitlines())}
     test = make_task("--data-dir", sentences, "--test-share", 0.4).splits()["test"]
     index = np.arange(len(test))
-    said, heard = test.transcripts(index), [" ".join(written[name].split()) for name in test.names(index)]
+    said, heard = test.transcripts(index), [" ".join(written[name].split()) for name in names_of(test, index)]
     words = [edits(one.split(), other.split()) for one, other in zip(said, heard, strict=True)]
     characters = [edits(one, other) for one, other in zip(said, heard, strict=True)]
     found = results(tmp_path / "run")
@@ -199,8 +200,11 @@ def test_error_rates_are_those_of_the_transcripts_that_it_writes(sentences, run_
     counted = {unit: sum(found["errors"][unit].values()) for unit in found["errors"]}
     assert counted == {"words": sum(words), "characters": sum(characters)}
     assert len(found["worst"]) == min(10, np.count_nonzero(characters))
+    names = names_of(test, index)
     for utterance in found["worst"]:
-        assert (utterance["said"], utterance["heard"]) == (said[utterance["index"]], heard[utterance["index"]])
+        (name,) = utterance["recordings"]
+        i = names.index(name)
+        assert (utterance["said"], utterance["heard"]) == (said[i], heard[i])
     assert found["left_out"] == {}
 
 
@@ -318,7 +322,7 @@ def test_folds_hold_each_speaker_out_once(digits, make_task):
     held_out = []
     for flags in task.fold_flags(len(SPEAKERS)):
         parts = {
-            name: speakers_of(dataset.names(np.arange(len(dataset))))
+            name: speakers_of(names_of(dataset, np.arange(len(dataset))))
             for name, dataset in make_task("--data-dir", digits, *flags).splits().items()
         }
         assert parts["test"] == parts["val"] and not parts["train"] & parts["val"]
@@ -338,7 +342,7 @@ def test_a_recording_is_in_the_strings_of_one_split(digits, make_task):
     used = {"train": set(), "val": set(), "test": set()}
     for name, dataset in task.splits().items():
         for epoch in range(4 if name == "train" else 1):
-            for string in dataset.names(np.arange(len(dataset)), epoch):
+            for string in names_of(dataset, np.arange(len(dataset)), epoch):
                 used[name] |= set(string.split("+"))
                 assert len(speakers_of(string.split("+"))) == 1
     assert all(used.values())
@@ -358,8 +362,8 @@ def test_strings_that_are_scored_do_not_depend_on_the_seed(digits, make_task):
     one, other = (make_task("--data-dir", digits, *STRINGS, "--seed", seed).splits() for seed in (0, 1))
     index = np.arange(40)
     for name in ("val", "test"):
-        assert one[name].names(index) == other[name].names(index)
-    assert one["train"].names(index) != other["train"].names(index)
+        assert names_of(one[name], index) == names_of(other[name], index)
+    assert names_of(one["train"], index) != names_of(other["train"], index)
 
 
 TOO_LONG = "a man a plan a canal panama"

@@ -204,7 +204,8 @@ class SpeechObjective(Objective):
         if self.training:
             return sums
         texts = {"decoded": self.decode(found), "said": batch["targets"]}
-        return sums | {name: PerSample(self._in_one_shape(ids)) for name, ids in texts.items()}
+        outputs = {name: PerSample(self._in_one_shape(ids)) for name, ids in texts.items()}
+        return sums | outputs | {"recordings": PerSample(batch["recordings"])}
 
     def _in_one_shape(self, ids: Tensor) -> Tensor:
         return F.pad(ids, (0, self.longest - ids.shape[1]))
@@ -435,7 +436,11 @@ class SpeechTask(Task):
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """The kinds of errors, the ten worst utterances with their words aligned, and what of the data was left out."""
         texts = self._texts(sums)
-        return {"errors": error_counts(*texts), "worst": worst_utterances(*texts), "left_out": self._left_out}
+        worst = worst_utterances(*texts)
+        for found in worst:
+            numbers = sums["recordings"][found.pop("index")].long().tolist()
+            found["recordings"] = [self.corpus.names[number] for number in numbers if number >= 0]
+        return {"errors": error_counts(*texts), "worst": worst, "left_out": self._left_out}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
         """What the model hears of a few utterances, and below it the symbols that it takes it for."""

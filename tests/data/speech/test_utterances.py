@@ -7,6 +7,7 @@ from data.speech.augmentation import Augmentation, Augmenter
 from data.speech.corpus import Corpus
 from data.speech.text import Alphabet
 from data.speech.utterances import LEVEL_DB, MOST_GAP_S, STRING_SNR_DB, Strings, Utterances
+from tests.helpers.small_speech import names_of
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.order import SampleKeys
 
@@ -64,15 +65,15 @@ def test_utterances_are_as_recorded(corpus, alphabet) -> None:
         assert (batch["audio"][row, length:] == 0).all() and (batch["targets"][row, symbols:] == 0).all()
         assert alphabet.decode(batch["targets"][row, :symbols]) == corpus.transcripts[i]
     assert dataset.lengths(0).tolist() == [len(corpus.utterance(i)) for i in indices]
-    assert dataset.names(np.array([1])) == ["3.wav"] and dataset.transcripts(np.array([1])) == [WORDS[3]]
-    assert set(Utterances(corpus, indices, None).__getitems__(keys(0))) == {"audio", "num_samples"}
+    assert names_of(dataset, np.array([1])) == ["3.wav"] and dataset.transcripts(np.array([1])) == [WORDS[3]]
+    assert set(Utterances(corpus, indices, None).__getitems__(keys(0))) == {"audio", "num_samples", "recordings"}
 
 
 def test_a_string_is_recordings_of_one_speaker_with_gaps(corpus, alphabet) -> None:
     dataset = strings(corpus, alphabet, seed=1)
     index = np.arange(500)
     batch = dataset.__getitems__(SampleKeys(index, 0))
-    names, transcripts = dataset.names(index), dataset.transcripts(index)
+    names, transcripts = names_of(dataset, index), dataset.transcripts(index)
     speakers, counts, gaps = [], [], []
     for row in range(500):
         recordings = [int(name.removesuffix(".wav")) for name in names[row].split("+")]
@@ -97,7 +98,7 @@ def test_recordings_lie_one_after_another_at_their_levels_in_light_noise(corpus,
     index = np.arange(200)
     batch = dataset.__getitems__(SampleKeys(index, 0))
     levels, ratios = [], []
-    for row, name in enumerate(dataset.names(index)):
+    for row, name in enumerate(names_of(dataset, index)):
         recordings = [int(part.removesuffix(".wav")) for part in name.split("+")]
         audio = batch["audio"][row, : batch["num_samples"][row]].astype(np.float64) / LOUD * 32768
         borders = np.flatnonzero(np.diff(np.concatenate([[False], audio > 0.35, [False]]).astype(int)))
