@@ -32,7 +32,7 @@ class Source(ABC):
     def files(self) -> list["DataFile"]:
         """The visible ones, by name. Raises BadInput when they cannot be listed."""
         with reading_errors(self.where):
-            return [DataFile(self, name) for name in sorted(self.names()) if _is_visible(name)]
+            return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
         """All visible files whose names are wanted, in the order in which they are read quickest. Raises BadInput."""
@@ -144,7 +144,7 @@ class TarGz(Source):
         """In the order of the archive, without listing it before."""
         with reading_errors(self.where), closing(self._members()) as members:
             for name, stored in members:
-                if _is_visible(name) and is_wanted(name):
+                if is_visible(name) and is_wanted(name):
                     yield DataFile(self, name), _unpacked(name, stored).read()
 
     def names(self) -> Iterable[str]:
@@ -201,8 +201,8 @@ def shown(names: Iterable[str]) -> str:
     return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
 
 
-def _is_visible(name: str) -> bool:
-    # Archives packed on a Mac hold a shadow `._name` of every file.
+def is_visible(name: str) -> bool:
+    """Whether a file is no hidden one: archives packed on a Mac hold a shadow `._name` of every file."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from data.speech.audio_files import FULL_SCALE, SUFFIXES, UnreadableAudio, decode, resample, to_int16
 from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
-from data.speech.sources import READING_ERRORS, Source, find, is_archive, opened
+from data.speech.sources import Source, find, is_archive, opened
 from data.speech.text import normalise
 from trainer.loading.errors import BadInput
-from trainer.loading.files import refusing_disk_errors, stamp
+from trainer.loading.files import ARCHIVE_ERRORS, refusing_disk_errors, stamp
 
 Unreadable = Literal["skip", "refuse"]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -172,7 +172,7 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
         samples, rate = decode(source.read(utterance.name), utterance.name)
     except KeyError:
         raise UnreadableAudio("is not in the archive") from None
-    except READING_ERRORS as error:
+    except ARCHIVE_ERRORS as error:
         # The words of an archive's errors name the file, of which only the first is to be named.
         raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from its archive") from None
     if not len(samples):

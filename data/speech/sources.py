@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from data.files import is_visible
 from data.speech.audio_files import SUFFIXES
 from trainer.loading.errors import BadInput
 from trainer.loading.files import ARCHIVE_ERRORS, DISK_FULL, refusing_disk_errors
 
-READING_ERRORS = (*ARCHIVE_ERRORS, tarfile.TarError)
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"
 MANIFESTS = (".json", ".jsonl")
@@ -27,7 +27,7 @@ class Source:
 
     path: what is read. names: in order, relative to it, with /; hidden files are not among them. reads_outside: whether
     a name may also be absolute or lead out of the folder, as none does in an archive.
-    read: the content of a file by its name. Raises KeyError when an archive lacks it, and some of READING_ERRORS.
+    read: the content of a file by its name. Raises KeyError when an archive lacks it, and some of ARCHIVE_ERRORS.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Source:
             return self.read(name).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadInput(f"{self.where(name)}: is not text in UTF-8 ({error.reason}); convert it") from None
-        except READING_ERRORS as error:
+        except ARCHIVE_ERRORS as error:
             raise BadInput(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
 
 
@@ -88,7 +88,7 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
         with ExitStack() as stack:
             try:
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
-            except READING_ERRORS as error:
+            except ARCHIVE_ERRORS as error:
                 raise BadInput(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
             yield Source(path, tuple(_visible(path, names)), False, read)
     elif path.name.lower().endswith(MANIFESTS):
@@ -143,13 +143,8 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _visible(path: Path, names: Iterable[str]) -> list[str]:
-    visible = sorted(name for name in names if not _is_hidden(name))
+    visible = sorted(name for name in names if is_visible(name))
     for name in visible:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise BadInput(f"--data-dir {path}: holds the name {name!r}, which leads out of it; pack it anew")
     return visible
-
-
-def _is_hidden(name: str) -> bool:
-    """Archives packed on a Mac hold a shadow `._name` of every file."""
-    return any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
