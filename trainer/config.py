@@ -56,6 +56,22 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
+def unused_flags(group: FlagGroup, choice: str, used_by: Mapping[str, Iterable[str]]) -> list[str]:
+    """A sentence for each flag that is given though only another choice has a use for it, by name.
+
+    choice: the field that chooses, such as "model". used_by: the fields that each of its values has a use for and some
+    other has not.
+    """
+    chosen = getattr(group, choice)
+    found = []
+    for name in sorted({name for names in used_by.values() for name in names} - set(used_by[chosen])):
+        value = getattr(group, name)
+        if value != getattr(type(group), name):
+            given = flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
+            found.append(f"{given}: {flag_name(choice)} {chosen} has no use for it; leave it out")
+    return found
+
+
 class Option:
     """A field of a group as a flag.
 

@@ -25,7 +25,7 @@ from models.graph.kgat import KGAT
 from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
 from models.graph.recommender import Recommender
 from models.graph.top_k import TopK, hide, top_k
-from trainer.config import FlagGroup, flag, flag_name, shown
+from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
@@ -114,13 +114,7 @@ class KgatFlags(FlagGroup):
             found.append(f"--data-dir {self.data_dir}: no such file or folder; give a folder or a zip")
         if self.select_on_test and self.val_share != KgatFlags.val_share:
             found.append(f"--val-share {self.val_share}: --select-on-test holds nothing out; leave one of them out")
-        own = {name for names in _OF_MODEL.values() for name in names} - set(_OF_MODEL[self.model])
-        for name in sorted(own):
-            value = getattr(self, name)
-            if value != getattr(KgatFlags, name):
-                what = f"--model {self.model} has no use for it"
-                found.append(f"{flag_name(name)} {shown(value)}: {what}; leave it out")
-        return found
+        return found + unused_flags(self, "model", _OF_MODEL)
 
     @property
     def penalty(self) -> float:

@@ -25,7 +25,7 @@ from models.speech.ctc import ctc_loss
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import Recognised, SpeechRecogniser
-from trainer.config import FlagGroup, flag, flag_name, shown
+from trainer.config import FlagGroup, flag, flag_name, shown, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
@@ -153,11 +153,7 @@ class SpeechFlags(FlagGroup):
             found.append(f"--num-heads {self.num_heads}: must divide --hidden-size {self.hidden_size}")
         if self.subsampling not in (1, 2, 4):
             found.append(f"--subsampling {self.subsampling}: must be 1, 2 or 4")
-        for name in {name for names in _OF_MODEL.values() for name in names} - set(_OF_MODEL[self.model]):
-            value = getattr(self, name)
-            if value != getattr(SpeechFlags, name):
-                given = flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
-                found.append(f"{given}: --model {self.model} has no use for it; leave it out")
+        found += unused_flags(self, "model", _OF_MODEL)
         for name, (needed, what) in _NEEDS.items():
             value = getattr(self, name)
             if value != getattr(SpeechFlags, name) and getattr(self, needed) == getattr(SpeechFlags, needed):
