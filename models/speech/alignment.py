@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLANK = 0
+from models.speech.ctc import BLANK
 
 
 class Aligned(NamedTuple):

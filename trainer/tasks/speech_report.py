@@ -5,6 +5,7 @@ count nowhere.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
 
     "string_error_rate" is the share of utterances with any error. said, heard: the transcripts, in the same order.
     """
-    words, characters = _edits(said, heard)
+    words, characters = _edits(tuple(said), tuple(heard))
     return {
         "wer": float(words.edits.sum() / max(1, sum(len(text.split()) for text in said))),
         "cer": float(characters.edits.sum() / max(1, sum(len(_tidied(text)) for text in said))),
@@ -27,7 +28,7 @@ def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
 
 def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[str, int]]:
     """How many words and characters were substituted, deleted and inserted; plain values, by unit."""
-    counted = zip(("words", "characters"), _edits(said, heard), strict=True)
+    counted = zip(("words", "characters"), _edits(tuple(said), tuple(heard)), strict=True)
     return {
         unit: {kind: int(count.sum()) for kind, count in zip(edits._fields, edits, strict=True)}
         for unit, edits in counted
@@ -39,7 +40,7 @@ def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10)
 
     "index" is the place in `said`. In "aligned" the words of both stand below each other, stars where one is missing.
     """
-    words, characters = _edits(said, heard)
+    words, characters = _edits(tuple(said), tuple(heard))
     order = np.lexsort([-characters.edits, -words.edits])[:count].tolist()
     return [
         {
@@ -55,8 +56,9 @@ def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10)
     ]
 
 
-def _edits(said: Sequence[str], heard: Sequence[str]) -> tuple[EditCounts, EditCounts]:
-    """Of words, and of characters."""
+@lru_cache(maxsize=1)
+def _edits(said: tuple[str, ...], heard: tuple[str, ...]) -> tuple[EditCounts, EditCounts]:
+    """Of words, and of characters; kept, since rates, counts and the worst utterances are asked for one by one."""
     of_words = count_edits([text.split() for text in said], [text.split() for text in heard])
     return of_words, count_edits([_tidied(text) for text in said], [_tidied(text) for text in heard])
 
