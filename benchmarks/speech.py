@@ -63,7 +63,7 @@ def runs(fsdd: str | None, yesno: str | None) -> dict[str, str]:
 
 
 def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
-    """The results of the command, which is run first where they are not there. Of folds their mean, and the worst."""
+    """The results of the command, which is run first where they are not there. Of folds their mean, and each."""
     own = save_dir / name.replace(", ", "-").replace(" ", "-")
     command = ["main.py", "--task", "speech", *shlex.split(flags), "--num-threads", "1", "--device", "cpu"]
     command += ["--save-dir", str(own), "--keep-checkpoints", "1"]

@@ -278,7 +278,7 @@ class SpeechTask(Task):
         if len(parts["test"]) == 0:
             raise BadInput("--test-share 0 --val-share 0: leave nothing to score; hold some utterances out")
         parts["train"] = self._long_enough(parts["train"])
-        self._decode_by  # a language model that cannot be used is refused before anything is written  # noqa: B018
+        self._decoder  # a language model that cannot be used is refused before anything is written  # noqa: B018
         return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}
 
     def _dataset(self, name: str, part: np.ndarray) -> Utterances | Strings:
@@ -352,7 +352,7 @@ class SpeechTask(Task):
     def build_objective(self) -> SpeechObjective:
         model = self._build_model()
         longest = self._longest_text(model) if self.data_facts is None else 0
-        return SpeechObjective(model, lambda found: self._decode_by(found), longest)
+        return SpeechObjective(model, lambda found: self._decoder(found), longest)
 
     def _build_model(self) -> SpeechRecogniser:
         config: SpeechFlags = self.config
@@ -383,7 +383,7 @@ class SpeechTask(Task):
         return SpeechRecogniser(front_end, encoder, len(self.alphabet))
 
     @cached_property
-    def _decode_by(self) -> Decoder:
+    def _decoder(self) -> Decoder:
         config: SpeechFlags = self.config
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
 
@@ -470,7 +470,7 @@ class SpeechTask(Task):
         The confidence of a recording is that of its least sure word, and empty where there is none.
         """
         assert isinstance(objective, SpeechObjective)
-        texts = self._decode_by.aligned(objective.recognise(batch))
+        texts = self._decoder.aligned(objective.recognise(batch))
         seconds = (batch["num_samples"] / self.sample_rate).tolist()
         words = [
             timed_words(text, self.alphabet, objective.model.frame_s, duration_s)
