@@ -14,15 +14,6 @@ from models.har.tinyhar import TinyHar
 MODELS = (TinyHar, DeepConvLstm)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small only wait for a second thread."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def windows(num: int, num_channels: int = 9, length: int = 128) -> Tensor:
     shape = (num, num_channels, length)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of models/speech/."""
+"""Fixtures for the tests of models/."""
 
 import pytest
 import torch
