@@ -278,11 +278,11 @@ class Task(ABC):
         """
         return None
 
-    def largest_samples(self, phase: str, count: int) -> np.ndarray:
+    def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
         """The samples of the phase that together make the largest batch of at most `count`: (count,) int64.
 
-        Tried before training, to find out whether they fit into memory. By default any, which is right where all
-        samples are equally large.
+        epoch: as in `order`. Those of the last epoch are tried before training, to find out whether they fit into
+        memory. By default any, which is right where all samples are equally large.
         """
         return np.arange(min(count, self.num_samples(phase)))
 

@@ -241,6 +241,20 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     assert not any(optimizer.state for optimizer in run.learner.optimizers["train"])
 
 
+def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
+    """Where samples that grow from epoch to epoch are largest."""
+    run = built(SingleDevice(CPU), tmp_path, "--fit", "4", "--epochs", "7")
+    epochs = []
+
+    def largest_samples(self, phase, epoch, count):
+        epochs.append(epoch)
+        return np.arange(count)
+
+    monkeypatch.setattr(type(run.task), "largest_samples", largest_samples)
+    rehearse(run)
+    assert set(epochs) == {6}
+
+
 def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, monkeypatch):
     """Its largest micro-batch is twice that of the first phase, and one sample of it fits."""
     argv = ["--task", "tests/helpers/phased_task.py:Shared", "--batch-size", "1", "--dtype", "float64"]
@@ -291,7 +305,7 @@ def test_a_rehearsal_ends_alike_on_every_rank(tmp_path, monkeypatch):
 def test_the_longest_histories_are_rehearsed(cache_dir):
     task = SeqrecTask(SeqrecFlags(maxlen=12), seed=0, cache_dir=cache_dir)
     dataset = task.splits()["train"]
-    index = task.largest_samples("train", 5)
+    index = task.largest_samples("train", 0, 5)
     lengths = dataset.num_terms(np.arange(len(dataset)))
     assert len(index) == 5
     assert sorted(lengths[index]) == sorted(lengths)[-5:]

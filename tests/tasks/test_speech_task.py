@@ -146,6 +146,18 @@ def test_goes_on_to_the_bit(more, digits, run_here, tmp_path):
         assert read_metrics(again, "result") == read_metrics(whole, "result")
 
 
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_strings_of_an_epoch_are_rehearsed(digits, make_task):
+    task = make_task("--data-dir", digits, *STRINGS)
+    dataset = task.splits()["train"]
+    for epoch in (0, 5):
+        lengths = dataset.lengths(epoch)
+        assert sorted(lengths[task.largest_samples("train", epoch, 4)]) == sorted(lengths)[-4:]
+    assert dataset.lengths(5).max() > 2 * dataset.lengths(0).max()
+
+
 # --- what is said to be wrong ------------------------------------------------------------------------------------
 
 

@@ -197,9 +197,10 @@ def _forward_and_backward(run: Run, phase: int) -> None:
     """With the gradients of an earlier micro-batch and the moments in memory."""
     name = run.task.phases[phase]
     held = [torch.empty_like(p) for p in moments_of(run.learner.optimizers[name], only_to_come=True)]
-    index = run.task.largest_samples(name, run.batches[phase].micro_batch_size)
+    last_epoch = max(0, run.plan.num_steps - 1) // run.plan.steps_per_epoch  # where samples have grown, if ever
+    index = run.task.largest_samples(name, last_epoch, run.batches[phase].micro_batch_size)
     loader = BatchLoader(run.task.training_data(name), run.task.collate)
-    (batch,) = loader([SampleKeys(index, epoch=0, phase=phase)])
+    (batch,) = loader([SampleKeys(index, last_epoch, phase)])
     net = run.learner.enter(name)
     net.train()
     for _ in range(2):

@@ -202,7 +202,7 @@ class SeqrecTask(Task):
             mask_seen=config.mask_seen,
         )
 
-    def largest_samples(self, phase: str, count: int) -> np.ndarray:
+    def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
         """The longest histories."""
         dataset = self.splits()["train"]
         assert isinstance(dataset, TrainSequences)

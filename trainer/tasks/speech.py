@@ -338,9 +338,9 @@ class SpeechTask(Task):
         make = even_batches if self.config.batch_by == "seconds" else bucketed_batches
         return make(self._splits["train"].lengths(epoch), global_batch_size, self.seed, epoch)
 
-    def largest_samples(self, phase: str, count: int) -> np.ndarray:
+    def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
         """The longest utterances."""
-        return np.argsort(-self._splits["train"].lengths(0), kind="stable")[:count]
+        return np.argsort(-self._splits["train"].lengths(epoch), kind="stable")[:count]
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
         """All that some speakers say is held out, and all else is trained on."""
