@@ -202,6 +202,8 @@ def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, wi
         f"error: --hidden-dims 8 9: {weights} 8; leave it out",
         f"error: --label-smoothing 0.2: {weights} 0.1; leave it out",
     ]
+    _, err = on_cpu("--predict", path, "--save-dir", trained, "--hidden-dims", 128, status=2)  # its default
+    assert err == [f"error: --hidden-dims 128: {weights} 8; leave it out"]
     _, err = on_cpu("--predict", path, "--save-dir", trained, "--task", "seqrec", status=2)
     assert err == [f"error: --task seqrec: {weights} har; leave it out"]
 

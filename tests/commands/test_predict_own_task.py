@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.own_task import SpiralFlags
 from tests.conftest import ROOT, load
+from trainer.checkpoint.weights import find_weights
+from trainer.commands.parse import parse
+from trainer.commands.predict import rebuild_task
 
 OWN_TASK = """
 import os
@@ -73,6 +77,18 @@ def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
     assert len(err) == 1 and "there is no file" in err[0] and "say by --task where it is now" in err[0]
     there = ["--task", f"{moved}:Labelling"]
     assert on_cpu("--predict", points, "--save-dir", run, *there, "--num-threads", 1) == (out, [])
+
+
+def test_a_default_is_taken_anew(own_run):
+    """By the command line, against what the run was trained with."""
+    task, run, _ = own_run
+    trained = find_weights(run, {}, print)
+    assert SpiralFlags.hidden_units == 64
+    for argv, expected in ([], 7), (["--hidden-units", "64"], 64):
+        flags, problems = parse(["--task", f"{task}:Labelling", *argv], several_devices=False)
+        assert problems == []
+        flags.task_type.predict_flags = ("hidden_units",)
+        assert rebuild_task(trained, flags).config.hidden_units == expected
 
 
 @pytest.mark.parametrize("task", [f"{ROOT}/examples/own_task.py:Spirals", "seqrec"])

@@ -171,6 +171,8 @@ class Flags:
     """Of a program that does something else with a training run than train it: its own group."""
     origins: Mapping[str, Path] = dataclasses.field(default_factory=dict, compare=False)
     """Which file a value is from, by the name of the flag."""
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    """The names of flags that the command line or a file states, were it their default."""
 
     def refusal(self, problem: str) -> BadInput:
         """Of what only the data show to be wrong."""

@@ -86,7 +86,8 @@ def parse(
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
     task = by_type[task_type.Config] if task_type is not None else None
     origins = layers.origins_of_flags(group_types, argv)
-    flags = Flags(*of_trainer, task, task_type, by_type.get(tool), origins)  # type: ignore[call-arg]
+    stated = frozenset(names_given(argv) | origins.keys())
+    flags = Flags(*of_trainer, task, task_type, by_type.get(tool), origins, stated)  # type: ignore[call-arg]
     found = [*of_task, *found, *contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
 

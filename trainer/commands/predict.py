@@ -68,8 +68,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
         reason = "holds weights, but not of which model; give the checkpoint of a run"
         raise BadInput(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
     name, config = run.state["task"], run.state["config"]
-    defaults = flag_values(type(flags.task)())
-    stated = {flag: value for flag, value in flag_values(flags.task).items() if value != defaults[flag]}
+    stated = {flag: value for flag, value in flag_values(flags.task).items() if flag in flags.given}
     task_type = None
     if flags.run.task != RunFlags.task:
         if is_same_task(flags.run.task, name):
