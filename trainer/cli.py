@@ -139,7 +139,7 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         label_new_data(flags, parallel)
         return EXIT_FINISHED
     task = parallel.together(lambda: build_task(flags))
-    if flags.checkpoint.eval_only:
+    if flags.checkpoint.eval_only or not task.trains:
         evaluate_only(flags, task, parallel)
         return EXIT_FINISHED
     return train_in_directory(flags, argv, task, parallel)

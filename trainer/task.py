@@ -143,6 +143,8 @@ class Task(ABC):
 
     The files and TensorBoard get all of them.
     """
+    trains: bool = True
+    """Whether there is anything to train with this config. If not, the command scores, as `--eval-only` does."""
     data_facts: Mapping[str, Any] | None = None
     """What `describe_data` returned for a trained run that is used without its training data; None in training."""
 
@@ -221,6 +223,14 @@ class Task(ABC):
         the precision of the evaluation before it. batch: as `collate` makes it, on the objective's device.
         """
         return {}
+
+    def shipped_weights(self) -> Path | None:
+        """A checkpoint that comes with the task, for users who have little data of their own; by default none.
+
+        A new run begins with its weights unless a flag names others; what the model has beside them stays initialised.
+        `--predict` and `--eval-only` take it where `--save-dir` holds no run of this task.
+        """
+        return None
 
     def new_data(self, path: Path) -> KeyedDataset:
         """Reads a user's file for `--predict`: samples without labels, which `collate` makes into batches.

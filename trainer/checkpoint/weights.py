@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.checkpoint.file import CheckpointReader, read_checkpoint
+from trainer.checkpoint.manifest import Entry
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
@@ -44,14 +45,23 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
 
     Takes no lock and changes nothing. say: gets a line for whatever is damaged. Raises BadInput.
     """
-    with refusing_disk_errors(f"--save-dir {folder}", "choose the folder of a run"):
-        entries, _ = find_checkpoints(folder, say)
+    entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)
     for entry in sorted(reversed(entries), key=lambda entry: not entry.best):
         state = reader.read(entry)
         if state is not None:
             return state
     raise BadInput(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
+
+
+def holds_run(folder: Path, say: Callable[[str], None]) -> bool:
+    """Whether a folder holds a checkpoint, be it damaged. say: see `load_best_weights`. Raises BadInput."""
+    return bool(_entries(folder, say))
+
+
+def _entries(folder: Path, say: Callable[[str], None]) -> list[Entry]:
+    with refusing_disk_errors(f"--save-dir {folder}", "choose the folder of a run"):
+        return find_checkpoints(folder, say)[0]
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint.records import RESULTS, write_json
-from trainer.checkpoint.weights import find_weights, load_best_weights
+from trainer.checkpoint.weights import load_best_weights
 from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.describe import describe_run
 from trainer.commands.flags import Flags
 from trainer.commands.resume import refuse_other_data, undo_hint
-from trainer.commands.trained import CPU, trained_objective
+from trainer.commands.trained import CPU, find_run, trained_objective
 from trainer.commands.weights import use_weights
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
@@ -85,7 +85,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.on_main(lambda: find_weights(given.save_dir, files, print))
+    trained = parallel.on_main(lambda: find_run(flags, files, task.shipped_weights(), print))
     label, state = trained.label, trained.state
     with closing(assemble_run(flags, task, parallel)) as run:
         refuse_other_data(run, state, f"the checkpoint ({label})")

@@ -12,9 +12,9 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.weights import TrainedRun, find_weights
+from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags, RunFlags
-from trainer.commands.trained import recorded_class, recorded_task, trained_objective
+from trainer.commands.trained import find_run, recorded_class, recorded_task, trained_objective
 from trainer.config import flag_name, flag_values, refuse, shown
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.errors import BadInput
@@ -34,7 +34,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     """`--predict`. Without `--output` standard output belongs to the table. Raises BadInput."""
     path, output, given = flags.prediction.predict, flags.prediction.output, flags.checkpoint
     assert path is not None
-    run = find_weights(given.save_dir, {"--resume-from": given.resume_from}, partial(print, file=sys.stderr))
+    run = find_run(flags, {"--resume-from": given.resume_from}, _shipped(flags), partial(print, file=sys.stderr))
     task = rebuild_task(run, flags)
     dataset = task.new_data(path)
     require_keyed(dataset, f"--predict {path}")
@@ -56,6 +56,11 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         _write_table(table, text, bar)
     write_output(output, text.getvalue())
     print(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
+
+
+def _shipped(flags: Flags) -> Path | None:
+    assert flags.task_type is not None
+    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir.expanduser()).shipped_weights()
 
 
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:

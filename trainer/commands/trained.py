@@ -1,7 +1,7 @@
 """The task and the model of a run, from what its checkpoint recorded."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.weights import TrainedRun, find_weights
-from trainer.commands.flags import RunFlags
+from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.weights import TrainedRun, find_weights, holds_run
+from trainer.commands.flags import Flags, RunFlags
 from trainer.commands.weights import restore_weights
 from trainer.config import group_from_values
 from trainer.loading.errors import BadInput
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task
-from trainer.tasks import defined_task, find_task
+from trainer.tasks import defined_task, find_task, is_same_task
 
 CPU = torch.device("cpu")
+
+
+def find_run(
+    flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
+) -> TrainedRun:
+    """What `find_weights` finds; where `--save-dir` holds no run of the task, the weights that come with it, if any.
+
+    The default of `--save-dir` may hold a run of another task. Raises BadInput.
+    """
+    folder = flags.checkpoint.save_dir
+    if shipped is None or any(path is not None for path in files.values()):
+        return find_weights(folder, files, say)
+    if holds_run(folder, say):
+        run = find_weights(folder, files, say)
+        if "--save-dir" in flags.given or is_same_task(run.state["task"], flags.run.task):
+            return run
+    label = f"the weights that come with {flags.run.task}"
+    return TrainedRun(label, read_checkpoint(shipped, label, only_weights=True), shipped.parent)
 
 
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:

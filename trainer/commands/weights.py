@@ -85,6 +85,11 @@ def _take_from_file(run: Run, given: CheckpointFlags) -> list[str]:
         label = f"--init-from-partial {given.init_from_partial}"
         weights = _read(parallel, given.init_from_partial, label)
         return _described(restore_what_fits(model, weights, parallel, label), given.init_from_partial)
+    shipped = run.task.shipped_weights()
+    if shipped is not None:
+        label = "the weights that come with this task"
+        comparison = restore_what_fits(model, _read(parallel, shipped, label), parallel, label)
+        return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}."]
     return []
 
 

@@ -1,0 +1,111 @@
+"""Weights that come with a task: a new run begins with them, and they are used where there is no run."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import load
+
+TASK = """
+from pathlib import Path
+
+import numpy as np
+
+from examples.own_task import Spirals
+from trainer.loading.order import SampleKeys
+
+
+class Points:
+    def __init__(self, points):
+        self.points = points
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitems__(self, keys: SampleKeys):
+        return {"point": self.points[keys.index]}
+
+
+class WithWeights(Spirals):
+    @property
+    def trains(self):
+        return self.config.noise > 0
+
+    def shipped_weights(self):
+        return Path(__file__).with_name("shipped.pth")
+
+    def new_data(self, path):
+        return Points(np.loadtxt(path, dtype=np.float32, ndmin=2))
+
+    def predictions(self, objective, batch):
+        return {"arm": objective.model(batch["point"]).argmax(1).tolist()}
+"""
+SMALL = ["--hidden-units", 7, "--num-points", 64, "--num-threads", 1]
+OTHER = "--task examples/own_task.py:Spirals".split()
+
+
+@pytest.fixture
+def task(on_cpu, tmp_path):
+    """The value of --task; what comes with it was trained by the same task without it."""
+    folder = tmp_path / "task"
+    folder.mkdir()
+    (folder / "spirals_with_weights.py").write_text(TASK)
+    on_cpu(*OTHER, *SMALL, "--epochs", 3, "--save-dir", tmp_path / "made")
+    state = load(tmp_path / "made" / "best.pth")
+    state["task"] = f"{folder / 'spirals_with_weights.py'}:WithWeights"
+    torch.save(state, folder / "shipped.pth")
+    yield state["task"]
+    sys.modules.pop("spirals_with_weights", None)
+
+
+@pytest.fixture
+def points(tmp_path):
+    path = tmp_path / "points.txt"
+    path.write_text("0.1 0.2\n-0.3 0.4\n0.5 0.5\n0.2 -0.9\n")
+    return path
+
+
+def test_a_new_run_begins_with_them(task, on_cpu, tmp_path):
+    out, _ = on_cpu("--task", task, *SMALL, "--max-steps", 1, "--lr", 1e-9, "--save-dir", tmp_path / "new")
+    assert "Starting with the weights that come with this task, 6 of the model's 6." in out
+    made, tuned = (load(tmp_path / name)["model"] for name in ("made/best.pth", "new/final.pth"))
+    for name, value in made.items():
+        torch.testing.assert_close(tuned[name], value, rtol=0, atol=1e-7)
+    out, _ = on_cpu(
+        "--task", task, *SMALL, "--max-steps", 1, "--save-dir", tmp_path / "given", "--init-from",
+        tmp_path / "new" / "final.pth",
+    )  # fmt: skip
+    assert "come with this task" not in out
+
+
+def test_they_are_used_where_there_is_no_run(task, points, on_cpu, tmp_path):
+    out, _ = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "none", "--num-threads", 1)
+    made = ["--predict", points, "--resume-from", tmp_path / "task" / "shipped.pth", "--num-threads", 1]
+    assert out == on_cpu("--task", task, *made)[0]
+    out, _ = on_cpu("--task", task, *SMALL, "--eval-only", "--save-dir", tmp_path / "none")
+    assert "Evaluating the weights that come with " in out
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_of_the_task_is_preferred(task, points, on_cpu, tmp_path):
+    on_cpu("--task", task, *SMALL, "--max-steps", 1, "--save-dir", tmp_path / "run")
+    out, _ = on_cpu("--task", task, *SMALL, "--eval-only", "--save-dir", tmp_path / "run")
+    assert f"Evaluating the weights of optimizer step 1 in {tmp_path / 'run'}." in out
+
+
+def test_a_run_of_another_task_does_not_count_where_nobody_named_it(task, points, on_cpu, tmp_path, monkeypatch):
+    shutil.copytree(tmp_path / "made", tmp_path / "checkpoints" / "run")
+    expected, _ = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "none", "--num-threads", 1)
+    named = ["--save-dir", tmp_path / "checkpoints" / "run"]
+    _, err = on_cpu("--task", task, "--predict", points, *named, status=2)
+    assert len(err) == 1 and "leave it out" in err[0]
+    monkeypatch.chdir(tmp_path)
+    assert on_cpu("--task", task, "--predict", points, "--num-threads", 1)[0] == expected
+
+
+def test_a_config_that_trains_nothing_is_scored(task, on_cpu, tmp_path):
+    argv = ["--task", task, *SMALL, "--noise", 0, "--save-dir", tmp_path / "none"]
+    assert on_cpu(*argv)[0] == on_cpu(*argv, "--eval-only")[0]
+    assert not (tmp_path / "none").exists()
