@@ -235,6 +235,32 @@ def test_the_best_within_an_epoch_comes_along_to_another_folder(run_here, tmp_pa
         assert sum(entry["step"] <= 4 for entry in entries_of(new)) >= expected
 
 
+# --- before the first step ---------------------------------------------------------------------------------------
+
+
+def test_weights_that_training_spoils_are_kept(run_here, tmp_path):
+    """And training itself is the same with and without the evaluation before it."""
+    run_here(*RUN, "--epochs", 6, "--save-dir", tmp_path / "good")
+    good = tmp_path / "good" / "best.pth"
+    argv = [*RUN, "--init-from", good, "--lr", 300, "--weight-decay", 0, "--epochs", 2]
+    run_here(*argv, "--save-dir", tmp_path / "plain")
+    run_here(*argv, "--eval-start", "--save-dir", tmp_path / "start")
+    assert_same_bits(*(load(tmp_path / name / "final.pth")["model"] for name in ("plain", "start")))
+    assert steps_of(tmp_path / "start", "epoch") == [0, 5, 10]
+    assert results_of(tmp_path / "start")["best"]["step"] == 0
+    assert_same_bits(load(tmp_path / "start" / "best.pth")["model"], load(good)["model"])
+    assert results_of(tmp_path / "start")["metrics"] == results_of(tmp_path / "good")["metrics"]
+
+
+def test_goes_on_after_the_evaluation_before_the_first_step(run_here, tmp_path):
+    argv = [*RUN, "--lr", 0.1, "--epochs", 2, "--eval-start"]
+    run_here(*argv, "--save-dir", tmp_path / "whole")
+    cut_back(tmp_path / "whole", entries_of(tmp_path / "whole")[:1], tmp_path / "again")
+    run_here(*argv, "--save-dir", tmp_path / "again")
+    assert_same_run(tmp_path / "whole", tmp_path / "again")
+    assert [entry["step"] for entry in entries_of(tmp_path / "again")] == [0, 5, 10]
+
+
 # --- older run directories ---------------------------------------------------------------------------------------
 
 

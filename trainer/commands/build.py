@@ -179,6 +179,7 @@ def assemble_run(
         saver=BackgroundSaver(directory),
         settings=LoopSettings(
             seed=flags.run.seed,
+            eval_start=flags.run.eval_start,
             on_nonfinite=flags.learning.on_nonfinite,
             patience=flags.learning.early_stopping_patience,
             save_every_steps=flags.checkpoint.save_every_steps,

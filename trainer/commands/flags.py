@@ -44,6 +44,9 @@ class RunFlags(FlagGroup):
     eval_every_steps: int | None = flag(
         None, "the same in optimizer steps, also within an epoch", metavar="STEPS", at_least=1
     )
+    eval_start: bool = flag(
+        False, "score the validation set before the first step too: weights that training does not improve are kept",
+    )  # fmt: skip
     seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
     num_workers: int = flag(
         0, "data-loading processes per rank, and as many more for evaluation once it begins; 0 loads in the trainer, "

@@ -28,6 +28,7 @@ class LoopSettings:
     """
 
     seed: int
+    eval_start: bool
     on_nonfinite: Literal["stop", "skip"]
     patience: int
     save_every_steps: int

@@ -4,7 +4,7 @@ It does not know which task it trains, on how many devices, or in which precisio
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -31,8 +31,11 @@ def train(run: Run) -> None:
     Raises StopRequested, with all progress saved, if the run was asked to stop or its time is up; BadInput if training
     diverges.
     """
-    run.progress.read_clock()
+    progress = run.progress
+    progress.read_clock()
     try:
+        if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and progress.best is None:
+            report_start(run)
         while not run.is_complete:
             train_epoch(run)
             if not run.is_complete:  # as early stopping within an epoch leaves it
@@ -168,6 +171,13 @@ def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> N
     run.log.step(progress.step, progress.position, {run.of_phase(name, phase): value for name, value in values.items()})
 
 
+def report_start(run: Run) -> None:
+    """Scores the validation sets before the first step: what training does not improve is the best."""
+    run.progress.start_epoch(0, run.task.phases)
+    validation = validate(run)
+    conclude(run, validation, run.metrics(validation))
+
+
 def report(run: Run) -> None:
     """Scores the validation sets where that is due, decides about "best", logs and saves: what an epoch ends with.
 
@@ -184,6 +194,12 @@ def report(run: Run) -> None:
         progress.start_epoch(num_epochs, phases)
     else:
         progress.start_stretch(phases)
+    conclude(run, validation, metrics)
+
+
+def conclude(run: Run, validation: Mapping[str, Sums], metrics: Mapping[str, float]) -> None:
+    """Judges, logs and saves what a report found."""
+    progress = run.progress
     value = monitored(run.task, metrics) if validation else None
     is_best = value is not None and progress.judge(value, run.task.monitor[1])
     run.log.report(progress.step, progress.position, run.plan.epochs_done(progress.position), metrics)
