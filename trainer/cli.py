@@ -139,6 +139,11 @@ def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
         label_new_data(flags, parallel)
         return EXIT_FINISHED
     task = parallel.together(lambda: build_task(flags))
+    done = parallel.on_main(task.other_work)
+    if done is not None:
+        if parallel.is_main:
+            say(done)
+        return EXIT_FINISHED
     if flags.checkpoint.eval_only or not task.trains:
         evaluate_only(flags, task, parallel)
         return EXIT_FINISHED

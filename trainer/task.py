@@ -177,6 +177,20 @@ class Task(ABC):
         """
         return {}
 
+    def remarks(self) -> Sequence[str]:
+        """Sentences that the user should read about the data: what is left out, what looks wrong; by default none.
+
+        Shown at the start of a run, after `splits`; with `--predict` after `new_data`.
+        """
+        return ()
+
+    def other_work(self) -> str | None:
+        """Does what the flags ask for in place of training, such as writing data to a file, and returns what it did.
+
+        None, as by default, where they ask for nothing else. Called on the main process alone. May raise BadInput.
+        """
+        return None
+
     def initialise(self, objective: Objective) -> None:
         """Gives a new model what it takes from elsewhere: statistics of the training data, a trained part.
 

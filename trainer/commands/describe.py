@@ -37,6 +37,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
+        *run.task.remarks(),
     ]
     scaled = run.learning_rate.peak
     if scaled != flags.learning.lr:

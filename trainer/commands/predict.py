@@ -40,6 +40,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
         raise BadInput(f"--predict {path}: holds nothing to label")
+    for remark in task.remarks():
+        print(remark, file=sys.stderr)
     precision = choose_precision(flags.precision, parallel.device)
     hint = "the task's code has changed since, or the data that it reads"
     weights = run.state["model"]
