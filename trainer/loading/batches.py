@@ -17,6 +17,8 @@ Batch = dict[str, Tensor]
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""
+# Found before any fork: a child that loads a library waits for ever if another thread was loading one at that moment.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class KeyedDataset(Protocol):
@@ -173,5 +175,5 @@ def _depend_on_the_trainer(worker_id: int) -> None:
         signal.signal(name, signal.SIG_IGN)
     # However it ends: torch's own watch for that looks only between two batches, every five seconds. A forked worker
     # holds the trainer's connections too; while it lives, no other rank would notice that the trainer was killed.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _prctl is not None:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
