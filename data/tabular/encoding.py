@@ -1,0 +1,117 @@
+"""A table as the numbers that a model takes, by what the rows that it learns from hold."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from data.files import shown
+from data.tabular.labels import Labels, class_numbers, named_column
+from data.tabular.table import Column, Table
+from trainer.loading.errors import BadInput
+
+_LARGEST_CODE = 1e9
+"""In standard deviations: float32 keeps their squares."""
+
+
+@dataclass(frozen=True)
+class ColumnCode:
+    """How one column becomes numbers.
+
+    categories: texts, coded by their places; None for a column of numbers.
+    mean, std: of its numbers, which become standard deviations from the mean: float32 would not keep the digits of
+        small differences between large numbers. 0 and 1 for categories.
+    """
+
+    name: str
+    categories: tuple[str, ...] | None
+    mean: float = 0.0
+    std: float = 1.0
+
+    @classmethod
+    def of(cls, column: Column) -> "ColumnCode":
+        if column.texts is not None:
+            return cls(column.name, tuple(column.distinct_texts))
+        if len(column.distinct) < 2:  # the mean of equal numbers may differ from them in the last bit
+            return cls(column.name, None, *column.distinct.tolist())
+        values = column.values[~column.is_missing]
+        return cls(column.name, None, float(values.mean()), float(values.std()))
+
+    def encode(self, column: Column) -> np.ndarray:
+        """(n,) float64, NaN where a value is missing, no number, or a category that is not known."""
+        if self.categories is None:
+            return np.clip((column.as_numbers() - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
+        places = {text: float(i) for i, text in enumerate(self.categories)}
+        return column.looked_up(lambda text: places.get(text, np.nan))
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a table becomes numbers; plain values, which JSON and checkpoints keep.
+
+    label: the column that is predicted. classes: its values, in the order of their numbers.
+    """
+
+    columns: tuple[ColumnCode, ...]
+    label: str
+    classes: tuple[str, ...]
+
+    @classmethod
+    def fit(cls, features: Table, labels: Labels) -> "Encoding":
+        """By the columns of a `LabelledTable`, or of some of its rows."""
+        return cls(tuple(map(ColumnCode.of, features.columns)), labels.name, labels.classes)
+
+    def encode(self, table: Table) -> np.ndarray:
+        """The features of a table, (n, m) float32, NaN where one is missing.
+
+        table: has the columns that were learned from, in any order, and perhaps others, which do not count; as it was
+            read, or typed. Raises BadInput where it lacks some.
+        """
+        if lacking := {code.name for code in self.columns} - set(table.names):
+            raise BadInput(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
+        columns = [code.encode(named_column(table, code.name, "column")) for code in self.columns]
+        return np.stack(columns, axis=1).astype(np.float32)
+
+    def label_numbers(self, table: Table) -> np.ndarray:
+        """The classes of a table with labels, (n,) int64; -1 for a row without, or with one that is no class."""
+        return class_numbers(named_column(table, self.label, "--label"), self.classes)
+
+    def refuse_label(self, table: Table) -> None:
+        """Raises BadInput for a table that is to be predicted, and holds what is predicted."""
+        if self.label in table.names:
+            raise BadInput(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
+
+    def remarks(self, table: Table) -> list[str]:
+        """Sentences about what of a new table cannot be used."""
+        known = {code.name: code for code in self.columns}
+        others = [name for name in table.names if name not in known and name != self.label]
+        found = [f"Not learned from, and ignored: {shown(others)}."] if others else []
+        for column in table.columns:
+            if code := known.get(column.name):
+                lost = np.isnan(code.encode(column)) & ~column.is_missing
+                what = "they are no numbers" if code.categories is None else "no row that was learned from has them"
+                if lost.any():
+                    example = column.take(lost).distinct_texts[0]
+                    count = f"{lost.sum():,} of {len(lost):,} values count as missing"
+                    found.append(f"{column.name}: {count}, as {what}, such as {example!r}.")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of lists, texts and numbers."""
+        columns = [asdict(code) for code in self.columns]
+        for column in columns:
+            column["categories"] = _if_any(list, column["categories"])
+        return {"columns": columns, "label": self.label, "classes": list(self.classes)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Encoding":
+        """What `to_dict` gave."""
+        columns = (
+            ColumnCode(**column | {"categories": _if_any(tuple, column["categories"])}) for column in values["columns"]
+        )
+        return cls(tuple(columns), values["label"], tuple(values["classes"]))
+
+
+def _if_any(kind: type, texts: Sequence[str] | None) -> Any:
+    return None if texts is None else kind(texts)

@@ -1,0 +1,185 @@
+"""A user's table: CSV as programs and people write it, or arrays in a .npz."""
+
+import csv
+import gzip
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, cast
+
+import numpy as np
+
+from data.files import reading_errors
+from data.tabular.table import Column, Table, table_of_array
+from trainer.loading.errors import BadInput
+
+MOST_COLUMNS = 1000
+DELIMITERS = (",", ";", "\t")
+
+_ROWS_AT_ONCE = 4096
+_SHOWN_WIDTH = 40
+_ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
+
+Line = tuple[int, list[str]]
+"""The number of a line in its file, from 1, and its fields."""
+
+
+def read_table(path: Path, flag: str = "--data-dir") -> Table:
+    """Reads a table; all columns of a CSV are texts, which `Column.typed` makes numbers of.
+
+    path: a CSV in UTF-8, plain or .gz, its columns separated by commas, semicolons (a number's decimal point may then
+        be a comma) or tabs, with a line of column names. Spaces around a value, and quotes, do not belong to it. Or a
+        .npz with X (n, m), numbers or texts, optionally y (n,), which becomes the column y, and names (m,) of columns.
+    flag: by which the path was given, for messages.
+
+    Raises BadInput, naming file and line, for whatever cannot be read.
+    """
+    where = f"{flag} {path}"
+    if not path.is_file():
+        raise BadInput(f"{where}: {'is a folder' if path.is_dir() else 'no such file'}; {_ADVICE}")
+    table = _read_arrays(path, where) if path.suffix.lower() == ".npz" else _read_csv(path, where)
+    if table.num_rows == 0:
+        raise BadInput(f"{where}: has column names, but no rows; give at least one")
+    return table
+
+
+def _check_width(num_columns: int, where: str) -> None:
+    if num_columns > MOST_COLUMNS:
+        raise BadInput(
+            f"{where}: {num_columns:,} columns, where {MOST_COLUMNS:,} are the most: the time for a row grows with "
+            "their square, as each is compared with all others; keep those that matter"
+        )
+
+
+# --- CSV ---------------------------------------------------------------------------------------------------------
+
+
+def _read_csv(path: Path, where: str) -> Table:
+    with reading_errors(where), _opened(path) as file:
+        try:
+            return _parse_csv(file, where)
+        except UnicodeDecodeError as error:
+            byte = f"0x{error.object[error.start]:02x}"
+            raise BadInput(f"{where}: is not text in UTF-8, but has the byte {byte}; save it as CSV in UTF-8") from None
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix.lower() == ".gz":
+        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _parse_csv(file: Iterable[str], where: str) -> Table:
+    num_blank, first = next(((i, line) for i, line in enumerate(file) if not line.isspace()), (0, ""))
+    if not first:
+        raise BadInput(f"{where}: is empty; {_ADVICE}")
+    delimiter = _delimiter(first)
+    reader = csv.reader(chain([first], file), delimiter=delimiter, skipinitialspace=True, strict=True)
+    try:
+        lines = ((num_blank + reader.line_num, fields) for fields in reader if fields)
+        names = _column_names(next(lines)[1], f"{where}, line {num_blank + 1}")
+        columns = [_Texts() for _ in names]
+        for rows in _blocks(lines, len(names), where):
+            for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
+                column.add(texts)
+    except csv.Error as error:
+        raise BadInput(f"{where}, line {num_blank + reader.line_num}: {error}; mend the line") from None
+    decimal_comma = delimiter == ";"
+    return Table(where, tuple(c.column(name, decimal_comma) for name, c in zip(names, columns, strict=True)))
+
+
+def _delimiter(line: str) -> str:
+    """The one that makes most columns of the line of names."""
+    return max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([line], delimiter=delimiter))))
+
+
+def _column_names(fields: Sequence[str], where: str) -> list[str]:
+    """Columns without a name, such as the row numbers that pandas writes, are called by their places."""
+    _check_width(len(fields), where)
+    names = [field.strip() or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
+    if all(_is_number(name) for name in names):
+        raise BadInput(f"{where}: holds numbers where the names of the columns should be; add a line of names")
+    return names
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _blocks(lines: Iterable[Line], num_columns: int, where: str) -> Iterator[list[list[str]]]:
+    """The fields of some lines at a time."""
+    lines = iter(lines)
+    while some := list(islice(lines, _ROWS_AT_ONCE)):
+        for number, fields in some:
+            if len(fields) != num_columns:
+                shown = ",".join(fields)[:_SHOWN_WIDTH]
+                raise BadInput(
+                    f"{where}, line {number}: {len(fields)} fields, but the line of names has {num_columns}: "
+                    f"{shown!r}; mend the line, or put quotes around values that hold the separator"
+                )
+        yield [fields for _, fields in some]
+
+
+class _Texts:
+    """The texts of a column as they come: each kept once, and its place for each row."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._codes: list[np.ndarray] = []
+
+    def add(self, texts: Sequence[str]) -> None:
+        places = self._places
+        codes = (places.setdefault(text, len(places)) for text in texts)
+        self._codes.append(np.fromiter(codes, np.int32, len(texts)))
+
+    def column(self, name: str, decimal_comma: bool) -> Column:
+        codes = np.concatenate([np.empty(0, np.int32), *self._codes])
+        texts = list(self._places)
+        if decimal_comma:
+            texts = [point if _is_number(point := text.replace(",", ".")) else text for text in texts]
+        return Column.of_codes(name, codes, texts)
+
+
+# --- arrays ------------------------------------------------------------------------------------------------------
+
+
+def _read_arrays(path: Path, where: str) -> Table:
+    arrays = _load_arrays(path, where)
+    for name, num_dimensions in {"X": 2, "y": 1, "names": 1}.items():
+        array = arrays.get(name)
+        if array is not None and (array.ndim != num_dimensions or array.dtype.kind not in "fiubU"):
+            wanted = "X (n, m) and y (n,) of numbers or texts, and names (m,) of texts"
+            raise BadInput(f"{where}: {name} is {array.dtype} of shape {array.shape}; give {wanted}")
+    values, labels = arrays["X"], arrays.get("y")
+    num_rows, num_columns = values.shape
+    _check_width(num_columns, where)
+    names = [str(name).strip() for name in arrays.get("names", [f"x{i}" for i in range(num_columns)])]
+    if len(names) != num_columns or num_columns == 0:
+        raise BadInput(f"{where}: X has {num_columns} columns, and there are {len(names)} names; give one for each")
+    table = table_of_array(values, names, where)
+    if labels is None:
+        return table
+    if len(labels) != num_rows:
+        raise BadInput(f"{where}: X has {num_rows} rows, and y {len(labels)}; give one label for each row")
+    return Table(where, (*table.columns, Column.of_values("y", labels)))
+
+
+def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
+    """Those of X, y and names that are there; X is. Nothing in the file is run."""
+    try:
+        with reading_errors(where), np.load(path, allow_pickle=False) as archive:
+            if "X" not in archive:
+                raise BadInput(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
+            return {name: archive[name] for name in ("X", "y", "names") if name in archive}
+    except ValueError as error:
+        if isinstance(error, BadInput):
+            raise
+        reason = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
+        raise BadInput(f"{where}: {reason}; nothing in it was run; save numbers and texts by numpy.savez") from None
+    except (zipfile.BadZipFile, EOFError, AttributeError, TypeError):
+        raise BadInput(f"{where}: is no .npz; {_ADVICE}") from None

@@ -1,0 +1,148 @@
+"""A table in memory: columns of texts or of numbers, with what is missing."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from trainer.loading.errors import BadInput
+
+MISSING = frozenset({"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "NULL", "null"})
+"""Texts that stand for no value."""
+LARGEST_NUMBER = 1e100
+"""Numbers beyond, and infinite ones, count as missing: their squares have no sum in float64."""
+_NEARLY_ALL = 0.95
+"""Of the values that are there, in a column of numbers or dates; what is no number there counts as missing."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_DATE = re.compile(
+    r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
+    r"([ T]\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?( ?[AaPp][Mm])?(Z| ?[+-]\d{2}:?\d{2})?)?"
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of n rows.
+
+    values: (n,) float64, NaN where there is none; the numbers, or where there are texts their places among them.
+    texts: distinct, in order; not all need to occur. None for numbers.
+    """
+
+    name: str
+    values: np.ndarray
+    texts: tuple[str, ...] | None = None
+
+    @classmethod
+    def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
+        """From the place of each row's text, (n,) integers, in any list of texts; equal ones may be there twice."""
+        stripped = [text.strip() for text in texts]
+        present = tuple(sorted(set(stripped) - MISSING))
+        place = {text: float(i) for i, text in enumerate(present)}
+        return cls(name, np.array([place.get(text, np.nan) for text in stripped])[codes], present)
+
+    @classmethod
+    def of_values(cls, name: str, values: np.ndarray) -> "Column":
+        """From an array (n,) of numbers or booleans, or of anything else, of which the texts are taken."""
+        if values.dtype.kind in "fiub":
+            return cls(name, values.astype(np.float64))
+        texts = ["" if value is None else str(value) for value in values.tolist()]
+        present, codes = np.unique(np.array(texts, dtype=str), return_inverse=True)
+        return cls.of_codes(name, codes, present.tolist())
+
+    @property
+    def is_missing(self) -> np.ndarray:
+        """(n,) bool."""
+        return np.isnan(self.values)
+
+    @cached_property
+    def distinct(self) -> np.ndarray:
+        """The different values, ascending, none of them missing."""
+        return np.unique(self.values[~self.is_missing])
+
+    @property
+    def distinct_texts(self) -> list[str]:
+        """The different values as texts; whole numbers as 3, not 3.0."""
+        if self.texts is None:
+            return [number_text(value) for value in self.distinct.tolist()]
+        return [self.texts[int(code)] for code in self.distinct]
+
+    def take(self, rows: np.ndarray) -> "Column":
+        """Some of the rows: (k,) their places, or (n,) bool."""
+        return Column(self.name, self.values[rows], self.texts)
+
+    def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
+        """Of each row what belongs to its text, (n,) float64, NaN where it has none."""
+        found = np.array([of_text(text) for text in self.distinct_texts] + [np.nan], np.float64)
+        return found[np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))]
+
+    def as_numbers(self) -> np.ndarray:
+        """The rows as numbers, (n,) float64: texts that are none, and numbers that are too large, are NaN."""
+        if self.texts is not None:
+            return self.looked_up(_number)
+        usable = np.abs(self.values) <= LARGEST_NUMBER  # false for NaN
+        return np.where(usable, self.values, np.nan)
+
+    def typed(self) -> "Column":
+        """With numbers for texts where nearly all that is there are numbers."""
+        numbers = Column(self.name, self.as_numbers())
+        return numbers if self.texts is None or self._are_nearly_all(np.isfinite(numbers.values)) else self
+
+    def is_date(self) -> bool:
+        """Whether nearly all values that are there are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
+        if self.texts is None:
+            return False
+        return self._are_nearly_all(self.looked_up(lambda text: _DATE.fullmatch(text) is not None) > 0)
+
+    def _are_nearly_all(self, fits: np.ndarray) -> bool:
+        num_values = len(self.values) - self.is_missing.sum()
+        return bool(num_values and fits.sum() >= _NEARLY_ALL * num_values)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equally many rows, with different names. where: the table as messages call it."""
+
+    where: str
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        twice = {name for name in self.names if self.names.count(name) > 1}
+        if twice:
+            raise BadInput(f"{self.where}: more than one column is named {sorted(twice)[0]!r}; rename all but one")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns[0].values)
+
+    def column(self, name: str) -> Column | None:
+        return next((column for column in self.columns if column.name == name), None)
+
+    def without(self, names: Iterable[str]) -> "Table":
+        names = set(names)
+        return Table(self.where, tuple(column for column in self.columns if column.name not in names))
+
+    def take(self, rows: np.ndarray) -> "Table":
+        """Some of the rows: (k,) their places, or (n,) bool."""
+        return Table(self.where, tuple(column.take(rows) for column in self.columns))
+
+
+def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Table:
+    """From values (n, m) of any type: a column for each of the m names."""
+    return Table(where, tuple(Column.of_values(name, values[:, i]) for i, name in enumerate(names)))
+
+
+def number_text(value: float) -> str:
+    """3 for 3.0, else the shortest text from which float makes the same number."""
+    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+
+
+def _number(text: str) -> float:
+    """NaN where the text is no number, or one too large."""
+    value = float(text) if _NUMBER.fullmatch(text) else np.nan
+    return value if abs(value) <= LARGEST_NUMBER else np.nan

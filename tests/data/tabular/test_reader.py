@@ -1,0 +1,254 @@
+"""Every form in which a table is written, what its columns are taken for, and every mistake in it."""
+
+import gzip
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.tabular import reader as module
+from data.tabular.reader import read_table
+from data.tabular.table import Table
+from trainer.loading.errors import BadInput
+
+PLAIN = "age,town,y\n31,Rome,a\n42,Oslo,b\n,Rome,a\n"
+
+
+def values(table: Table, name: str) -> list:
+    """The rows of a column as they are learned from, None where one is missing."""
+    column = table.column(name).typed()
+    texts = column.texts
+    rows = column.values.tolist()
+    return [None if np.isnan(row) else row if texts is None else texts[int(row)] for row in rows]
+
+
+def assert_is_the_table(table: Table) -> None:
+    assert table.names == ("age", "town", "y")
+    assert values(table, "age") == [31, 42, None]
+    assert values(table, "town") == ["Rome", "Oslo", "Rome"]
+    assert values(table, "y") == ["a", "b", "a"]
+
+
+# Every form of a file
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", ", ", " ; "])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_separators_and_line_ends(read, delimiter, end) -> None:
+    assert_is_the_table(read(PLAIN.replace(",", delimiter).replace("\n", end)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\ufeff" + PLAIN,
+        "\n  \n" + PLAIN.replace("\n", "\n\n"),
+        PLAIN.rstrip(),
+        '"age","town","y"\n"31","Rome","a"\n"42","Oslo","b"\n"","Rome","a"\n',
+        ' age , town , y \n 31 , Rome , a \n 42 , "Oslo", b \n ? , Rome , a \n',
+    ],
+)
+def test_byte_order_mark_blank_lines_quotes_and_spaces(read, content) -> None:
+    assert_is_the_table(read(content))
+
+
+def test_gzip(read) -> None:
+    assert_is_the_table(read(gzip.compress(PLAIN.encode()), "t.csv.gz"))
+
+
+def test_values_with_separators_quotes_and_line_ends_in_them(read) -> None:
+    table = read('x,y\n"a,b",1\n"say ""no""",2\n"two\nlines",3\n')
+    assert values(table, "x") == ["a,b", 'say "no"', "two\nlines"]
+
+
+@pytest.mark.parametrize("missing", ["", "?", "NA", "NaN", "null", "nan", '""', "  "])
+def test_every_spelling_of_a_missing_value(read, missing) -> None:
+    table = read(f"n,t,y\n1,p,a\n{missing},{missing},b\n3,q,a\n")
+    assert values(table, "n") == [1, None, 3] and values(table, "t") == ["p", None, "q"]
+
+
+def test_a_decimal_comma_beside_semicolons(read) -> None:
+    assert values(read("x;y\n1,5;a\n-2,25e1;b\n"), "x") == [1.5, -22.5]
+    assert values(read("x\ty\n1,5\ta\n2,5\tb\n"), "x") == ["1,5", "2,5"]
+
+
+def test_columns_without_a_name_are_called_by_their_places(read) -> None:
+    assert read(",x,\n0,1,2\n").names == ("unnamed 1", "x", "unnamed 3")
+
+
+def test_rows_across_blocks(read, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 2)
+    assert_is_the_table(read(PLAIN))
+    with pytest.raises(BadInput, match="line 5: 2 fields"):
+        read(PLAIN + "1,2\n")
+
+
+# What a column is taken for
+
+
+def test_a_column_is_numbers_where_95_percent_of_what_is_there_are(read) -> None:
+    def column(num_numbers: int) -> list:
+        return values(read("x,y\n" + "1.5,a\n" * num_numbers + "no,b\n" + ",b\n" * 7), "x")
+
+    assert column(19)[18:21] == [1.5, None, None]
+    assert column(18)[17:20] == ["1.5", "no", None]
+
+
+@pytest.mark.parametrize("text", ["1", "-1.", "+.5", "1e-3", "1E5", "007"])
+def test_numbers(read, text) -> None:
+    assert values(read(f"x,y\n{text},a\n"), "x") == [float(text)]
+
+
+@pytest.mark.parametrize("text", ["1_000", "0x1f", "1e", "True", "1 000", "inf", "1e999", "-Infinity"])
+def test_what_python_or_a_person_may_take_for_a_number_and_is_none(read, text) -> None:
+    assert values(read(f"x,y\n{text},a\n"), "x") == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_date"),
+    [
+        ("2024-05-31", True),
+        ("2024/5/31", True),
+        ("31.05.2024", True),
+        ("5/31/24", True),
+        ("2024-05-31T12:30:00Z", True),
+        ("2024-05-31 12:30:00.25 +0100", True),
+        ("5/31/2024 1:05 PM", True),
+        ("20240531", False),
+        ("1.5", False),
+        ("12:30", False),
+        ("2024-05-31x", False),
+        ("192.168.1.1", False),
+    ],
+)
+def test_dates(read, text, is_date) -> None:
+    assert read(f"x,y\n{text},a\n,b\n").column("x").typed().is_date() == is_date
+
+
+# Arrays
+
+
+def test_arrays_of_numbers(read_arrays) -> None:
+    features = np.array([[1, 2.5], [np.nan, np.inf]], np.float32)
+    table = read_arrays(X=features, y=np.array([3, 1]))
+    assert table.names == ("x0", "x1", "y")
+    assert values(table, "x0") == [1, None] and values(table, "x1") == [2.5, None]
+    assert table.column("y").distinct_texts == ["1", "3"]
+
+
+def test_arrays_of_texts_and_names(read_arrays) -> None:
+    table = read_arrays(X=np.array([["1", "p"], ["2", ""]]), names=np.array(["n", "t"]))
+    assert table.names == ("n", "t")
+    assert values(table, "n") == [1, 2] and values(table, "t") == ["p", None]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": np.zeros(2)}, "has no array X, but a;"),
+        ({"X": np.zeros(2)}, r"X is float64 of shape \(2,\)"),
+        ({"X": np.zeros((2, 2), complex)}, "X is complex128"),
+        ({"X": np.zeros((2, 2)), "y": np.zeros(3)}, "X has 2 rows, and y 3"),
+        ({"X": np.zeros((2, 2)), "y": np.zeros((2, 1))}, r"y is float64 of shape \(2, 1\)"),
+        ({"X": np.zeros((2, 2)), "names": np.array(["a"])}, "X has 2 columns, and there are 1 names"),
+        ({"X": np.zeros((2, 2)), "names": np.array(["a", "a"])}, "more than one column is named 'a'"),
+        ({"X": np.zeros((2, 1)), "y": np.zeros(2), "names": np.array(["y"])}, "more than one column is named 'y'"),
+        ({"X": np.zeros((0, 2))}, "no rows"),
+        ({"X": np.zeros((2, 0))}, "X has 0 columns"),
+        ({"X": np.zeros((1, 1001))}, "1,001 columns, where 1,000 are the most"),
+        ({"X": np.array([[object()]])}, "holds Python objects; nothing in it was run"),
+    ],
+)
+def test_arrays_that_are_no_table(read_arrays, arrays, message) -> None:
+    with pytest.raises(BadInput, match="^--data-dir .*t.npz: .*" + message) as caught:
+        read_arrays(**arrays)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_arrays(read, tmp_path) -> None:
+    np.savez(tmp_path / "whole.npz", X=np.arange(1000.0).reshape(10, 100))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    single = io.BytesIO()
+    np.save(single, np.zeros(3))
+    for content in (b"", b"text", whole[:500], bytes(flipped), single.getvalue()):
+        with pytest.raises(BadInput, match=r"^--data-dir .*t.npz: "):
+            read(content, "t.npz")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"is empty; give a CSV"),
+        ("\n \n", r"is empty"),
+        ("a,b\n", r"has column names, but no rows"),
+        ("a,b\n1,2\n\n1,2,3\n", r"line 4: 3 fields, but the line of names has 2: '1,2,3'"),
+        ("a,b\n1,2\n1\n", r"line 3: 1 fields, but"),
+        ('a,b\n"x\ny",2\n1\n', r"line 4: 1 fields, but"),
+        ("a,b,a\n1,2,3\n", r"more than one column is named 'a'"),
+        ("1,2.5\n3,4\n", r"line 1: holds numbers where the names of the columns should be"),
+        ('a,b\n"x,2\n3,4\n', r"line 3: unexpected end of data"),
+        ('a,b\n"x"z,2\n', r"line 2: .*expected after"),
+        (b"a,b\n\xff\xfe,1\n", r"is not text in UTF-8, but has the byte 0xff"),
+        (
+            ",".join(f"c{i}" for i in range(10_000)) + "\n",
+            r"line 1: 10,000 columns, where 1,000 are the most: .*square",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(read, content, message) -> None:
+    with pytest.raises(BadInput, match=r"^--data-dir .*t.csv(, |: ).*" + message) as caught:
+        read(content)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_paths_that_cannot_be_read(tmp_path) -> None:
+    with pytest.raises(BadInput, match=r"^--predict .*none.csv: no such file; give a CSV"):
+        read_table(tmp_path / "none.csv", "--predict")
+    with pytest.raises(BadInput, match=r"is a folder; give a CSV"):
+        read_table(tmp_path)
+
+
+def test_damaged_gzip_and_files_of_another_kind(read) -> None:
+    packed = gzip.compress(("a,b\n" + "".join(f"{i},{i * i}\n" for i in range(5000))).encode())
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("sheet.xml", bytes(range(256)) * 9)
+    for content, name in [(packed[:500], "t.csv.gz"), (b"a,b\n", "t.csv.gz"), (archive.getvalue(), "t.csv")]:
+        with pytest.raises(
+            BadInput, match=rf"^--data-dir .*{name}: (cannot be read or is damaged|is not text in UTF-8)"
+        ):
+            read(content, name)
+
+
+# The real data
+
+
+def real(name: str) -> Path:
+    folder = os.environ.get("LOCKSTEP_DATA")
+    path = Path(folder or "", "tabular", name)
+    if not folder or not path.is_file():
+        pytest.skip(f"set LOCKSTEP_DATA to a folder with tabular/{name}")
+    return path
+
+
+def test_a_real_table_with_semicolons_and_quotes() -> None:
+    table = read_table(real("bank_additional_full.semicolon.csv.gz"))
+    assert (table.num_rows, len(table.columns)) == (41188, 21)
+    assert np.bincount(table.column("y").values.astype(int)).tolist() == [36548, 4640]
+    assert sum(column.typed().texts is None for column in table.columns) == 10
+    assert not any(column.is_missing.any() for column in table.columns)
+
+
+def test_a_real_table_with_missing_values() -> None:
+    table = read_table(real("titanic.csv"))
+    assert sum(int(column.is_missing.sum()) for column in table.columns) == 869
+    assert table.column("age").typed().texts is None
+    assert table.column("adult_male").typed().texts == ("False", "True")
