@@ -108,11 +108,12 @@ def _is_id(column: Column) -> bool:
 
 def _tells_class(column: Column, labels: Labels) -> bool:
     """Whether each class has one value of its own, and no row another."""
-    present = ~column.is_missing
-    pairs = np.unique(np.stack([column.values[present], labels.values[present]], axis=1), axis=0)
     num_classes = len(labels.classes)
-    one_each = len(pairs) == num_classes and len(np.unique(pairs[:, 1])) == num_classes == len(column.distinct)
-    return bool(one_each and present.sum() >= _FEWEST_ROWS)
+    present = ~column.is_missing
+    if len(column.distinct) != num_classes or present.sum() < _FEWEST_ROWS:
+        return False
+    pairs = np.unique(np.stack([column.values[present], labels.values[present]], axis=1), axis=0)
+    return len(pairs) == num_classes == len(np.unique(pairs[:, 1]))
 
 
 def _leak_warning(name: str, label: str) -> str:

@@ -1,0 +1,76 @@
+"""Low-rank adapters of linear layers (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022)."""
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.loading.errors import BadInput
+
+_MOST_SHOWN = 12
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer whose weight W and bias are frozen, and to whose result alpha / rank * B A x is added (eq. 3).
+
+    lora_a: (rank, in_features), random as a linear layer's weight. lora_b: (out_features, rank), 0 at first, so that
+    nothing changes. In a state dict they stand beside `weight` and `bias`, which keep their names.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
+        """base: whose parameters this layer holds from then on. dropout: of the adapter's x, in training."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        self.scale = alpha / rank
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted = F.linear(F.linear(self.dropout(x), self.lora_a), self.lora_b)
+        return F.linear(x, self.weight, self.bias) + self.scale * adapted
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """A plain layer that does the same without dropout: its weight is W + alpha / rank * B A, summed in float64."""
+        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        weight = self.weight.double() + self.scale * (self.lora_b.double() @ self.lora_a.double())
+        plain.weight, plain.bias = nn.Parameter(weight.to(self.weight.dtype)), self.bias
+        return plain
+
+
+def add_adapters(
+    model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int = 8, alpha: float = 16.0, dropout: float = 0.0
+) -> list[str]:
+    """Puts adapters on linear layers of a model, freezes all else, and returns the names of these layers.
+
+    targets: patterns as of file names, `*.query` for example; a layer is adapted if its name fits one. rank: at least
+    1. Raises BadInput for a pattern that fits no linear layer.
+    """
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for pattern in targets:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise BadInput(
+                f"LoRA target {pattern!r}: fits no linear layer; there are {', '.join(list(layers)[:_MOST_SHOWN])}, ..."
+            )
+    model.requires_grad_(False)
+    chosen = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in targets)]
+    for name in chosen:
+        model.set_submodule(name, LoRALinear(layers[name], rank, alpha, dropout))
+    return chosen
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Makes an adapted model a plain one again, in place, with what the adapters learned in its weights.
+
+    All its parameters can be trained then.
+    """
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    for name, module in adapted.items():
+        model.set_submodule(name, module.merged())
+    model.requires_grad_(True)

@@ -1,0 +1,190 @@
+"""Probabilities of classes for one user's table, by a model that was trained on problems of bounded size."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models.tabular.class_tree import Node, class_tree
+from trainer.loading.counter_random import random_bits
+
+_FEWEST_QUERIES = 64
+"""At a time, however little memory is allowed: each time the context is computed anew."""
+_SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
+"""Streams of random numbers."""
+
+
+class TabularModel(Protocol):
+    """A module that predicts problems, all of them of the same shape."""
+
+    max_classes: int
+    """At least 2."""
+
+    def __call__(self, context: Tensor, labels: Tensor, queries: Tensor, /) -> Any:
+        """Logits (B, Q, max_classes), of which those of the problem's classes count.
+
+        context: (B, N, m), queries: (B, Q, m), NaN where a value is missing. labels: (B, N) int64.
+        """
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+@torch.inference_mode()
+def predict(
+    model: TabularModel,
+    context: Tensor,
+    labels: Tensor,
+    queries: Tensor,
+    num_classes: int,
+    *,
+    num_estimators: int = 8,
+    seed: int = 0,
+    temperature: float = 0.9,
+    max_context: int = 1024,
+    max_cells: int = 2**18,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The probability of each class for each query row, (Q, num_classes) float64 on the CPU.
+
+    It is the mean over several views of the table, the ensemble's members: each has its own order of columns and of
+    classes, every second one squashes the columns, and where there are more context rows than max_context each has its
+    own sample of them, stratified by class. Probabilities are averaged and not logits: their mean is the prediction of
+    a mixture, in which a member that is wrong and sure of it cannot outvote the others, and the only one that is the
+    same with or without a tree of classes.
+
+    More classes than the model knows are a tree of choices between groups of them (`class_tree`); the probability of a
+    class is the product along its path. A node's context is the rows of its classes. A class without a context row has
+    the probability 0.
+
+    model: in eval mode; computes on its own device, in the dtype of its parameters.
+    context: (N, m), queries: (Q, m), NaN where a value is missing. labels: (N,) int64, 0..num_classes-1.
+    num_estimators: members. seed: chooses their orders and samples, and with the arguments above the result.
+    temperature: divides the logits.
+    max_cells: rows times columns, of all that is computed at a time, which bounds the memory. A member's context and 64
+        query rows are computed in any case. It changes the result by rounding alone.
+    progress: called after each forward with the numbers of those done and of all.
+    """
+    like = next(model.parameters(), context)
+    context, queries = (x.to(like.device, like.dtype) for x in (context, queries))
+    present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
+    probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
+    if len(present) == 1:
+        probabilities[:, present] = 1
+        return probabilities
+
+    views = _views(codes, context.shape[1], model.max_classes, num_estimators, seed, max_context)
+    width = context.shape[1] + 1
+    num_at_once = max(_FEWEST_QUERIES, max_cells // width - max(len(view.rows) for view in views))
+    parts = queries.split(num_at_once)
+    batches = list(_batches(views, len(parts[0]) if parts else 0, width, max_cells))
+    done = 0
+    for part, found in zip(parts, probabilities.split(num_at_once), strict=True):
+        of_members = torch.ones(num_estimators, len(part), len(present), dtype=torch.float64)
+        for batch in batches:
+            inputs = [view.inputs(context, part) for view in batch]
+            logits = model(*(torch.stack(x) for x in zip(*inputs, strict=True)))[..., : len(batch[0].node)]
+            choices = (logits.double().cpu() / temperature).softmax(dim=2)
+            for view, of_children in zip(batch, choices.unbind(), strict=True):
+                for child, classes in enumerate(view.node):
+                    of_members[view.member][:, classes] *= of_children[:, child, None]
+            done += 1
+            if progress is not None:
+                progress(done, len(batches) * len(parts))
+        found[:, present] = of_members.mean(dim=0)
+    return probabilities
+
+
+@dataclass(frozen=True)
+class _View:
+    """What one member sees of the table at one node of its tree of classes.
+
+    rows, labels: (N,) int64, of the context, and the children to which they belong. columns: (m,) int64, in order.
+    """
+
+    member: int
+    node: Node
+    rows: Tensor
+    labels: Tensor
+    columns: Tensor
+    is_squashed: bool
+
+    def inputs(self, context: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, labels, columns = (x.to(context.device) for x in (self.rows, self.labels, self.columns))
+        context, queries = context[rows][:, columns], queries[:, columns]
+        if self.is_squashed:
+            context, queries = squash(context, queries)
+        return context, labels, queries
+
+
+def _views(
+    labels: np.ndarray, num_columns: int, max_classes: int, num_members: int, seed: int, max_context: int
+) -> list[_View]:
+    """Of all members, those with equally many rows and children side by side."""
+    views = []
+    num_classes = int(labels.max()) + 1
+    for member in range(num_members):
+        columns = torch.from_numpy(_latin_order(num_columns, member, seed))
+        cycle, turn = divmod(member, num_classes)
+        shift = _permutation(num_classes, seed, cycle, _SHIFTS)[turn]
+        for number, node in enumerate(class_tree(np.roll(np.arange(num_classes), shift).tolist(), max_classes)):
+            child_of = np.full(num_classes, -1)
+            for child, classes in enumerate(node):
+                child_of[classes] = child
+            rows = np.flatnonzero(child_of[labels] >= 0)
+            rows = rows[_stratified(labels[rows], max_context, seed, member, _SAMPLE + number)]
+            children = torch.from_numpy(child_of[labels[rows]])
+            views.append(_View(member, node, torch.from_numpy(rows), children, columns, member % 2 == 1))
+    return sorted(views, key=_shape)
+
+
+def _shape(view: _View) -> tuple[int, int]:
+    return len(view.rows), len(view.node)
+
+
+def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: int) -> Iterator[list[_View]]:
+    """Views of equal shapes, so that nothing is padded."""
+    for (num_rows, _), alike in groupby(views, key=_shape):
+        size = max(1, max_cells // ((num_rows + num_queries) * width))
+        waiting = list(alike)
+        yield from (waiting[first : first + size] for first in range(0, len(waiting), size))
+
+
+def squash(context: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns whose tails are drawn in: the inverse hyperbolic sine of a value's distance from the context's median, in
+    quartiles, which is linear near it and logarithmic far away. Each column keeps its order.
+
+    context: (N, m), queries: (Q, m), NaN where a value is missing.
+    """
+    quartiles = context.new_tensor([0.25, 0.5, 0.75])
+    low, median, high = context.nanquantile(quartiles, dim=0).nan_to_num()
+    scale = torch.where(high > low, (high - low) / 2, 1)
+    return ((context - median) / scale).asinh(), ((queries - median) / scale).asinh()
+
+
+def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
+    """A row of a random Latin square: in so many members as there are columns, each is at each place once."""
+    square, row = divmod(member, num_columns)
+    symbols, places, rows = (_permutation(num_columns, seed, square, part) for part in (_SYMBOLS, _PLACES, _ROWS))
+    return symbols[(places + rows[row]) % num_columns]
+
+
+def _stratified(labels: np.ndarray, num: int, seed: int, member: int, stream: int) -> np.ndarray:
+    """So many rows at random, each class by its share and with one row at least; all where there are no more."""
+    if len(labels) <= num:
+        return np.arange(len(labels))
+    num = max(num, len(np.unique(labels)))
+    chance = random_bits(seed, member, np.arange(len(labels)), 1, stream)[:, 0]
+    sizes = np.bincount(labels)
+    order = np.lexsort((chance, labels))
+    place_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    # In order of their places relative to their classes' sizes the first rows hold each class by its share.
+    relative = (place_in_class + 0.5) / sizes[labels[order]]
+    return np.sort(order[np.argsort(np.where(place_in_class == 0, 0, relative), kind="stable")[:num]])
+
+
+def _permutation(size: int, seed: int, number: int, stream: int) -> np.ndarray:
+    return np.argsort(random_bits(seed, number, np.arange(size), 1, stream)[:, 0], kind="stable")
