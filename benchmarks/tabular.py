@@ -1,0 +1,237 @@
+"""Classifiers of tables side by side: the area under the ROC curve and the accuracy on 15 real tables.
+
+    python benchmarks/tabular.py --data-dir tables
+
+512 rows are learned from and 512 others predicted, both stratified, for each of three seeds. Columns that leak the
+label are left out, and of some tables classes are joined; categories are numbered in the order of their names. The
+classical methods are those of scikit-learn, untuned: logistic regression on one-hot categories, 100 trees of a random
+forest, gradient boosting on histograms, and 15 nearest neighbours. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.compose import make_column_transformer
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.tabular.labels import class_labels
+from data.tabular.reader import read_table
+from data.tabular.scores import scores
+from data.tabular.table import Column
+from models.tabular.predictor import TabularModel, predict
+
+SEEDS = (0, 1, 2)
+NUM_TRAIN = NUM_TEST = 512
+FEWEST_OF_CLASS = 3
+MEASURES = ("auc", "accuracy", "log_loss", "ece")
+
+
+@dataclass(frozen=True)
+class Source:
+    """file: in the folder of tables. drop: leaks and ids. join: the classes (n,) to predict, of the numbers or texts
+    of the label; None for its own. keep: the largest class, as text, that is kept.
+    """
+
+    file: str
+    label: str
+    drop: tuple[str, ...] = ()
+    join: Callable[[np.ndarray], np.ndarray] | None = None
+    keep: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.file.split(".")[0]
+
+
+def terciles(values: np.ndarray) -> np.ndarray:
+    return np.searchsorted(np.quantile(values, [1 / 3, 2 / 3]), values)
+
+
+def quality(values: np.ndarray) -> np.ndarray:
+    """Few wines are better than 7, or worse than 5."""
+    return np.clip(values, 5, 7) - 5
+
+
+SOURCES = (
+    Source("adult_train.csv.gz", "income"),
+    Source("bank_full.csv.gz", "y", drop=("duration",)),
+    Source("winequality_red.csv", "quality", join=quality),
+    Source("winequality_white.csv", "quality", join=quality),
+    Source("german_credit.csv", "credit_risk"),
+    Source("pima_diabetes.csv", "Outcome"),
+    Source("titanic.csv", "survived", drop=("alive",)),
+    Source("letter.csv.gz", "letter", keep="J"),
+    Source("abalone.csv", "rings", join=terciles),
+    Source("telco_churn.csv.gz", "Churn", drop=("customerID",)),
+    Source("mushrooms.csv", "type"),
+    Source("magic04.csv.gz", "class"),
+    Source("phoneme.csv", "class"),
+    Source("banknote.csv", "class"),
+    Source("covtype_10k.csv.gz", "Cover_Type"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """features: (n, m) float64, NaN where a value is missing. labels: (n,) int64. is_category: (m,) bool."""
+
+    features: np.ndarray
+    labels: np.ndarray
+    test_features: np.ndarray
+    test_labels: np.ndarray
+    is_category: np.ndarray
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+
+Method = Callable[[Problem], np.ndarray]
+"""Learns from a problem, and returns the probabilities of the classes of its test rows, (n, num_classes)."""
+
+
+def problems(source: Source, folder: Path) -> Iterator[Problem]:
+    """One for each seed."""
+    table = read_table(folder / source.file)
+    labels = class_labels(table, source.label)
+    columns = [column.typed() for column in table.without([source.label, *source.drop]).columns]
+    features = np.stack([column.values for column in columns], axis=1)
+    classes = labels.values
+    if source.join is not None:
+        classes = source.join(np.array(labels.classes, float)[classes]).astype(np.int64)
+    if source.keep is not None:
+        kept = np.array([name <= source.keep for name in labels.classes])[classes]
+        features, classes = features[kept], classes[kept]
+    for seed in SEEDS:
+        train, test = split(classes, seed)
+        is_category = np.array([column.texts is not None and not is_boolean(column) for column in columns])
+        yield Problem(features[train], classes[train], features[test], classes[test], is_category)
+
+
+def is_boolean(column: Column) -> bool:
+    return set(column.texts or ()) == {"False", "True"}
+
+
+def split(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to learn from and those to predict: of each class its share, but three at least."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(labels))
+    train, test = [], []
+    for c in np.unique(labels):
+        rows = order[labels[order] == c]
+        num_train, num_test = (
+            max(FEWEST_OF_CLASS, round(num * len(rows) / len(labels))) for num in (NUM_TRAIN, NUM_TEST)
+        )
+        num_train = min(num_train, len(rows) // 2)
+        train += rows[:num_train].tolist()
+        test += rows[num_train : num_train + num_test].tolist()
+    return rng.permutation(train), rng.permutation(test)
+
+
+# --- methods -----------------------------------------------------------------------------------------------------
+
+
+def logistic_regression(problem: Problem) -> np.ndarray:
+    numbers = make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler())
+    one_hot = make_pipeline(SimpleImputer(strategy="most_frequent"), OneHotEncoder(handle_unknown="ignore"))
+    by_kind = make_column_transformer((numbers, ~problem.is_category), (one_hot, problem.is_category))
+    return fitted(make_pipeline(by_kind, LogisticRegression(max_iter=2000)), problem)
+
+
+def random_forest(problem: Problem) -> np.ndarray:
+    forest = RandomForestClassifier(n_estimators=100, random_state=0)
+    return fitted(make_pipeline(SimpleImputer(keep_empty_features=True), forest), problem)
+
+
+def histogram_boosting(problem: Problem) -> np.ndarray:
+    return fitted(HistGradientBoostingClassifier(random_state=0), problem)
+
+
+def nearest_neighbours(problem: Problem) -> np.ndarray:
+    neighbours = KNeighborsClassifier(n_neighbors=15)
+    return fitted(make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler(), neighbours), problem)
+
+
+def fitted(estimator: BaseEstimator, problem: Problem) -> np.ndarray:
+    return estimator.fit(problem.features, problem.labels).predict_proba(problem.test_features)
+
+
+CLASSICAL: dict[str, Method] = {
+    "logistic regression": logistic_regression,
+    "random forest": random_forest,
+    "histogram boosting": histogram_boosting,
+    "nearest neighbours": nearest_neighbours,
+}
+
+
+def in_context(model: TabularModel, num_estimators: int) -> Method:
+    """A network that has learned from other tables, and predicts with so many members, untuned."""
+
+    def method(problem: Problem) -> np.ndarray:
+        arrays = (problem.features, problem.labels, problem.test_features)
+        context, labels, queries = (torch.from_numpy(array) for array in arrays)
+        return predict(model, context, labels, queries, problem.num_classes, num_estimators=num_estimators).numpy()
+
+    return method
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+def measure(methods: dict[str, Method], folder: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Of each method and table the measures and the CPU seconds, one for each seed. Prints lines as it goes."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in methods}
+    print(f"| AUC | {' | '.join(methods)} |\n| --- |{' --- |' * len(methods)}")
+    for source in SOURCES:
+        for problem in problems(source, folder):
+            for name, method in methods.items():
+                before = time.process_time()
+                probabilities = method(problem)
+                result = {"cpu_s": time.process_time() - before, **scores(problem.test_labels, probabilities)}
+                of_table = found[name].setdefault(source.name, {})
+                for key in (*MEASURES, "cpu_s"):
+                    of_table.setdefault(key, []).append(result[key])
+        row = " | ".join(f"{mean(of_method[source.name]['auc']):.4f}" for of_method in found.values())
+        print(f"| {source.name} | {row} |", flush=True)
+    return found
+
+
+def summary(of_tables: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Means over the tables: of the seeds' means, of the first seed alone, and the CPU seconds for all tables."""
+    means = {key: mean(mean(table[key]) for table in of_tables.values()) for key in MEASURES}
+    first = {f"{key}_seed_0": mean(table[key][0] for table in of_tables.values()) for key in ("auc", "accuracy")}
+    return means | first | {"cpu_s": sum(mean(table["cpu_s"]) for table in of_tables.values())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of the tables")
+    parser.add_argument("--methods", nargs="*", choices=CLASSICAL, default=list(CLASSICAL), help="only these")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure({name: CLASSICAL[name] for name in args.methods}, args.data_dir)
+    summaries = {name: summary(of_tables) for name, of_tables in found.items()}
+    print(f"\n| mean | {' | '.join(summaries)} |\n| --- |{' --- |' * len(summaries)}")
+    for key in next(iter(summaries.values())):
+        print(f"| {key} | {' | '.join(f'{values[key]:.4f}' for values in summaries.values())} |")
+    print(json.dumps({"summary": summaries, "tables": found}))
+
+
+if __name__ == "__main__":
+    main()
