@@ -13,7 +13,8 @@ from models.tabular.class_tree import Node, class_tree
 from trainer.loading.counter_random import random_bits
 
 _FEWEST_QUERIES = 64
-"""At a time, however little memory is allowed: each time the context is computed anew."""
+_LEAST_SHARE = 0.25
+"""Of the context rows, so many query rows at a time at least: each time the context is computed anew."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
 """Streams of random numbers."""
 
@@ -45,7 +46,7 @@ def predict(
     seed: int = 0,
     temperature: float = 0.9,
     max_context: int = 1024,
-    max_cells: int = 2**18,
+    max_cells: int = 2**17,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """The probability of each class for each query row, (Q, num_classes) float64 on the CPU.
@@ -64,8 +65,8 @@ def predict(
     context: (N, m), queries: (Q, m), NaN where a value is missing. labels: (N,) int64, 0..num_classes-1.
     num_estimators: members. seed: chooses their orders and samples, and with the arguments above the result.
     temperature: divides the logits.
-    max_cells: rows times columns, of all that is computed at a time, which bounds the memory. A member's context and 64
-        query rows are computed in any case. It changes the result by rounding alone.
+    max_cells: rows times columns of what is computed at a time, which bounds the memory. One member's context, and a
+        quarter as many query rows (64 at least), are computed in any case. It changes the result by rounding alone.
     progress: called after each forward with the numbers of those done and of all.
     """
     like = next(model.parameters(), context)
@@ -78,7 +79,8 @@ def predict(
 
     views = _views(codes, context.shape[1], model.max_classes, num_estimators, seed, max_context)
     width = context.shape[1] + 1
-    num_at_once = max(_FEWEST_QUERIES, max_cells // width - max(len(view.rows) for view in views))
+    most_rows = max(len(view.rows) for view in views)
+    num_at_once = max(_FEWEST_QUERIES, int(_LEAST_SHARE * most_rows), max_cells // width - most_rows)
     parts = queries.split(num_at_once)
     batches = list(_batches(views, len(parts[0]) if parts else 0, width, max_cells))
     done = 0
