@@ -134,7 +134,7 @@ def _what_is_no_number(raw: Column, typed: Column) -> list[str]:
 def _lonely_classes(labels: Labels) -> list[str]:
     """A class with one row can be learned, but not held out to be scored."""
     lonely = [labels.classes[i] for i in np.flatnonzero(np.bincount(labels.values) == 1)]
-    return [f"One row alone has {labels.name} {_shown(lonely)}: learned from, and never held out."] if lonely else []
+    return [f"{labels.name}: classes with one row alone are never held out: {_shown(lonely)}."] if lonely else []
 
 
 def _shown(names: Sequence[str]) -> str:

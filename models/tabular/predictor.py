@@ -34,7 +34,6 @@ class TabularModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-@torch.inference_mode()
 def predict(
     model: TabularModel,
     context: Tensor,
@@ -69,34 +68,31 @@ def predict(
         quarter as many query rows (64 at least), are computed in any case. It changes the result by rounding alone.
     progress: called after each forward with the numbers of those done and of all.
     """
-    like = next(model.parameters(), context)
-    context, queries = (x.to(like.device, like.dtype) for x in (context, queries))
-    present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
-    if len(present) == 1:
+    present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
+    if len(present) == 1 or len(queries) == 0:
         probabilities[:, present] = 1
         return probabilities
 
-    views = _views(codes, context.shape[1], model.max_classes, num_estimators, seed, max_context)
+    like = next(model.parameters(), context)
+    context, queries = (x.to(like.device, like.dtype) for x in (context, queries))
     width = context.shape[1] + 1
+    views = _views(codes, context.shape[1], model.max_classes, num_estimators, seed, max_context)
     most_rows = max(len(view.rows) for view in views)
     num_at_once = max(_FEWEST_QUERIES, int(_LEAST_SHARE * most_rows), max_cells // width - most_rows)
-    parts = queries.split(num_at_once)
-    batches = list(_batches(views, len(parts[0]) if parts else 0, width, max_cells))
-    done = 0
-    for part, found in zip(parts, probabilities.split(num_at_once), strict=True):
-        of_members = torch.ones(num_estimators, len(part), len(present), dtype=torch.float64)
-        for batch in batches:
-            inputs = [view.inputs(context, part) for view in batch]
-            logits = model(*(torch.stack(x) for x in zip(*inputs, strict=True)))[..., : len(batch[0].node)]
-            choices = (logits.double().cpu() / temperature).softmax(dim=2)
-            for view, of_children in zip(batch, choices.unbind(), strict=True):
-                for child, classes in enumerate(view.node):
-                    of_members[view.member][:, classes] *= of_children[:, child, None]
-            done += 1
-            if progress is not None:
-                progress(done, len(batches) * len(parts))
-        found[:, present] = of_members.mean(dim=0)
+    batches = list(_batches(views, min(num_at_once, len(queries)), width, max_cells))
+    num_done, num_parts = 0, -(-len(queries) // num_at_once)
+    with torch.inference_mode():
+        for part, found in zip(queries.split(num_at_once), probabilities.split(num_at_once), strict=True):
+            of_members = torch.ones(num_estimators, len(part), len(present), dtype=torch.float64)
+            for batch in batches:
+                for view, choices in zip(batch, _choices(model, batch, context, part, temperature), strict=True):
+                    for child, classes in enumerate(view.node):
+                        of_members[view.member][:, classes] *= choices[:, child, None]
+                num_done += 1
+                if progress is not None:
+                    progress(num_done, num_parts * len(batches))
+            found[:, present] = of_members.mean(dim=0)
     return probabilities
 
 
@@ -120,6 +116,15 @@ class _View:
         if self.is_squashed:
             context, queries = squash(context, queries)
         return context, labels, queries
+
+
+def _choices(
+    model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
+) -> Tensor:
+    """Of some views' nodes the probability of each child, (views, Q, children) float64."""
+    inputs = zip(*(view.inputs(context, queries) for view in views), strict=True)
+    logits: Tensor = model(*map(torch.stack, inputs))[..., : len(views[0].node)]
+    return (logits.double().cpu() / temperature).softmax(dim=2)
 
 
 def _views(

@@ -117,7 +117,7 @@ def test_rows_without_a_label_are_left_out_and_counted(screen) -> None:
 
 def test_a_class_with_one_row_is_told(screen) -> None:
     notes = screen(y=["maybe", *LABELS[1:]]).notes
-    assert notes == ("One row alone has y maybe: learned from, and never held out.",)
+    assert notes == ("y: classes with one row alone are never held out: maybe.",)
 
 
 def test_classes_are_in_order_of_numbers_or_texts(screen) -> None:

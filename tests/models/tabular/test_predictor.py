@@ -160,6 +160,7 @@ def test_it_is_a_function_of_its_arguments_and_the_seed_matters() -> None:
     context, labels, queries = table(12)
     first, again, other = (predict(Smooth(), context, labels, queries, 12, seed=seed) for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
+    assert not first.is_inference()
     torch.testing.assert_close(first.sum(1), torch.ones(len(queries), dtype=torch.float64))
 
 
@@ -206,9 +207,12 @@ def test_progress_counts_to_the_end() -> None:
     assert calls == [(i + 1, len(calls)) for i in range(len(calls))] and len(calls) == 8 * 3 * 3
 
 
-def test_no_queries() -> None:
+@pytest.mark.parametrize("num_queries", [0, 1, 63, 64, 65])
+def test_few_queries(num_queries) -> None:
     context, labels, queries = table(3)
-    assert predict(Smooth(), context, labels, queries[:0], 3).shape == (0, 3)
+    found = predict(Smooth(), context, labels, queries[:num_queries], 3, max_cells=1)
+    expected = predict(Smooth(), context, labels, queries, 3)[:num_queries]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_the_dtype_is_that_of_the_model() -> None:
