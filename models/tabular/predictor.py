@@ -52,9 +52,8 @@ def predict(
 
     It is the mean over several views of the table, the ensemble's members: each has its own order of columns and of
     classes, every second one squashes the columns, and where there are more context rows than max_context each has its
-    own sample of them, stratified by class. Probabilities are averaged and not logits: their mean is the prediction of
-    a mixture, in which a member that is wrong and sure of it cannot outvote the others, and the only one that is the
-    same with or without a tree of classes.
+    own sample of them, stratified by class. Probabilities are averaged and not logits: a member that is wrong and sure
+    of it cannot outvote the others then, and members with different trees of classes have no logits in common.
 
     More classes than the model knows are a tree of choices between groups of them (`class_tree`); the probability of a
     class is the product along its path. A node's context is the rows of its classes. A class without a context row has
