@@ -9,8 +9,8 @@ import numpy as np
 
 from trainer.loading.errors import BadInput
 
-MISSING = frozenset({"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "NULL", "null"})
-"""Texts that stand for no value."""
+MISSING = frozenset({"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "NULL", "null", "NaT", "<NA>"})
+"""Texts that stand for no value; the last two are those of pandas."""
 LARGEST_NUMBER = 1e100
 """Numbers beyond, and infinite ones, count as missing: their squares have no sum in float64."""
 _NEARLY_ALL = 0.95
@@ -47,6 +47,8 @@ class Column:
         """From an array (n,) of numbers or booleans, or of anything else, of which the texts are taken."""
         if values.dtype.kind in "fiub":
             return cls(name, values.astype(np.float64))
+        if values.dtype.kind == "M":  # Python would make plain numbers of times in nanoseconds
+            values = values.astype(str)
         texts = ["" if value is None else str(value) for value in values.tolist()]
         present, codes = np.unique(np.array(texts, dtype=str), return_inverse=True)
         return cls.of_codes(name, codes, present.tolist())

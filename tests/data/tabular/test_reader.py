@@ -11,7 +11,7 @@ import pytest
 
 from data.tabular import reader as module
 from data.tabular.reader import read_table
-from data.tabular.table import Table
+from data.tabular.table import Column, Table
 from trainer.loading.errors import BadInput
 
 PLAIN = "age,town,y\n31,Rome,a\n42,Oslo,b\n,Rome,a\n"
@@ -64,7 +64,7 @@ def test_values_with_separators_quotes_and_line_ends_in_them(read) -> None:
     assert values(table, "x") == ["a,b", 'say "no"', "two\nlines"]
 
 
-@pytest.mark.parametrize("missing", ["", "?", "NA", "NaN", "null", "nan", '""', "  "])
+@pytest.mark.parametrize("missing", ["", "?", "NA", "NaN", "null", "nan", "<NA>", '""', "  "])
 def test_every_spelling_of_a_missing_value(read, missing) -> None:
     table = read(f"n,t,y\n1,p,a\n{missing},{missing},b\n3,q,a\n")
     assert values(table, "n") == [1, None, 3] and values(table, "t") == ["p", None, "q"]
@@ -143,6 +143,20 @@ def test_arrays_of_texts_and_names(read_arrays) -> None:
     table = read_arrays(X=np.array([["1", "p"], ["2", ""]]), names=np.array(["n", "t"]))
     assert table.names == ("n", "t")
     assert values(table, "n") == [1, 2] and values(table, "t") == ["p", None]
+
+
+def test_arrays_in_memory_of_any_values() -> None:
+    times = np.array(["2024-05-31T12:30", "NaT", "2024-06-01"], "datetime64[ns]")
+    columns = {
+        "mixed": np.array([1, "2", None], dtype=object),
+        "texts": np.array(["a", np.nan, True], dtype=object),
+        "truths": np.array([True, False, True]),
+        "times": times,
+    }
+    table = Table("X", tuple(Column.of_values(name, array) for name, array in columns.items()))
+    assert values(table, "mixed") == [1, 2, None] and values(table, "texts") == ["a", None, "True"]
+    assert values(table, "truths") == [1, 0, 1]
+    assert table.column("times").is_date() and table.column("times").is_missing.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
