@@ -37,10 +37,9 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """A plain layer that does the same without dropout: its weight is W + alpha / rank * B A, summed in float64."""
+        """A plain layer that does the same without dropout: its weight is W + alpha / rank * B A."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        weight = self.weight.double() + self.scale * (self.lora_b.double() @ self.lora_a.double())
-        plain.weight, plain.bias = nn.Parameter(weight.to(self.weight.dtype)), self.bias
+        plain.weight, plain.bias = nn.Parameter(self.weight + self.scale * (self.lora_b @ self.lora_a)), self.bias
         return plain
 
 

@@ -136,12 +136,12 @@ def _views(
         columns = torch.from_numpy(_latin_order(num_columns, member, seed))
         cycle, turn = divmod(member, num_classes)
         shift = _permutation(num_classes, seed, cycle, _SHIFTS)[turn]
-        for number, node in enumerate(class_tree(np.roll(np.arange(num_classes), shift).tolist(), max_classes)):
+        for node in class_tree(np.roll(np.arange(num_classes), shift).tolist(), max_classes):
             child_of = np.full(num_classes, -1)
             for child, classes in enumerate(node):
                 child_of[classes] = child
             rows = np.flatnonzero(child_of[labels] >= 0)
-            rows = rows[_stratified(labels[rows], max_context, seed, member, _SAMPLE + number)]
+            rows = rows[_stratified(labels[rows], max_context, seed, member)]
             children = torch.from_numpy(child_of[labels[rows]])
             views.append(_View(member, node, torch.from_numpy(rows), children, columns, member % 2 == 1))
     return sorted(views, key=_shape)
@@ -178,12 +178,12 @@ def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
     return symbols[(places + rows[row]) % num_columns]
 
 
-def _stratified(labels: np.ndarray, num: int, seed: int, member: int, stream: int) -> np.ndarray:
+def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndarray:
     """So many rows at random, each class by its share and with one row at least; all where there are no more."""
     if len(labels) <= num:
         return np.arange(len(labels))
     num = max(num, len(np.unique(labels)))
-    chance = random_bits(seed, member, np.arange(len(labels)), 1, stream)[:, 0]
+    chance = random_bits(seed, member, np.arange(len(labels)), 1, _SAMPLE)[:, 0]
     sizes = np.bincount(labels)
     order = np.lexsort((chance, labels))
     place_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

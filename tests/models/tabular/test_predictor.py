@@ -152,6 +152,8 @@ def test_memory_bounds_change_nothing(num_classes, max_cells) -> None:
     whole = predict(Smooth(), context, labels, queries, num_classes, max_cells=2**20)
     found = predict(model, context, labels, queries, num_classes, max_cells=max_cells)
     torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    if max_cells == 10**9:
+        assert (8, 400, 300) in model.shapes  # the first nodes of all members at once
     for num_problems, num_rows, num_queries in model.shapes:
         assert num_problems * (num_rows + num_queries) * 6 <= max_cells or (num_problems == 1 and num_queries <= 100)
 
@@ -162,6 +164,15 @@ def test_it_is_a_function_of_its_arguments_and_the_seed_matters() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert not first.is_inference()
     torch.testing.assert_close(first.sum(1), torch.ones(len(queries), dtype=torch.float64))
+
+
+def test_members_shift_the_classes_and_every_second_one_squashes() -> None:
+    views = module._views(np.arange(5), 4, 10, 10, 0, 1024)
+    assert [view.is_squashed for view in views] == [False, True] * 5
+    codes = np.stack([view.labels for view in views])
+    for square in (codes[:5], codes[5:]):
+        assert all(sorted(line) == list(range(5)) for line in (*square, *square.T))
+        assert ((np.diff(square, axis=1) - 1) % 5 == 0).all()
 
 
 def test_columns_stand_in_each_place_once() -> None:
@@ -181,6 +192,7 @@ def test_more_rows_than_fit_are_sampled_by_class_and_by_member() -> None:
     for rows in samples:
         counts = np.bincount(labels[list(rows)])
         assert len(set(rows)) == 100 and abs(counts - [90, 10, 1]).max() <= 1 and counts.min() >= 1
+    assert {len(view.rows) for view in module._views(labels, 3, 10, 4, 0, 2)} == {3}
     found = predict(Shares(), torch.zeros(1000, 3), torch.from_numpy(labels), torch.zeros(1, 3), 3, max_context=100)
     assert found[0, 0] == pytest.approx(0.9, abs=0.02)
 
@@ -197,6 +209,8 @@ def test_squashing_keeps_order_draws_tails_in_and_bears_what_it_meets() -> None:
     seen, asked = squash(context, queries)
     assert (seen[:, 0].diff() > 0).all() and seen[3, 0] < 20
     assert torch.equal(seen.isnan(), context.isnan()) and torch.equal(asked.isnan(), queries.isnan())
+    longer = torch.cat([context, torch.full((2, 4), torch.nan)])
+    torch.testing.assert_close(squash(longer, queries)[0][:4], seen, equal_nan=True)
     assert asked[0, 1] > seen[0, 1] and asked[1, 0] < seen[0, 0] < asked[0, 0]
 
 
