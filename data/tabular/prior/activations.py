@@ -1,0 +1,90 @@
+"""The functions that units of a causal model apply: each drawn at random, and tabulated on a grid.
+
+A table of values makes any function two look-ups, so that all tables of a batch share them whichever they have.
+
+Only functions of torch whose result does not depend on the place in the tensor are used: exp, log, sin, tanh and
+arithmetic. Others, such as F.silu, round the last elements of a tensor differently.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from data.tabular.prior.randomness import TableRandom
+
+REACH = 4.0
+"""The grid covers standardised inputs from -REACH to REACH; what lies outside counts as the border."""
+NUM_CELLS = 256
+_GRID = torch.linspace(-REACH, REACH, NUM_CELLS + 1)
+_DENSITY = torch.softmax(-_GRID.square() / 2, 0)
+_NUM_WAVES = 32
+_WAVE_NUMBERS = torch.arange(1.0, _NUM_WAVES + 1)
+_WAVES = torch.cat([torch.sin(_WAVE_NUMBERS[:, None] * _GRID * (math.pi / 2 / REACH) + phase) for phase in (0, 1.5708)])
+_MOST_ARGUMENT = 30.0
+"""exp() of it is still far from the largest float32."""
+
+
+def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
+    return scale * torch.where(x > 0, x, slope * (x.clamp(max=0).exp() - 1))
+
+
+_FUNCTIONS = (
+    lambda x: x,
+    lambda x: torch.where(x > 0, x, 0.01 * x),
+    torch.tanh,
+    _elu,
+    lambda x: _elu(x, 1.0507, 1.6733),
+    lambda x: x / (1 + (-x).exp()),
+    lambda x: x.clamp(min=0),
+    lambda x: (1 + x.exp()).log(),
+    lambda x: x.clamp(0, 6),
+    lambda x: x.clamp(-1, 1),
+    torch.sign,
+    lambda x: (-x.square()).exp(),
+    torch.exp,
+    lambda x: x.abs().sqrt(),
+    lambda x: (x.abs() <= 1).float(),
+    torch.sin,
+    torch.square,
+    torch.abs,
+)
+_NUM_FOURIER = 10
+"""So many times as often as one of the others a random Fourier series is drawn (TabICL, arXiv 2502.05564)."""
+
+
+def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
+    """A function for each layer of each table, tabulated: (G, num_layers, NUM_CELLS + 1).
+
+    Of a standard normal input each has mean 0 and variance 1, but for the few that are constant on the grid.
+    """
+    num_kinds = len(_FUNCTIONS) + _NUM_FOURIER
+    same = random.chance(0.5, 1)
+    kinds = random.integer(0, num_kinds - 1, num_layers)
+    kinds = torch.where(same, kinds[:, :1], kinds)
+    steepness = random.normals(num_layers, 2)
+    arguments = _GRID * steepness[..., :1].exp() + steepness[..., 1:]
+    values = _fourier_series(random, num_layers)
+    for kind, function in enumerate(_FUNCTIONS):
+        chosen = (kinds == kind).nonzero(as_tuple=True)
+        if len(chosen[0]):
+            values[chosen] = function(arguments[chosen].clamp(-_MOST_ARGUMENT, _MOST_ARGUMENT))
+    values -= (values * _DENSITY).sum(-1, keepdim=True)
+    return values / ((values.square() * _DENSITY).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _fourier_series(random: TableRandom, num_layers: int) -> Tensor:
+    decay = random.log_between(0.7, 3.0, num_layers, 1)
+    amplitudes = (-decay * _WAVE_NUMBERS.log()).exp().repeat(1, 1, 2)
+    amplitudes = random.normals(num_layers, 2 * _NUM_WAVES) * amplitudes
+    return torch.bmm(amplitudes, _WAVES.expand(len(amplitudes), -1, -1))  # one product for each table, see `units.py`
+
+
+def apply(function: Tensor, x: Tensor) -> Tensor:
+    """The tabulated function (G, NUM_CELLS + 1) of each table at standardised inputs (G, ...), between grid points
+    on straight lines."""
+    position = ((x + REACH) * (NUM_CELLS / (2 * REACH))).clamp_(0, NUM_CELLS - 1e-3).flatten(1)
+    cell = position.long()
+    start = function.gather(1, cell)
+    slope = (function[:, 1:] - function[:, :-1]).gather(1, cell)
+    return start.addcmul_(slope, position.sub_(cell)).view_as(x)

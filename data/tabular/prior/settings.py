@@ -1,0 +1,48 @@
+"""Which synthetic tables are drawn: their sizes, and how often each kind."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.loading.counter_random import uniform
+
+SHAPE_STREAM = 0
+"""Of `counter_random`; the streams from 1 on belong to the tables (`randomness.py`)."""
+
+
+@dataclass(frozen=True)
+class PriorSettings:
+    """The distribution of the tables; all ranges include both ends.
+
+    rows: of a whole table, context and queries together, log-uniform.
+    features: columns of a table, uniform.
+    classes: the most that a table has, 2 to 10. Half of the tables have two, the others uniformly many up to this.
+    context_share: the part of the rows that is context, uniform.
+    tree_share: the part of the tables whose causal model is made of trees instead of layers of a network.
+    categorical_share, missing_share: the parts of the tables in which columns may be categorical, or have gaps.
+    tables_per_shape: so many tables, one after another, have one shape, and fill a batch without padding.
+    """
+
+    rows: tuple[int, int] = (64, 192)
+    features: tuple[int, int] = (2, 12)
+    classes: int = 10
+    context_share: tuple[float, float] = (0.4, 0.8)
+    tree_share: float = 0.3
+    categorical_share: float = 0.6
+    missing_share: float = 0.2
+    tables_per_shape: int = 16
+
+    def __post_init__(self) -> None:
+        assert 32 <= self.rows[0] <= self.rows[1] and 1 <= self.features[0] <= self.features[1]
+        assert 2 <= self.classes <= 10 and 0 < self.context_share[0] <= self.context_share[1] < 1
+
+    def shape(self, seed: int, group: int) -> tuple[int, int, int]:
+        """(context rows, query rows, features) of the tables of a group, number // tables_per_shape."""
+        rows, share, features = uniform(seed, 0, np.array([group]), (3,), SHAPE_STREAM)[0].tolist()
+        fewest, most = self.rows
+        num_rows = min(most, int(fewest * math.exp(rows * math.log((most + 1) / fewest))))
+        low, high = self.context_share
+        # A context of fewer rows than classes could not hold one of each.
+        num_context = min(max(round(num_rows * (low + share * (high - low))), self.classes), num_rows - 1)
+        return num_context, num_rows - num_context, self.features[0] + int(features * (1 + np.ptp(self.features)))

@@ -1,0 +1,87 @@
+"""The causal model of a table: how many causes, layers and units, and what of it becomes columns and classes.
+
+Units are numbered through all blocks: block 0 are the causes, block l the units of layer l, each of `width` units of
+which a table uses the first ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.tabular.prior.randomness import TableRandom
+
+NUM_LAYERS = 5
+"""The deepest model."""
+NUM_CLASS_UNITS = 10
+"""So many units of a table are drawn as possible sources of its classes; the first one alone may do."""
+MOST_CAUSES = 12
+"""Of a causal model; the others have as many as columns."""
+_GRANULE = 16
+"""Sizes are multiples of it, so that all tables lie alike in memory."""
+
+
+def width_of(num_features: int) -> int:
+    """Units of a block: enough for features and class units of the shallowest model, 32 at least."""
+    return _padded(max(num_features + NUM_CLASS_UNITS, 2 * _GRANULE))
+
+
+def most_causes(num_features: int) -> int:
+    """Causes that are drawn for every table, whether it uses them or not."""
+    return _padded(max(num_features, MOST_CAUSES))
+
+
+def _padded(num: int) -> int:
+    return -(-num // _GRANULE) * _GRANULE
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Of G tables, all (G, 1) but the last two.
+
+    num_causes: real units of block 0. num_units: of the other blocks. depth: number of layers.
+    is_causal: columns are units of any layer; otherwise they are the causes.
+    features: (G, m), class_units: (G, NUM_CLASS_UNITS), numbers of units.
+    """
+
+    num_causes: Tensor
+    num_units: Tensor
+    depth: Tensor
+    is_causal: Tensor
+    features: Tensor
+    class_units: Tensor
+
+
+def draw_structure(random: TableRandom, num_features: int) -> Structure:
+    """The structures of some tables with so many columns."""
+    width = width_of(num_features)
+    is_causal = random.chance(0.5, 1)
+    depth = random.integer(1, NUM_LAYERS, 1)
+    fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)
+    num_units = (fewest * (width / fewest).log().mul(random.uniform(1)).exp()).long().clamp(max=width)
+    num_causes = torch.where(is_causal, random.log_between(2, MOST_CAUSES + 1, 1).long(), num_features)
+    is_effect = random.chance(0.5, 1) | ~is_causal
+    block = torch.where(is_effect, depth, random.integer(1, depth, 1))
+    class_units = block * width + random.integer(0, num_units - 1.0, NUM_CLASS_UNITS)
+    features = torch.where(
+        is_causal, _units_to_see(random, num_features, width, depth, num_units, class_units), torch.arange(num_features)
+    )
+    return Structure(num_causes, num_units, depth, is_causal, features, class_units)
+
+
+def _units_to_see(
+    random: TableRandom, num_features: int, width: int, depth: Tensor, num_units: Tensor, class_units: Tensor
+) -> Tensor:
+    """Columns of a causal model: neighbours in half of the tables, otherwise any units but those of the classes."""
+    unit = torch.arange(width)
+    block = torch.arange(NUM_LAYERS + 1)[:, None]
+    rank = ((block - 1) * num_units[..., None] + unit).flatten(1)
+    is_real = ((block >= 1) & (block <= depth[..., None]) & (unit < num_units[..., None])).flatten(1)
+    num_real = depth * num_units
+    start = (random.uniform(1) * num_real).long()
+    distance = (rank - start) % num_real / num_real
+    key = torch.where(random.chance(0.5, 1), distance, random.uniform(rank.shape[1]))
+    key = key.scatter_add(1, class_units, torch.ones(class_units.shape)).masked_fill(~is_real, float("inf"))
+    nearest = key.sort(dim=1, stable=True).indices[:, :num_features]
+    columns = random.uniform(num_features).argsort(dim=1, stable=True)
+    return nearest.gather(1, columns)

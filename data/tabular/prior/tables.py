@@ -1,0 +1,104 @@
+"""Synthetic classification problems as a data set: each table a function of (seed, its number) alone."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.tabular.prior.columns import draw_columns
+from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.settings import PriorSettings
+from data.tabular.prior.structure import draw_structure, most_causes, width_of
+from data.tabular.prior.targets import classes_by_rank, dense_labels, draw_num_classes, permuted_labels, row_order
+from data.tabular.prior.units import network_units, standardise
+from trainer.loading.cache import Arrays
+from trainer.loading.order import SampleKeys
+
+
+class PriorTables:
+    """So many tables; with fresh_each_epoch others in every epoch, which no epoch repeats.
+
+    A batch is a dictionary, of B tables, N context rows, Q queries and m features at most:
+        context (B, N, m), queries (B, Q, m) float32, NaN where a value is missing; labels (B, N), targets (B, Q) int64
+        num_context, num_features, num_classes: (B,) int64, what is real; the rest is padding at the end, of labels
+        0 and of targets -1.
+    Every class occurs in the context, and there are at least two.
+    """
+
+    def __init__(self, settings: PriorSettings, seed: int, num_tables: int, *, fresh_each_epoch: bool = False) -> None:
+        self._settings, self._seed, self._num_tables = settings, seed, num_tables
+        self._fresh_each_epoch = fresh_each_epoch
+
+    def __len__(self) -> int:
+        return self._num_tables
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        numbers = keys.index.astype(np.int64) + (keys.epoch * self._num_tables if self._fresh_each_epoch else 0)
+        groups, group_of_table = np.unique(numbers // self._settings.tables_per_shape, return_inverse=True)
+        places = [np.flatnonzero(group_of_table == i) for i in range(len(groups))]
+        shapes = [self._settings.shape(self._seed, int(group)) for group in groups]
+        parts = [
+            draw_tables(self._settings, self._seed, numbers[place], shape)
+            for place, shape in zip(places, shapes, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else _padded(parts, places)
+
+
+def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int]) -> Arrays:
+    """The tables of these numbers (B,), all of one shape, as a batch of `PriorTables`."""
+    arrays = _attempt(settings, seed, numbers, shape, 0)
+    attempt = 0
+    while len(failed := np.flatnonzero(arrays["num_classes"] < 2)):
+        attempt += 1
+        for name, values in _attempt(settings, seed, numbers[failed], shape, attempt).items():
+            arrays[name][failed] = values
+    return arrays
+
+
+def _attempt(
+    settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
+) -> Arrays:
+    num_context, num_queries, num_features = shape
+    num_rows = num_context + num_queries
+    random = TableRandom(seed, numbers, attempt)
+    structure = draw_structure(random, num_features)
+    units = network_units(
+        random, structure, random.normals(most_causes(num_features), num_rows), width_of(num_features)
+    )
+    columns = draw_columns(random, settings, _taken(units, structure.features))
+    latent = standardise(_taken(units, structure.class_units[:, :1]))[:, 0]
+    labels = classes_by_rank(random, latent, draw_num_classes(random, settings.classes), settings.classes)
+    labels, num_classes = dense_labels(labels, settings.classes)
+    labels = permuted_labels(random, labels, num_classes, settings.classes)
+    order = row_order(random, labels, settings.classes)
+    rows = columns.gather(2, order[:, None, :].expand(columns.shape)).transpose(1, 2)
+    labels = labels.gather(1, order)
+    return {
+        "context": rows[:, :num_context].contiguous().numpy(),
+        "labels": labels[:, :num_context].contiguous().numpy(),
+        "queries": rows[:, num_context:].contiguous().numpy(),
+        "targets": labels[:, num_context:].contiguous().numpy(),
+        "num_context": np.full(len(numbers), num_context),
+        "num_features": np.full(len(numbers), num_features),
+        "num_classes": num_classes.numpy(),
+    }
+
+
+def _taken(units: Tensor, numbers: Tensor) -> Tensor:
+    """The rows of units (G, U, T) that numbers (G, n) name: (G, n, T)."""
+    return units[torch.arange(len(units))[:, None], numbers]
+
+
+def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:
+    """Batches of different shapes as one, each table at its place."""
+    batch = {}
+    back = np.argsort(np.concatenate(places))
+    for name in parts[0]:
+        sizes = np.max([part[name].shape for part in parts], axis=0)
+        filler = -1 if name == "targets" else 0
+        batch[name] = np.concatenate([_widened(part[name], sizes[1:], filler) for part in parts])[back]
+    return batch
+
+
+def _widened(values: np.ndarray, sizes: np.ndarray, filler: int) -> np.ndarray:
+    widths = [(0, 0), *((0, size - now) for size, now in zip(sizes, values.shape[1:], strict=True))]
+    return np.pad(values, widths, constant_values=filler)

@@ -1,0 +1,108 @@
+"""Tables of the prior: each a function of (seed, number) to the bit, well formed, and as padded as it must be."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.tabular.prior.settings import PriorSettings
+from data.tabular.prior.tables import PriorTables, draw_tables
+from trainer.loading.order import SampleKeys
+
+SETTINGS = PriorSettings(tables_per_shape=4)
+
+
+def take(tables: PriorTables, index, epoch: int = 0) -> dict[str, np.ndarray]:
+    return tables.__getitems__(SampleKeys(np.asarray(index), epoch))
+
+
+def table(batch: dict[str, np.ndarray], i: int) -> dict[str, np.ndarray]:
+    """One table without its padding."""
+    real = slice(batch["num_features"][i])
+    rows, queries = slice(batch["num_context"][i]), batch["targets"][i] >= 0
+    return {
+        "context": batch["context"][i, rows, real],
+        "labels": batch["labels"][i, rows],
+        "queries": batch["queries"][i, queries, real],
+        "targets": batch["targets"][i, queries],
+        "num_classes": batch["num_classes"][i],
+    }
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)  # of floats too: NaN equals NaN
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", [(40, 24, 3), (65, 38, 11), (300, 77, 40)])
+def test_table_does_not_depend_on_its_batch(shape, num_threads):
+    torch.set_num_threads(1)
+    numbers = np.arange(100, 148)
+    alone = [draw_tables(SETTINGS, 3, numbers[i : i + 1], shape) for i in range(len(numbers))]
+    torch.set_num_threads(num_threads)
+    random = np.random.default_rng(0)
+    for size in (3, 16, 48):
+        for _ in range(2):
+            chosen = random.permutation(len(numbers))[:size]
+            batch = draw_tables(SETTINGS, 3, numbers[chosen], shape)
+            for i, number in enumerate(chosen):
+                assert_same(table(batch, i), table(alone[number], 0))
+    torch.set_num_threads(1)
+
+
+def test_table_does_not_depend_on_the_order_of_a_batch_of_several_shapes():
+    tables = PriorTables(SETTINGS, 0, 40, fresh_each_epoch=False)
+    whole = take(tables, np.arange(40))
+    order = np.random.default_rng(1).permutation(40)
+    shuffled = take(tables, order)
+    for place, number in enumerate(order):
+        assert_same(table(whole, number), table(shuffled, place))
+
+
+def test_padding_is_at_the_end_and_neutral():
+    batch = take(PriorTables(SETTINGS, 0, 40), np.arange(40))
+    assert len(set(batch["num_features"])) > 1 and len(set(batch["num_context"])) > 1
+    for i in range(40):
+        rows, features = batch["num_context"][i], batch["num_features"][i]
+        assert not batch["context"][i, rows:].any() and not batch["context"][i, :, features:].any()
+        assert not batch["labels"][i, rows:].any()
+        is_query = batch["targets"][i] >= 0
+        assert not batch["queries"][i, ~is_query].any() and not batch["queries"][i, :, features:].any()
+        assert not np.any(is_query[1:] & ~is_query[:-1])
+
+
+def test_tables_of_a_group_fill_a_batch():
+    batch = take(PriorTables(SETTINGS, 0, 40), np.arange(8, 12))
+    assert (batch["num_context"] == batch["context"].shape[1]).all()
+    assert (batch["num_features"] == batch["context"].shape[2]).all()
+    assert (batch["targets"] >= 0).all()
+
+
+def test_other_seeds_and_epochs_have_other_tables():
+    fixed, fresh = (PriorTables(SETTINGS, 0, 8, fresh_each_epoch=fresh) for fresh in (False, True))
+    assert_same(take(fixed, range(8)), take(fixed, range(8), epoch=1))
+    assert_same(take(fixed, range(8)), take(fresh, range(8)))
+    # Number 8 + i of one long epoch.
+    assert_same(take(fresh, range(8), epoch=1), take(PriorTables(SETTINGS, 0, 16), range(8, 16)))
+    values = [take(tables, [0])["context"].ravel()[:6] for tables in (fixed, PriorTables(SETTINGS, 1, 8))]
+    values += [take(fixed, [1])["context"].ravel()[:6]]
+    assert all(not np.array_equal(values[i], values[j]) for i in range(3) for j in range(i))
+
+
+def test_arrays_are_as_declared():
+    batch = take(PriorTables(SETTINGS, 0, 40), np.arange(40))
+    for name in ("context", "queries"):
+        assert batch[name].dtype == np.float32 and batch[name].flags.c_contiguous and not np.isinf(batch[name]).any()
+    for name in ("labels", "targets", "num_context", "num_features", "num_classes"):
+        assert batch[name].dtype == np.int64
+    assert batch["context"].shape[:2] == batch["labels"].shape and batch["queries"].shape[:2] == batch["targets"].shape
+
+
+@pytest.mark.parametrize("settings", [PriorSettings(), PriorSettings(rows=(32, 40), context_share=(0.2, 0.3))])
+def test_context_has_every_class(settings):
+    batch = take(PriorTables(settings, 5, 400), np.arange(400))
+    for i in range(400):
+        problem = table(batch, i)
+        assert problem["num_classes"] >= 2
+        assert set(problem["labels"]) == set(range(problem["num_classes"]))
+        assert set(problem["targets"]) <= set(problem["labels"])
