@@ -1,17 +1,39 @@
 """What becomes of units when they are seen as the columns of a table."""
 
+import torch
 from torch import Tensor
 
 from data.tabular.prior.randomness import TableRandom
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.units import standardise
 
+MOST_LEVELS = 32
+"""Of a categorical column."""
+_MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
 
 def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) -> Tensor:
-    """units: (G, m, T). Returns the columns (G, m, T)."""
-    return without_outliers(standardise(units))
+    """units: (G, m, T). Returns the columns (G, m, T), NaN where a value is missing.
+
+    In some tables some columns, in as many of each as chance has it, are heavy-tailed, never below a floor, rounded,
+    categorical, without any relation to the rest, constant, or have gaps.
+    """
+    num_features = units.shape[1]
+
+    def some(share: float, most: float = 1.0) -> Tensor:
+        rate = random.between(0, most, 1) * random.chance(share, 1)
+        return (random.uniform(num_features) < rate)[..., None]
+
+    x = without_outliers(standardise(units))
+    x = torch.where(some(0.25), (x * random.log_between(0.3, 2.0, num_features, 1)).exp(), x)
+    x = torch.where(some(0.15), x.maximum(_in_random_rows(random, x, 1)), x)
+    step = random.log_between(0.1, 2.0, num_features, 1)
+    x = torch.where(some(0.25), (x / step).round(), x)
+    x = torch.where(some(settings.categorical_share), _categories(random, x), x)
+    x = torch.where(some(0.3, 0.5), _rolled(random, x), x)
+    x = torch.where(some(0.03, 0.3), 1.0, x)
+    return x.masked_fill(_missing(random, x, some(settings.missing_share)), float("nan"))
 
 
 def without_outliers(x: Tensor) -> Tensor:
@@ -20,3 +42,38 @@ def without_outliers(x: Tensor) -> Tensor:
     mean = inner.mean(-1, keepdim=True)
     reach = _MOST_DEVIATIONS * (inner - mean).square().mean(-1, keepdim=True).sqrt()
     return standardise(x.clamp(mean - reach, mean + reach))
+
+
+def _in_random_rows(random: TableRandom, x: Tensor, num: int) -> Tensor:
+    """Values that x (G, m, T) takes, in random rows: (G, m, num)."""
+    return x.gather(2, random.integer(0, x.shape[2] - 1.0, x.shape[1], num))
+
+
+def _categories(random: TableRandom, x: Tensor) -> Tensor:
+    """Codes of the intervals between values in random rows; in an order of their own but for some tables' columns."""
+    num_features = x.shape[1]
+    levels = (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS)
+    bounds = _in_random_rows(random, x, MOST_LEVELS - 1)
+    bounds = bounds.masked_fill(torch.arange(1, MOST_LEVELS) >= levels, float("inf")).sort(2).values
+    codes = torch.searchsorted(bounds, x, right=True)
+    order = (
+        random.uniform(num_features, MOST_LEVELS).add(torch.arange(MOST_LEVELS) >= levels).argsort(dim=2, stable=True)
+    )
+    is_ordered = random.chance(0.3, 1, 1)
+    return torch.where(is_ordered, codes, order.gather(2, codes)).float()
+
+
+def _rolled(random: TableRandom, x: Tensor) -> Tensor:
+    """Each column with the values of other rows: it keeps its distribution and tells nothing."""
+    num_rows = x.shape[2]
+    shift = random.integer(1, num_rows - 1.0, x.shape[1], 1)
+    return x.gather(2, (torch.arange(num_rows) + shift) % num_rows)
+
+
+def _missing(random: TableRandom, x: Tensor, may: Tensor) -> Tensor:
+    """Cells without a value: at random, or only where the value is above a random one."""
+    num_features = x.shape[1]
+    rate = 0.6 * random.uniform(num_features, 1).square() * may
+    matters = random.chance(0.3, num_features, 1)
+    above = x > _in_random_rows(random, x, 1)
+    return (random.uniforms(*x.shape[1:]) < rate) & (above | ~matters)

@@ -12,7 +12,8 @@ from torch import Tensor
 from data.tabular.prior.randomness import TableRandom
 
 NUM_LAYERS = 5
-"""The deepest model."""
+"""The deepest network."""
+NUM_TREE_LAYERS = 2
 NUM_CLASS_UNITS = 10
 """So many units of a table are drawn as possible sources of its classes; the first one alone may do."""
 MOST_CAUSES = 12
@@ -40,6 +41,7 @@ class Structure:
     """Of G tables, all (G, 1) but the last two.
 
     num_causes: real units of block 0. num_units: of the other blocks. depth: number of layers.
+    is_tree: units are sums of trees instead of the weighted sums of a network.
     is_causal: columns are units of any layer; otherwise they are the causes.
     features: (G, m), class_units: (G, NUM_CLASS_UNITS), numbers of units.
     """
@@ -47,16 +49,18 @@ class Structure:
     num_causes: Tensor
     num_units: Tensor
     depth: Tensor
+    is_tree: Tensor
     is_causal: Tensor
     features: Tensor
     class_units: Tensor
 
 
-def draw_structure(random: TableRandom, num_features: int) -> Structure:
+def draw_structure(random: TableRandom, tree_share: float, num_features: int) -> Structure:
     """The structures of some tables with so many columns."""
+    is_tree = random.chance(tree_share, 1)
     width = width_of(num_features)
     is_causal = random.chance(0.5, 1)
-    depth = random.integer(1, NUM_LAYERS, 1)
+    depth = random.integer(1, torch.where(is_tree, NUM_TREE_LAYERS, NUM_LAYERS), 1)
     fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)
     num_units = (fewest * (width / fewest).log().mul(random.uniform(1)).exp()).long().clamp(max=width)
     num_causes = torch.where(is_causal, random.log_between(2, MOST_CAUSES + 1, 1).long(), num_features)
@@ -66,7 +70,7 @@ def draw_structure(random: TableRandom, num_features: int) -> Structure:
     features = torch.where(
         is_causal, _units_to_see(random, num_features, width, depth, num_units, class_units), torch.arange(num_features)
     )
-    return Structure(num_causes, num_units, depth, is_causal, features, class_units)
+    return Structure(num_causes, num_units, depth, is_tree, is_causal, features, class_units)
 
 
 def _units_to_see(

@@ -4,12 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.tabular.prior.causes import draw_causes
 from data.tabular.prior.columns import draw_columns
 from data.tabular.prior.randomness import TableRandom
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.structure import draw_structure, most_causes, width_of
-from data.tabular.prior.targets import classes_by_rank, dense_labels, draw_num_classes, permuted_labels, row_order
-from data.tabular.prior.units import network_units, standardise
+from data.tabular.prior.targets import draw_labels, row_order
+from data.tabular.prior.units import draw_units
 from trainer.loading.cache import Arrays
 from trainer.loading.order import SampleKeys
 
@@ -60,15 +61,12 @@ def _attempt(
     num_context, num_queries, num_features = shape
     num_rows = num_context + num_queries
     random = TableRandom(seed, numbers, attempt)
-    structure = draw_structure(random, num_features)
-    units = network_units(
-        random, structure, random.normals(most_causes(num_features), num_rows), width_of(num_features)
-    )
-    columns = draw_columns(random, settings, _taken(units, structure.features))
-    latent = standardise(_taken(units, structure.class_units[:, :1]))[:, 0]
-    labels = classes_by_rank(random, latent, draw_num_classes(random, settings.classes), settings.classes)
-    labels, num_classes = dense_labels(labels, settings.classes)
-    labels = permuted_labels(random, labels, num_classes, settings.classes)
+    structure = draw_structure(random, settings.tree_share, num_features)
+    causes, shown = draw_causes(random, most_causes(num_features), num_rows)
+    units = draw_units(random, structure, causes, width_of(num_features))
+    seen = torch.where(structure.is_causal[..., None], _taken(units, structure.features), shown[:, :num_features])
+    columns = draw_columns(random, settings, seen)
+    labels, num_classes = draw_labels(random, _taken(units, structure.class_units), settings.classes)
     order = row_order(random, labels, settings.classes)
     rows = columns.gather(2, order[:, None, :].expand(columns.shape)).transpose(1, 2)
     labels = labels.gather(1, order)

@@ -1,0 +1,40 @@
+"""What nothing else in a table causes: independent or correlated numbers, and categories of every sort."""
+
+import torch
+from torch import Tensor
+
+from data.tabular.prior.randomness import TableRandom
+
+_MOST_LEVELS = 20
+_NUM_FACTORS = 4
+
+
+def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(what the causal model gets, what a table shows of it), each (G, num_causes, num_rows).
+
+    They differ for categories: their codes have no meaning, so each has an effect of its own.
+    """
+    z = _correlated(random, random.normals(num_causes, num_rows))
+    uniform = torch.special.ndtr(z)
+    # A table is normal, uniform, or each of its columns is what it likes to be.
+    sampling = random.uniform(1)
+    column = torch.where(sampling < 0.3, 0.0, torch.where(sampling < 0.4, 0.3, random.uniform(num_causes)))[..., None]
+    levels = random.integer(2, _MOST_LEVELS, num_causes, 1)
+    # Of skewed categories the first are frequent.
+    skew = random.uniform(num_causes, 1) * random.chance(0.5, num_causes, 1)
+    code = (uniform * (1 - skew * (1 - uniform.square())) * levels).long().minimum(levels - 1)
+    effects = random.normals(num_causes, _MOST_LEVELS)
+    is_ordered = random.chance(0.3, num_causes, 1)
+    effect = torch.where(is_ordered, code * (2 / levels), effects.gather(2, code))
+    is_category = column >= 0.5
+    number = torch.where(column < 0.25, z, 2 * uniform)
+    scale = (random.uniform(num_causes, 1) * 4 - 2).mul(random.chance(0.5, 1, 1)).exp()
+    return torch.where(is_category, effect, number) * scale, torch.where(is_category, code.float(), number)
+
+
+def _correlated(random: TableRandom, z: Tensor) -> Tensor:
+    """Half of the tables get a few hidden factors; every column stays standard normal."""
+    num_causes, num_rows = z.shape[1:]
+    loadings = random.normals(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
+    total = (1 + loadings.square().sum(2, keepdim=True)).rsqrt()
+    return (z + torch.bmm(loadings, random.normals(_NUM_FACTORS, num_rows))) * total
