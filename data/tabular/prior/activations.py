@@ -15,7 +15,7 @@ from data.tabular.prior.randomness import TableRandom
 
 REACH = 4.0
 """The grid covers standardised inputs from -REACH to REACH; what lies outside counts as the border."""
-NUM_CELLS = 256
+NUM_CELLS = 128
 _GRID = torch.linspace(-REACH, REACH, NUM_CELLS + 1)
 _DENSITY = torch.softmax(-_GRID.square() / 2, 0)
 _NUM_WAVES = 32
@@ -59,32 +59,36 @@ def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
     Of a standard normal input each has mean 0 and variance 1, but for the few that are constant on the grid.
     """
     num_kinds = len(_FUNCTIONS) + _NUM_FOURIER
-    same = random.chance(0.5, 1)
     kinds = random.integer(0, num_kinds - 1, num_layers)
-    kinds = torch.where(same, kinds[:, :1], kinds)
-    steepness = random.normals(num_layers, 2)
-    arguments = _GRID * steepness[..., :1].exp() + steepness[..., 1:]
-    values = _fourier_series(random, num_layers)
-    for kind, function in enumerate(_FUNCTIONS):
-        chosen = (kinds == kind).nonzero(as_tuple=True)
-        if len(chosen[0]):
-            values[chosen] = function(arguments[chosen].clamp(-_MOST_ARGUMENT, _MOST_ARGUMENT))
+    kinds = torch.where(random.chance(0.5, 1), kinds[:, :1], kinds)
+    scale, shift = random.normal(num_layers, 1).exp(), random.normal(num_layers, 1)
+    arguments = (_GRID * scale + shift).clamp_(-_MOST_ARGUMENT, _MOST_ARGUMENT).flatten(0, 1)
+    # Sorted by kind, each function has its part.
+    order = kinds.flatten().argsort()
+    counts = kinds.flatten().bincount(minlength=num_kinds)[: len(_FUNCTIONS)].tolist()
+    values = _fourier_series(random, num_layers).flatten(0, 1)
+    start = 0
+    for function, count in zip(_FUNCTIONS, counts, strict=True):
+        if count:
+            rows = order[start : start + count]
+            values[rows] = function(arguments[rows])
+        start += count
     values -= (values * _DENSITY).sum(-1, keepdim=True)
-    return values / ((values.square() * _DENSITY).sum(-1, keepdim=True) + 1e-6).sqrt()
+    values *= ((values.square() * _DENSITY).sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return values.view(-1, num_layers, NUM_CELLS + 1)
 
 
 def _fourier_series(random: TableRandom, num_layers: int) -> Tensor:
     decay = random.log_between(0.7, 3.0, num_layers, 1)
-    amplitudes = (-decay * _WAVE_NUMBERS.log()).exp().repeat(1, 1, 2)
-    amplitudes = random.normals(num_layers, 2 * _NUM_WAVES) * amplitudes
+    amplitudes = random.normal(num_layers, 2 * _NUM_WAVES) * (-decay * _WAVE_NUMBERS.log()).exp().repeat(1, 1, 2)
     return torch.bmm(amplitudes, _WAVES.expand(len(amplitudes), -1, -1))  # one product for each table, see `units.py`
 
 
 def apply(function: Tensor, x: Tensor) -> Tensor:
     """The tabulated function (G, NUM_CELLS + 1) of each table at standardised inputs (G, ...), between grid points
     on straight lines."""
-    position = ((x + REACH) * (NUM_CELLS / (2 * REACH))).clamp_(0, NUM_CELLS - 1e-3).flatten(1)
+    scale = NUM_CELLS / (2 * REACH)
+    position = x.mul(scale).add_(REACH * scale).clamp_(0, NUM_CELLS - 1e-3).flatten(1)
     cell = position.long()
-    start = function.gather(1, cell)
     slope = (function[:, 1:] - function[:, :-1]).gather(1, cell)
-    return start.addcmul_(slope, position.sub_(cell)).view_as(x)
+    return function.gather(1, cell).addcmul_(slope, position.sub_(cell)).view_as(x)

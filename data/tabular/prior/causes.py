@@ -14,7 +14,7 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
 
     They differ for categories: their codes have no meaning, so each has an effect of its own.
     """
-    z = _correlated(random, random.normals(num_causes, num_rows))
+    z = _correlated(random, random.normal(num_causes, num_rows))
     uniform = torch.special.ndtr(z)
     # A table is normal, uniform, or each of its columns is what it likes to be.
     sampling = random.uniform(1)
@@ -23,7 +23,7 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
     # Of skewed categories the first are frequent.
     skew = random.uniform(num_causes, 1) * random.chance(0.5, num_causes, 1)
     code = (uniform * (1 - skew * (1 - uniform.square())) * levels).long().minimum(levels - 1)
-    effects = random.normals(num_causes, _MOST_LEVELS)
+    effects = random.normal(num_causes, _MOST_LEVELS)
     is_ordered = random.chance(0.3, num_causes, 1)
     effect = torch.where(is_ordered, code * (2 / levels), effects.gather(2, code))
     is_category = column >= 0.5
@@ -35,6 +35,6 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
 def _correlated(random: TableRandom, z: Tensor) -> Tensor:
     """Half of the tables get a few hidden factors; every column stays standard normal."""
     num_causes, num_rows = z.shape[1:]
-    loadings = random.normals(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
+    loadings = random.normal(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
     total = (1 + loadings.square().sum(2, keepdim=True)).rsqrt()
-    return (z + torch.bmm(loadings, random.normals(_NUM_FACTORS, num_rows))) * total
+    return (z + torch.bmm(loadings, random.normal(_NUM_FACTORS, num_rows))) * total

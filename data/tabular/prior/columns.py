@@ -30,7 +30,7 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
     x = torch.where(some(0.15), x.maximum(_in_random_rows(random, x, 1)), x)
     step = random.log_between(0.1, 2.0, num_features, 1)
     x = torch.where(some(0.25), (x / step).round(), x)
-    x = torch.where(some(settings.categorical_share), _categories(random, x), x)
+    x = _with_categories(random, x, some(settings.categorical_share))
     x = torch.where(some(0.3, 0.5), _rolled(random, x), x)
     x = torch.where(some(0.03, 0.3), 1.0, x)
     return x.masked_fill(_missing(random, x, some(settings.missing_share)), float("nan"))
@@ -46,27 +46,30 @@ def without_outliers(x: Tensor) -> Tensor:
 
 def _in_random_rows(random: TableRandom, x: Tensor, num: int) -> Tensor:
     """Values that x (G, m, T) takes, in random rows: (G, m, num)."""
-    return x.gather(2, random.integer(0, x.shape[2] - 1.0, x.shape[1], num))
+    return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], num))
 
 
-def _categories(random: TableRandom, x: Tensor) -> Tensor:
-    """Codes of the intervals between values in random rows; in an order of their own but for some tables' columns."""
-    num_features = x.shape[1]
+def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor) -> Tensor:
+    """Chosen columns (G, m, 1) as codes of the intervals between values in random rows.
+
+    Codes have an order of their own but in some tables.
+    """
+    num_features, num_rows = x.shape[1:]
     levels = (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS)
-    bounds = _in_random_rows(random, x, MOST_LEVELS - 1)
-    bounds = bounds.masked_fill(torch.arange(1, MOST_LEVELS) >= levels, float("inf")).sort(2).values
-    codes = torch.searchsorted(bounds, x, right=True)
-    order = (
-        random.uniform(num_features, MOST_LEVELS).add(torch.arange(MOST_LEVELS) >= levels).argsort(dim=2, stable=True)
-    )
-    is_ordered = random.chance(0.3, 1, 1)
-    return torch.where(is_ordered, codes, order.gather(2, codes)).float()
+    row = random.integer(0, num_rows - 1, num_features, MOST_LEVELS - 1)
+    key = random.uniform(num_features, MOST_LEVELS)
+    is_ordered = random.chance(0.3, 1, 1).expand(-1, num_features, -1)
+    levels, row, key, is_ordered, values = (part[chosen[..., 0]] for part in (levels, row, key, is_ordered, x))
+    bounds = values.gather(1, row).masked_fill_(torch.arange(1, MOST_LEVELS) >= levels, float("inf"))
+    codes = torch.searchsorted(bounds.sort(1).values, values, right=True)
+    order = key.add(torch.arange(MOST_LEVELS) >= levels).argsort(dim=1, stable=True)
+    return x.masked_scatter(chosen, torch.where(is_ordered, codes, order.gather(1, codes)).float())
 
 
 def _rolled(random: TableRandom, x: Tensor) -> Tensor:
     """Each column with the values of other rows: it keeps its distribution and tells nothing."""
     num_rows = x.shape[2]
-    shift = random.integer(1, num_rows - 1.0, x.shape[1], 1)
+    shift = random.integer(1, num_rows - 1, x.shape[1], 1)
     return x.gather(2, (torch.arange(num_rows) + shift) % num_rows)
 
 
@@ -76,4 +79,4 @@ def _missing(random: TableRandom, x: Tensor, may: Tensor) -> Tensor:
     rate = 0.6 * random.uniform(num_features, 1).square() * may
     matters = random.chance(0.3, num_features, 1)
     above = x > _in_random_rows(random, x, 1)
-    return (random.uniforms(*x.shape[1:]) < rate) & (above | ~matters)
+    return (random.uniform(*x.shape[1:]) < rate) & (above | ~matters)

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.tabular.prior.randomness import SHAPE_STREAM
 from trainer.loading.counter_random import uniform
-
-SHAPE_STREAM = 0
-"""Of `counter_random`; the streams from 1 on belong to the tables (`randomness.py`)."""
 
 
 @dataclass(frozen=True)

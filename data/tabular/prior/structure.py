@@ -4,12 +4,14 @@ Units are numbered through all blocks: block 0 are the causes, block l the units
 which a table uses the first ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import KIND_STREAM, TableRandom
+from trainer.loading.counter_random import uniform
 
 NUM_LAYERS = 5
 """The deepest network."""
@@ -38,7 +40,7 @@ def _padded(num: int) -> int:
 
 @dataclass(frozen=True)
 class Structure:
-    """Of G tables, all (G, 1) but the last two.
+    """Of G tables, all (G, 1) but the last two. Networks come before trees, and of both the deep ones first.
 
     num_causes: real units of block 0. num_units: of the other blocks. depth: number of layers.
     is_tree: units are sums of trees instead of the weighted sums of a network.
@@ -54,19 +56,28 @@ class Structure:
     features: Tensor
     class_units: Tensor
 
+    def of(self, part: slice) -> "Structure":
+        """Those of some of the tables."""
+        return Structure(*(getattr(self, field.name)[part] for field in fields(self)))
 
-def draw_structure(random: TableRandom, tree_share: float, num_features: int) -> Structure:
-    """The structures of some tables with so many columns."""
-    is_tree = random.chance(tree_share, 1)
+
+def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of tables (G,) in any order: is_tree (G,) bool, and depth (G,) int64."""
+    kind, depth = uniform(seed, attempt, numbers, (2,), KIND_STREAM).T
+    is_tree = kind < tree_share
+    return is_tree, (depth * np.where(is_tree, NUM_TREE_LAYERS, NUM_LAYERS)).astype(np.int64) + 1
+
+
+def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_features: int) -> Structure:
+    """The rest of the structures of some tables with so many columns; is_tree, depth: (G, 1), in the order told."""
     width = width_of(num_features)
     is_causal = random.chance(0.5, 1)
-    depth = random.integer(1, torch.where(is_tree, NUM_TREE_LAYERS, NUM_LAYERS), 1)
     fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)
     num_units = (fewest * (width / fewest).log().mul(random.uniform(1)).exp()).long().clamp(max=width)
     num_causes = torch.where(is_causal, random.log_between(2, MOST_CAUSES + 1, 1).long(), num_features)
     is_effect = random.chance(0.5, 1) | ~is_causal
     block = torch.where(is_effect, depth, random.integer(1, depth, 1))
-    class_units = block * width + random.integer(0, num_units - 1.0, NUM_CLASS_UNITS)
+    class_units = block * width + random.integer(0, num_units - 1, NUM_CLASS_UNITS)
     features = torch.where(
         is_causal, _units_to_see(random, num_features, width, depth, num_units, class_units), torch.arange(num_features)
     )

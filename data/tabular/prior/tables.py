@@ -8,7 +8,7 @@ from data.tabular.prior.causes import draw_causes
 from data.tabular.prior.columns import draw_columns
 from data.tabular.prior.randomness import TableRandom
 from data.tabular.prior.settings import PriorSettings
-from data.tabular.prior.structure import draw_structure, most_causes, width_of
+from data.tabular.prior.structure import draw_kinds, draw_structure, most_causes, width_of
 from data.tabular.prior.targets import draw_labels, row_order
 from data.tabular.prior.units import draw_units
 from trainer.loading.cache import Arrays
@@ -46,30 +46,35 @@ class PriorTables:
 
 def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int]) -> Arrays:
     """The tables of these numbers (B,), all of one shape, as a batch of `PriorTables`."""
-    arrays = _attempt(settings, seed, numbers, shape, 0)
+    batch = _attempt(settings, seed, numbers, shape, 0)
     attempt = 0
-    while len(failed := np.flatnonzero(arrays["num_classes"] < 2)):
+    while len(failed := np.flatnonzero(batch["num_classes"] < 2)):
         attempt += 1
         for name, values in _attempt(settings, seed, numbers[failed], shape, attempt).items():
-            arrays[name][failed] = values
-    return arrays
+            batch[name][failed] = values
+    return batch
 
 
 def _attempt(
     settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
 ) -> Arrays:
+    """The same, where a few tables may have but one class."""
     num_context, num_queries, num_features = shape
     num_rows = num_context + num_queries
-    random = TableRandom(seed, numbers, attempt)
-    structure = draw_structure(random, settings.tree_share, num_features)
+    is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
+    by_kind = np.lexsort((-depth, is_tree))
+    random = TableRandom(seed, numbers[by_kind], attempt)
+    is_tree, depth = is_tree[by_kind, None], depth[by_kind, None]
+    structure = draw_structure(random, torch.from_numpy(is_tree), torch.from_numpy(depth), num_features)
     causes, shown = draw_causes(random, most_causes(num_features), num_rows)
     units = draw_units(random, structure, causes, width_of(num_features))
     seen = torch.where(structure.is_causal[..., None], _taken(units, structure.features), shown[:, :num_features])
     columns = draw_columns(random, settings, seen)
     labels, num_classes = draw_labels(random, _taken(units, structure.class_units), settings.classes)
     order = row_order(random, labels, settings.classes)
-    rows = columns.gather(2, order[:, None, :].expand(columns.shape)).transpose(1, 2)
-    labels = labels.gather(1, order)
+    back = torch.from_numpy(np.argsort(by_kind))
+    rows = columns.gather(2, order[:, None, :].expand(columns.shape)).transpose(1, 2)[back]
+    labels = labels.gather(1, order)[back]
     return {
         "context": rows[:, :num_context].contiguous().numpy(),
         "labels": labels[:, :num_context].contiguous().numpy(),
@@ -77,7 +82,7 @@ def _attempt(
         "targets": labels[:, num_context:].contiguous().numpy(),
         "num_context": np.full(len(numbers), num_context),
         "num_features": np.full(len(numbers), num_features),
-        "num_classes": num_classes.numpy(),
+        "num_classes": num_classes[back].numpy(),
     }
 
 

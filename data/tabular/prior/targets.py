@@ -1,7 +1,6 @@
 """Classes from the units of a causal model, and which rows are context."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.tabular.prior.columns import without_outliers
@@ -21,7 +20,7 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
     latent = units[:, 0].contiguous()
     kind = random.uniform(1)
     by_rank = _intervals(latent, _rank_bounds(random, latent, num_classes, most), num_classes)
-    by_value = _intervals(latent, random.normals(most - 1), num_classes)
+    by_value = _intervals(latent, random.normal(most - 1), num_classes)
     labels = torch.where(kind < 0.3, by_value, _largest(random, units, num_classes))
     is_single = (labels == labels[:, :1]).all(1, keepdim=True)
     labels = torch.where(is_single | (kind > 0.6), by_rank, labels)
@@ -46,7 +45,7 @@ def _rank_bounds(random: TableRandom, latent: Tensor, num_classes: Tensor, most:
 
 def _largest(random: TableRandom, units: Tensor, num_classes: Tensor) -> Tensor:
     """Which of the first units is the largest, after random offsets: (G, T)."""
-    offsets = random.normals(units.shape[1]) * random.uniform(1)
+    offsets = random.normal(units.shape[1]) * random.uniform(1)
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
     return (units + offsets[..., None]).argmax(1)
 
@@ -55,13 +54,13 @@ def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
     """In a third of the tables some labels are those of other rows."""
     rate = random.between(0, 0.4, 1) * random.chance(0.3, 1)
     num_rows = labels.shape[1]
-    other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1.0, 1)) % num_rows)
-    return torch.where(random.uniforms(num_rows) < rate, other, labels)
+    other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1, 1)) % num_rows)
+    return torch.where(random.uniform(num_rows) < rate, other, labels)
 
 
 def _dense(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Renumbers the classes that occur, keeping their order: labels (G, T), and how many there are, (G,)."""
-    occurs = F.one_hot(labels, most).amax(1)
+    occurs = torch.zeros(len(labels), most, dtype=torch.int64).scatter_(1, labels, 1)
     return (occurs.cumsum(1) - 1).gather(1, labels), occurs.sum(1)
 
 
@@ -73,6 +72,8 @@ def _permuted(random: TableRandom, labels: Tensor, num_classes: Tensor, most: in
 
 def row_order(random: TableRandom, labels: Tensor, most: int) -> Tensor:
     """The rows of each table shuffled, one of each class in front, so that the context has every class: (G, T)."""
-    is_first = F.one_hot(labels, most).cumsum(1).gather(2, labels[..., None])[..., 0] == 1
-    key = random.uniforms(labels.shape[1]) - is_first.float()
+    num_rows = labels.shape[1]
+    row = torch.arange(num_rows).expand(labels.shape)
+    first = torch.full((len(labels), most), num_rows).scatter_reduce_(1, labels, row, "amin")
+    key = random.uniform(num_rows) - (first.gather(1, labels) == row).float()
     return key.argsort(dim=1, stable=True)

@@ -29,29 +29,33 @@ def standardise(x: Tensor) -> Tensor:
 def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width: int) -> Tensor:
     """causes: (G, C, T), the first units of block 0. Returns (G, (NUM_LAYERS + 1) * width, T); only real ones count."""
     num_tables, num_causes, num_rows = causes.shape
-    noise = random.normals(width, num_rows) * random.log_between(1e-4, 0.5, 1)[..., None]
+    num_networks = num_tables - int(structure.is_tree.sum())
+    noise = random.normal(width, num_rows) * random.log_between(1e-4, 0.5, 1)[..., None]
     blocks = torch.empty(num_tables, NUM_LAYERS + 1, width, num_rows)
     blocks[:, 0, :num_causes], blocks[:, 0, num_causes:] = causes, 0
-    _add_network(random, structure, blocks, noise)
-    _add_trees(random, structure, blocks, noise)
+    for part, add_layers in ((slice(num_networks), _add_network), (slice(num_networks, None), _add_trees)):
+        if len(blocks[part]):
+            add_layers(random.of(part), structure.of(part), blocks[part], noise[part])
     return blocks.flatten(1, 2)
 
 
-def _noise_of(noise: Tensor, tables: Tensor, layer: int) -> Tensor:
+def _noise_of(noise: Tensor, layer: int) -> Tensor:
     """Rows are drawn alike, so the noise of other rows is as good for one more layer as new noise."""
-    return noise[tables].roll(layer * _ROLL, 2)
+    return noise.roll(layer * _ROLL, 2) if layer else noise
 
 
 def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
     """Fills the blocks (G, NUM_LAYERS + 1, width, T) after the first: a function of each unit, weights, noise."""
     weights = _weights(random, structure, blocks.shape[2])
-    functions = draw_activations(random, NUM_LAYERS)
+    functions = draw_activations(random, NUM_LAYERS - 1)
+    x = blocks[:, 0]
     for layer in range(NUM_LAYERS):
-        tables = (~structure.is_tree & (structure.depth > layer)).nonzero()[:, 0]
-        x = blocks[tables, layer]
+        num_tables = int((structure.depth > layer).sum())
+        x = x[:num_tables]
         if layer > 0:
-            x = apply(functions[tables, layer], standardise(x))
-        blocks[tables, layer + 1] = torch.bmm(weights[tables, layer], x) + _noise_of(noise, tables, layer)
+            x = apply(functions[:num_tables, layer - 1], standardise(x))
+        x = torch.bmm(weights[:num_tables, layer], x) + _noise_of(noise[:num_tables], layer)
+        blocks[:num_tables, layer + 1] = x
 
 
 def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
@@ -59,20 +63,19 @@ def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
 
     Those of a unit have length 1, so that its values have about variance 1 beside the noise.
     """
-    weights = random.normals(NUM_LAYERS, width, width)
+    weights = random.normal(NUM_LAYERS, width, width)
     unit = torch.arange(width)
     num_inputs = structure.num_units.repeat(1, NUM_LAYERS)
-    num_inputs[:, :1] = structure.num_causes
-    kept = unit < num_inputs[:, :, None, None]
+    num_inputs[:, 0] = structure.num_causes[:, 0]
+    in_blocks = random.chance(0.5, 1)
+    num_blocks = torch.where(in_blocks, random.integer(1, 4, 1), 1)[..., None]
+    to_block = unit * num_blocks // structure.num_units[..., None]
+    from_block = unit * num_blocks // num_inputs[..., None]
+    from_block.masked_fill_(unit >= num_inputs[..., None], -1)
     # A normal number is smaller than sqrt(2) erfinv(p) with probability p.
-    threshold = random.between(0, 0.9, 1).erfinv()[:, :, None, None] * math.sqrt(2)
-    num_blocks = random.integer(1, 4, 1)[:, :, None, None]
-    of_block = unit[:, None] * num_blocks // structure.num_units[:, :, None, None] == (
-        unit * num_blocks // num_inputs[:, :, None, None]
-    )
-    kept = kept & torch.where(random.chance(0.5, 1)[:, :, None, None], weights.abs() >= threshold, of_block)
-    weights *= kept
-    return weights * (weights.square().sum(-1, keepdim=True) + _TINY).rsqrt()
+    threshold = torch.where(in_blocks, 0, random.between(0, 0.9, 1).erfinv() * math.sqrt(2))[..., None, None]
+    weights *= (to_block[..., None] == from_block[:, :, None]) & (weights.abs() >= threshold)
+    return weights.mul_((weights.square().sum(-1, keepdim=True) + _TINY).rsqrt_())
 
 
 def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
@@ -82,22 +85,22 @@ def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise:
     """
     width, num_rows = blocks.shape[2:]
     num_trees = width * _NUM_TREES
-    questions = random.uniforms(NUM_TREE_LAYERS, 2, num_trees * _TREE_DEPTH)
-    leaves = random.normals(NUM_TREE_LAYERS, num_trees, 2**_TREE_DEPTH)
+    leaves = random.normal(NUM_TREE_LAYERS, num_trees, 2**_TREE_DEPTH)
     # With fewer trees, or fewer questions, functions are simpler.
     leaves *= torch.arange(num_trees)[:, None] < width * random.integer(1, _NUM_TREES, 1)[..., None, None]
-    num_questions = random.integer(1, _TREE_DEPTH, 1, num_trees)
+    is_asked = torch.arange(_TREE_DEPTH)[:, None] < random.integer(1, _TREE_DEPTH, 1, num_trees)
+    num_inputs = structure.num_causes
     for layer in range(NUM_TREE_LAYERS):
-        tables = (structure.is_tree & (structure.depth > layer)).nonzero()[:, 0]
-        inputs = blocks[tables, layer]
-        num_inputs = (structure.num_causes if layer == 0 else structure.num_units)[tables]
-        unit = (questions[tables, layer, 0] * num_inputs).long().minimum(num_inputs - 1)
-        row = (questions[tables, layer, 1] * num_rows).long().clamp(max=num_rows - 1)
-        table = torch.arange(len(tables))[:, None]
+        num_tables = int((structure.depth > layer).sum())
+        table = torch.arange(num_tables)[:, None]
+        unit = random.integer(0, num_inputs - 1, _TREE_DEPTH * num_trees)[:num_tables]
+        row = random.integer(0, num_rows - 1, _TREE_DEPTH * num_trees)[:num_tables]
+        inputs = blocks[:num_tables, layer]
         answers = inputs[table, unit] > inputs[table, unit, row][..., None]
-        answers = answers.view(len(tables), _TREE_DEPTH, num_trees, num_rows).to(torch.uint8)
-        leaf = answers[:, 0]
+        answers = answers.view(num_tables, _TREE_DEPTH, num_trees, num_rows) & is_asked[:num_tables, ..., None]
+        leaf = answers[:, 0].to(torch.uint8)
         for level in range(1, _TREE_DEPTH):
-            leaf = leaf + leaf + answers[:, level] * (num_questions[tables] > level).view(-1, num_trees, 1)
-        values = leaves[tables, layer].gather(2, leaf.long()).view(len(tables), _NUM_TREES, width, num_rows).sum(1)
-        blocks[tables, layer + 1] = standardise(values) + _noise_of(noise, tables, layer)
+            leaf = leaf.mul_(2).add_(answers[:, level])
+        values = leaves[:num_tables, layer].gather(2, leaf.long()).view(num_tables, _NUM_TREES, width, num_rows).sum(1)
+        blocks[:num_tables, layer + 1] = standardise(values) + _noise_of(noise[:num_tables], layer)
+        num_inputs = structure.num_units
