@@ -49,6 +49,8 @@ _FUNCTIONS = (
     torch.square,
     torch.abs,
 )
+_STEEPNESS = 0.7
+"""The deviation of the logarithm of the factor before a function is applied. Several steep layers leave only noise."""
 _NUM_FOURIER = 10
 """So many times as often as one of the others a random Fourier series is drawn (TabICL, arXiv 2502.05564)."""
 
@@ -61,7 +63,7 @@ def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
     num_kinds = len(_FUNCTIONS) + _NUM_FOURIER
     kinds = random.integer(0, num_kinds - 1, num_layers)
     kinds = torch.where(random.chance(0.5, 1), kinds[:, :1], kinds)
-    scale, shift = random.normal(num_layers, 1).exp(), random.normal(num_layers, 1)
+    scale, shift = random.normal(num_layers, 1).mul(_STEEPNESS).exp(), random.normal(num_layers, 1)
     arguments = (_GRID * scale + shift).clamp_(-_MOST_ARGUMENT, _MOST_ARGUMENT).flatten(0, 1)
     # Sorted by kind, each function has its part.
     order = kinds.flatten().argsort()
@@ -79,7 +81,7 @@ def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
 
 
 def _fourier_series(random: TableRandom, num_layers: int) -> Tensor:
-    decay = random.log_between(0.7, 3.0, num_layers, 1)
+    decay = random.log_between(1.0, 3.0, num_layers, 1)
     amplitudes = random.normal(num_layers, 2 * _NUM_WAVES) * (-decay * _WAVE_NUMBERS.log()).exp().repeat(1, 1, 2)
     return torch.bmm(amplitudes, _WAVES.expand(len(amplitudes), -1, -1))  # one product for each table, see `units.py`
 

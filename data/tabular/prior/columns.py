@@ -31,7 +31,7 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
     step = random.log_between(0.1, 2.0, num_features, 1)
     x = torch.where(some(0.25), (x / step).round(), x)
     x = _with_categories(random, x, some(settings.categorical_share))
-    x = torch.where(some(0.3, 0.5), _rolled(random, x), x)
+    x = torch.where(some(0.25, 0.5), _rolled(random, x), x)
     x = torch.where(some(0.03, 0.3), 1.0, x)
     return x.masked_fill(_missing(random, x, some(settings.missing_share)), float("nan"))
 

@@ -62,10 +62,13 @@ class Structure:
 
 
 def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of tables (G,) in any order: is_tree (G,) bool, and depth (G,) int64."""
+    """Of tables (G,) in any order: is_tree (G,) bool, and depth (G,) int64.
+
+    Nearly half of the networks have one layer: a target below many random layers is hardly ever to be predicted.
+    """
     kind, depth = uniform(seed, attempt, numbers, (2,), KIND_STREAM).T
     is_tree = kind < tree_share
-    return is_tree, (depth * np.where(is_tree, NUM_TREE_LAYERS, NUM_LAYERS)).astype(np.int64) + 1
+    return is_tree, (depth**2 * np.where(is_tree, NUM_TREE_LAYERS, NUM_LAYERS)).astype(np.int64) + 1
 
 
 def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_features: int) -> Structure:

@@ -52,7 +52,7 @@ def _largest(random: TableRandom, units: Tensor, num_classes: Tensor) -> Tensor:
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
     """In a third of the tables some labels are those of other rows."""
-    rate = random.between(0, 0.4, 1) * random.chance(0.3, 1)
+    rate = random.between(0, 0.3, 1) * random.chance(0.3, 1)
     num_rows = labels.shape[1]
     other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1, 1)) % num_rows)
     return torch.where(random.uniform(num_rows) < rate, other, labels)
