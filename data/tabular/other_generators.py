@@ -1,0 +1,148 @@
+"""Problems that have nothing of the prior's habits: what a model scores on them is not what it was trained for.
+
+Classic toy shapes, with columns of noise, in the batch form of `prior.tables.PriorTables`.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.random import Generator
+
+from trainer.loading.cache import Arrays
+from trainer.loading.order import SampleKeys
+
+_MOST_CLASSES = 10
+_MOST_FEATURES = 12
+_NOISE = 0.15
+
+Problem = tuple[np.ndarray, np.ndarray]
+"""Columns that matter (T, d), and labels (T,)."""
+
+
+def _blobs(random: Generator, num_rows: int) -> Problem:
+    """A normal cloud around each class's centre, of a width of its own."""
+    num_classes, num_features = random.integers(2, _MOST_CLASSES + 1), random.integers(2, 6)
+    labels = random.integers(num_classes, size=num_rows)
+    centres = 2 * random.normal(size=(num_classes, num_features))
+    width = random.uniform(0.5, 1.5, num_classes)
+    return centres[labels] + width[labels, None] * random.normal(size=(num_rows, num_features)), labels
+
+
+def _moons(random: Generator, num_rows: int) -> Problem:
+    """Two half circles that reach into each other."""
+    labels = random.integers(2, size=num_rows)
+    angle = np.pi * (random.uniform(size=num_rows) + labels)
+    x = np.stack([np.cos(angle) + labels, np.sin(angle) + 0.5 * labels], axis=1)
+    return x + _NOISE * random.normal(size=x.shape), labels
+
+
+def _circles(random: Generator, num_rows: int) -> Problem:
+    """Spherical shells, one in another."""
+    labels = random.integers(random.integers(2, 4), size=num_rows)
+    direction = random.normal(size=(num_rows, random.integers(2, 4)))
+    x = direction / np.linalg.norm(direction, axis=1, keepdims=True) * (1 + labels[:, None])
+    return x + _NOISE * random.normal(size=x.shape), labels
+
+
+def _spirals(random: Generator, num_rows: int) -> Problem:
+    """Arms that wind once around the middle."""
+    num_classes = random.integers(2, 5)
+    labels = random.integers(num_classes, size=num_rows)
+    radius = random.uniform(0.2, 2.0, num_rows)
+    angle = np.pi * radius + 2 * np.pi * labels / num_classes
+    x = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    return x + 0.5 * _NOISE * random.normal(size=x.shape), labels
+
+
+def _linear(random: Generator, num_rows: int) -> Problem:
+    """The largest of several linear functions, with noise."""
+    x = random.normal(size=(num_rows, random.integers(2, 9)))
+    scores = x @ random.normal(size=(x.shape[1], random.integers(2, _MOST_CLASSES + 1)))
+    return x, (scores + random.uniform(0, 1.5) * random.normal(size=scores.shape)).argmax(axis=1)
+
+
+def _neighbours(random: Generator, num_rows: int) -> Problem:
+    """The label of the nearest of some points."""
+    num_classes = random.integers(2, 7)
+    x = random.uniform(size=(num_rows, random.integers(2, 5)))
+    points = random.uniform(size=(3 * num_classes, x.shape[1]))
+    nearest = np.linalg.norm(x[:, None] - points, axis=2).argmin(axis=1)
+    return x, nearest % num_classes
+
+
+def _rules(random: Generator, num_rows: int) -> Problem:
+    """Categories, and for each class but the last a rule that asks two of them; the first rule that holds decides."""
+    num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
+    x = random.integers(num_levels, size=(num_rows, 6))
+    labels = np.full(num_rows, num_classes - 1)
+    for label in range(num_classes - 1):
+        columns = random.choice(6, 2, replace=False)
+        holds = (x[:, columns] == random.integers(num_levels[columns])).any(axis=1)
+        labels = np.where(holds & (labels == num_classes - 1), label, labels)
+    return x.astype(float), labels
+
+
+def _checkers(random: Generator, num_rows: int) -> Problem:
+    """Whether the number of a checkerboard's field is odd."""
+    x = random.uniform(-1, 1, size=(num_rows, 2))
+    fields = np.floor(x * random.uniform(1.0, 1.5)).sum(axis=1)
+    return x, fields.astype(np.int64) % 2
+
+
+FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
+    _blobs,
+    _moons,
+    _circles,
+    _spirals,
+    _linear,
+    _neighbours,
+    _rules,
+    _checkers,
+)
+
+
+class OtherTables:
+    """So many tables, each a function of (seed, index) alone; the families take turns.
+
+    num_context, num_queries: rows of every table. Batches are as those of `PriorTables`; every class of the queries
+    occurs in the context.
+    """
+
+    def __init__(self, seed: int, num_tables: int, num_context: int = 128, num_queries: int = 64) -> None:
+        assert num_context >= _MOST_CLASSES
+        self._seed, self._num_tables = seed, num_tables
+        self._num_context, self._num_queries = num_context, num_queries
+
+    def __len__(self) -> int:
+        return self._num_tables
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        tables = [self._table(int(index)) for index in keys.index]
+        num_features = np.array([x.shape[1] for x, _ in tables])
+        rows = np.stack([np.pad(x, [(0, 0), (0, num_features.max() - x.shape[1])]) for x, _ in tables])
+        labels = np.stack([labels for _, labels in tables])
+        n = self._num_context
+        return {
+            "context": rows[:, :n].astype(np.float32),
+            "labels": labels[:, :n],
+            "queries": rows[:, n:].astype(np.float32),
+            "targets": labels[:, n:],
+            "num_context": np.full(len(tables), n),
+            "num_features": num_features,
+            "num_classes": labels.max(axis=1) + 1,
+        }
+
+    def _table(self, index: int) -> Problem:
+        """Columns (T, m), up to half of them noise, in any order and of any scale; labels of a random order."""
+        random = np.random.default_rng([self._seed, index])
+        num_rows = self._num_context + self._num_queries
+        x, labels = FAMILIES[index % len(FAMILIES)](random, num_rows)
+        num_noise = random.integers(0, min(x.shape[1], _MOST_FEATURES - x.shape[1]) + 1)
+        x = np.concatenate([x, random.normal(size=(num_rows, num_noise))], axis=1)
+        x = x[:, random.permutation(x.shape[1])] * np.exp(random.normal(size=x.shape[1]))
+        present, first, labels = np.unique(labels, return_index=True, return_inverse=True)
+        labels = random.permutation(len(present))[labels]
+        # One row of each class in front, so that the context has it.
+        others = random.permutation(np.setdiff1d(np.arange(num_rows), first))
+        order = np.concatenate([first, others])
+        return x[order], labels[order]
