@@ -13,29 +13,23 @@ from torch import Tensor
 from data.tabular.prior.randomness import KIND_STREAM, TableRandom
 from trainer.loading.counter_random import uniform
 
-NUM_LAYERS = 5
+NUM_LAYERS = 4
 """The deepest network."""
 NUM_TREE_LAYERS = 2
 NUM_CLASS_UNITS = 10
 """So many units of a table are drawn as possible sources of its classes; the first one alone may do."""
-MOST_CAUSES = 12
+MOST_CAUSES = 10
 """Of a causal model; the others have as many as columns."""
-_GRANULE = 16
-"""Sizes are multiples of it, so that all tables lie alike in memory."""
 
 
 def width_of(num_features: int) -> int:
-    """Units of a block: enough for features and class units of the shallowest model, 32 at least."""
-    return _padded(max(num_features + NUM_CLASS_UNITS, 2 * _GRANULE))
+    """Units of a block: enough for features and class units of the shallowest model, 24 at least."""
+    return -(-max(num_features + NUM_CLASS_UNITS, 24) // 8) * 8
 
 
 def most_causes(num_features: int) -> int:
     """Causes that are drawn for every table, whether it uses them or not."""
-    return _padded(max(num_features, MOST_CAUSES))
-
-
-def _padded(num: int) -> int:
-    return -(-num // _GRANULE) * _GRANULE
+    return max(num_features, MOST_CAUSES)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Synthetic classification problems as a data set: each table a function of (seed, its number) alone."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from data.tabular.prior.structure import draw_kinds, draw_structure, most_causes
 from data.tabular.prior.targets import draw_labels, row_order
 from data.tabular.prior.units import draw_units
 from trainer.loading.cache import Arrays
+from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 
 
@@ -42,6 +45,13 @@ class PriorTables:
             for place, shape in zip(places, shapes, strict=True)
         ]
         return parts[0] if len(parts) == 1 else _padded(parts, places)
+
+
+def write_tables(tables: PriorTables, path: Path) -> None:
+    """Writes the tables of the first epoch, as one padded batch, into an .npz to look at. Raises BadInput."""
+    batch = tables.__getitems__(SampleKeys(np.arange(len(tables)), 0))
+    with refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"), path.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **batch)
 
 
 def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int]) -> Arrays:

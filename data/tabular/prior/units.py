@@ -81,10 +81,10 @@ def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
 def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
     """The same where each unit is a sum of oblivious trees: all nodes of a level ask one question.
 
-    A question compares an input with its value in a random row.
+    A question compares an input with its value in a random row; the trees of a layer share a bank of them.
     """
     width, num_rows = blocks.shape[2:]
-    num_trees = width * _NUM_TREES
+    num_trees, num_questions = width * _NUM_TREES, 2 * width
     leaves = random.normal(NUM_TREE_LAYERS, num_trees, 2**_TREE_DEPTH)
     # With fewer trees, or fewer questions, functions are simpler.
     leaves *= torch.arange(num_trees)[:, None] < width * random.integer(1, _NUM_TREES, 1)[..., None, None]
@@ -93,14 +93,15 @@ def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise:
     for layer in range(NUM_TREE_LAYERS):
         num_tables = int((structure.depth > layer).sum())
         table = torch.arange(num_tables)[:, None]
-        unit = random.integer(0, num_inputs - 1, _TREE_DEPTH * num_trees)[:num_tables]
-        row = random.integer(0, num_rows - 1, _TREE_DEPTH * num_trees)[:num_tables]
+        unit = random.integer(0, num_inputs - 1, num_questions)[:num_tables]
+        row = random.integer(0, num_rows - 1, num_questions)[:num_tables]
         inputs = blocks[:num_tables, layer]
-        answers = inputs[table, unit] > inputs[table, unit, row][..., None]
-        answers = answers.view(num_tables, _TREE_DEPTH, num_trees, num_rows) & is_asked[:num_tables, ..., None]
-        leaf = answers[:, 0].to(torch.uint8)
-        for level in range(1, _TREE_DEPTH):
-            leaf = leaf.mul_(2).add_(answers[:, level])
+        answers = torch.zeros(num_tables, num_questions + 1, num_rows, dtype=torch.uint8)  # the last is always no
+        answers[:, :-1] = inputs[table, unit] > inputs[table, unit, row][..., None]
+        asked = random.integer(0, num_questions - 1, _TREE_DEPTH, num_trees).where(is_asked, num_questions)
+        leaf = torch.zeros(num_tables, num_trees, num_rows, dtype=torch.uint8)
+        for question in asked[:num_tables].unbind(1):
+            leaf = leaf.mul_(2).add_(answers[table, question])
         values = leaves[:num_tables, layer].gather(2, leaf.long()).view(num_tables, _NUM_TREES, width, num_rows).sum(1)
         blocks[:num_tables, layer + 1] = standardise(values) + _noise_of(noise[:num_tables], layer)
         num_inputs = structure.num_units

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from data.tabular.prior.settings import PriorSettings
-from data.tabular.prior.tables import PriorTables, draw_tables
+from data.tabular.prior.tables import PriorTables, draw_tables, write_tables
+from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 SETTINGS = PriorSettings(tables_per_shape=4)
@@ -105,3 +106,51 @@ def test_context_has_every_class(settings):
         assert problem["num_classes"] >= 2
         assert set(problem["labels"]) == set(range(problem["num_classes"]))
         assert set(problem["targets"]) <= set(problem["labels"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PriorSettings(rows=(32, 32), features=(1, 1), classes=2, tree_share=1.0),
+        PriorSettings(rows=(32, 48), features=(1, 2), tree_share=0.0, categorical_share=1.0, missing_share=1.0),
+        PriorSettings(rows=(900, 1024), features=(50, 50), tables_per_shape=2),
+    ],
+)
+def test_extreme_sizes(settings):
+    batch = take(PriorTables(settings, 0, 12), np.arange(12))
+    assert not np.isinf(batch["context"]).any() and (batch["num_classes"] >= 2).all()
+    assert (batch["num_classes"] <= settings.classes).all()
+
+
+def test_shares_of_kinds():
+    batch = take(PriorTables(PriorSettings(), 1, 600), np.arange(600))
+    assert 0.45 < (batch["num_classes"] == 2).mean() < 0.7 and set(batch["num_classes"]) == set(range(2, 11))
+    tables = [table(batch, i)["context"] for i in range(600)]
+    assert 0.1 < np.mean([np.isnan(rows).any() for rows in tables]) < 0.3
+    columns = [column for rows in tables for column in rows.T]
+    assert 0.3 < np.mean([len(np.unique(column)) <= 20 for column in columns]) < 0.6
+    assert 0 < np.mean([np.nanmin(column) == np.nanmax(column) for column in columns]) < 0.05
+
+
+def test_queries_can_be_predicted():
+    """A nearest neighbour does better than the most frequent class, much better in some tables and not in others."""
+    batch = take(PriorTables(PriorSettings(missing_share=0.0), 2, 300), np.arange(300))
+    gains = []
+    for i in range(300):
+        problem = table(batch, i)
+        deviation = problem["context"].std(axis=0) + 1e-6
+        context, queries = problem["context"] / deviation, problem["queries"] / deviation
+        nearest = ((queries[:, None] - context) ** 2).sum(axis=2).argsort(axis=1)[:, :5]
+        votes = np.array([np.bincount(row, minlength=10).argmax() for row in problem["labels"][nearest]])
+        majority = np.bincount(problem["labels"]).argmax()
+        gains.append((votes == problem["targets"]).mean() - (majority == problem["targets"]).mean())
+    assert np.mean(gains) > 0.04 and np.percentile(gains, 90) > 0.2 and np.percentile(gains, 25) < 0.02
+
+
+def test_written_tables_are_read_again(tmp_path):
+    tables = PriorTables(SETTINGS, 0, 10)
+    write_tables(tables, tmp_path / "tables.npz")
+    with np.load(tmp_path / "tables.npz", allow_pickle=False) as read:
+        assert_same(dict(read), take(tables, np.arange(10)))
+    with pytest.raises(BadInput, match=r"--prior-only .*nowhere"):
+        write_tables(tables, tmp_path / "nowhere" / "tables.npz")

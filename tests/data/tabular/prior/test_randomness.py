@@ -1,0 +1,60 @@
+"""Numbers of a table: a function of its own number and of the calls, and distributed as told."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.tabular.prior.randomness import TableRandom
+
+DRAWS = {
+    "uniform": lambda random: random.uniform(3, 2),
+    "uniform_many": lambda random: random.uniform(1500),
+    "between": lambda random: random.between(-1.0, torch.full((1, 4), 2.0), 4),
+    "log_between": lambda random: random.log_between(0.1, 10.0, 4),
+    "integer": lambda random: random.integer(2, 5, 7),
+    "chance": lambda random: random.chance(0.5, 64),
+    "normal": lambda random: random.normal(5, 3),
+    "normal_many": lambda random: random.normal(40, 64),
+    "of_some": lambda random: random.of(slice(None)).uniform(9),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_row_depends_on_its_number_alone(name):
+    numbers = np.array([5, 2**40, 0, 17])
+    together = TableRandom(3, numbers, 0)
+    apart = [TableRandom(3, numbers[i : i + 1], 0) for i in range(4)]
+    for _ in range(8):  # across the borders of chunks
+        values = DRAWS[name](together)
+        assert torch.equal(values, torch.cat([DRAWS[name](random) for random in apart]))
+        assert len({tuple(row.flatten().tolist()) for row in values}) == 4
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_seeds_attempts_and_calls_differ(name):
+    numbers = np.array([5])
+    random = TableRandom(3, numbers, 0)
+    others = [
+        random,
+        random,
+        TableRandom(4, numbers, 0),
+        TableRandom(3, numbers, 1),
+        TableRandom(3, numbers, 0).of(slice(1)),
+    ]
+    drawn = {tuple(DRAWS[name](other).flatten().tolist()) for other in others}
+    assert len(drawn) >= len(others) - (name == "of_some")  # `of` gives the same numbers again
+
+
+def test_distributions():
+    random = TableRandom(0, np.arange(500), 0)
+    uniform, normal = random.uniform(200), random.normal(200)
+    assert uniform.min() >= 0 and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.005
+    assert abs(normal.mean()) < 0.02 and abs(normal.std() - 1) < 0.02
+    counts = random.integer(2, 5, 200).flatten().bincount()
+    assert counts[:2].sum() == 0 and len(counts) == 6 and (abs(counts[2:] / 25000 - 1) < 0.05).all()
+    high = torch.arange(500)[:, None]
+    drawn = random.integer(0, high, 50)
+    assert (drawn >= 0).all() and (drawn <= high).all() and (drawn == high).any()
+    logs = random.log_between(0.1, 10.0, 200).log10()
+    assert abs(logs.mean()) < 0.02 and logs.min() >= -1.001 and logs.max() <= 1.001
+    assert abs(random.chance(0.3, 200).float().mean() - 0.3) < 0.01
