@@ -37,7 +37,6 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", [(40, 24, 3), (65, 38, 11), (300, 77, 40)])
 def test_table_does_not_depend_on_its_batch(shape, num_threads):
-    torch.set_num_threads(1)
     numbers = np.arange(100, 124)
     alone = [draw_tables(SETTINGS, 3, numbers[i : i + 1], shape) for i in range(len(numbers))]
     torch.set_num_threads(num_threads)
@@ -47,7 +46,6 @@ def test_table_does_not_depend_on_its_batch(shape, num_threads):
         batch = draw_tables(SETTINGS, 3, numbers[chosen], shape)
         for i, number in enumerate(chosen):
             assert_same(table(batch, i), table(alone[number], 0))
-    torch.set_num_threads(1)
 
 
 def test_table_does_not_depend_on_the_order_of_a_batch_of_several_shapes():
