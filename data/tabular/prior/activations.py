@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import TableRandom, products
 
 REACH = 4.0
 """The grid covers standardised inputs from -REACH to REACH; what lies outside counts as the border."""
-NUM_CELLS = 128
+NUM_CELLS = 127
 _GRID = torch.linspace(-REACH, REACH, NUM_CELLS + 1)
 _DENSITY = torch.softmax(-_GRID.square() / 2, 0)
 _NUM_WAVES = 32
@@ -83,7 +83,7 @@ def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
 def _fourier_series(random: TableRandom, num_layers: int) -> Tensor:
     decay = random.log_between(1.0, 3.0, num_layers, 1)
     amplitudes = random.normal(num_layers, 2 * _NUM_WAVES) * (-decay * _WAVE_NUMBERS.log()).exp().repeat(1, 1, 2)
-    return torch.bmm(amplitudes, _WAVES.expand(len(amplitudes), -1, -1))  # one product for each table, see `units.py`
+    return products(amplitudes, _WAVES.expand(len(amplitudes), -1, -1))
 
 
 def apply(function: Tensor, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import TableRandom, products
 
 _MOST_LEVELS = 20
 _NUM_FACTORS = 4
@@ -37,4 +37,4 @@ def _correlated(random: TableRandom, z: Tensor) -> Tensor:
     num_causes, num_rows = z.shape[1:]
     loadings = random.normal(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
     total = (1 + loadings.square().sum(2, keepdim=True)).rsqrt()
-    return (z + torch.bmm(loadings, random.normal(_NUM_FACTORS, num_rows))) * total
+    return (z + products(loadings, random.normal(_NUM_FACTORS, num_rows))) * total

@@ -20,20 +20,19 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
     categorical, without any relation to the rest, constant, or have gaps.
     """
     num_features = units.shape[1]
-
-    def some(share: float, most: float = 1.0) -> Tensor:
-        rate = random.between(0, most, 1) * random.chance(share, 1)
-        return (random.uniform(num_features) < rate)[..., None]
-
+    shares = torch.tensor([0.25, 0.15, 0.25, settings.categorical_share, 0.25, 0.03, settings.missing_share])
+    most = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5, 0.3, 1.0])
+    rates = random.between(0, most, len(most)) * random.chance(shares, len(most))
+    chosen = random.chance(rates[..., None], len(most), num_features)[..., None]
+    has_tail, has_floor, is_rounded, is_categorical, is_unrelated, is_constant, has_gaps = chosen.unbind(1)
     x = without_outliers(standardise(units))
-    x = torch.where(some(0.25), (x * random.log_between(0.3, 2.0, num_features, 1)).exp(), x)
-    x = torch.where(some(0.15), x.maximum(_in_random_rows(random, x, 1)), x)
+    x = torch.where(has_tail, (x * random.log_between(0.3, 2.0, num_features, 1)).exp(), x)
+    x = torch.where(has_floor, x.maximum(_in_random_rows(random, x)), x)
     step = random.log_between(0.1, 2.0, num_features, 1)
-    x = torch.where(some(0.25), (x / step).round(), x)
-    x = _with_categories(random, x, some(settings.categorical_share))
-    x = torch.where(some(0.25, 0.5), _rolled(random, x), x)
-    x = torch.where(some(0.03, 0.3), 1.0, x)
-    return x.masked_fill(_missing(random, x, some(settings.missing_share)), float("nan"))
+    x = torch.where(is_rounded, (x / step).round(), x)
+    x = _with_categories(random, x, is_categorical)
+    x = torch.where(is_unrelated, _rolled(random, x), x).masked_fill_(is_constant, 1.0)
+    return x.masked_fill_(_missing(random, x, has_gaps), float("nan"))
 
 
 def without_outliers(x: Tensor) -> Tensor:
@@ -44,9 +43,9 @@ def without_outliers(x: Tensor) -> Tensor:
     return standardise(x.clamp(mean - reach, mean + reach))
 
 
-def _in_random_rows(random: TableRandom, x: Tensor, num: int) -> Tensor:
-    """Values that x (G, m, T) takes, in random rows: (G, m, num)."""
-    return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], num))
+def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
+    """A value that each column of x (G, m, T) takes: (G, m, 1)."""
+    return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], 1))
 
 
 def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor) -> Tensor:
@@ -78,5 +77,5 @@ def _missing(random: TableRandom, x: Tensor, may: Tensor) -> Tensor:
     num_features = x.shape[1]
     rate = 0.6 * random.uniform(num_features, 1).square() * may
     matters = random.chance(0.3, num_features, 1)
-    above = x > _in_random_rows(random, x, 1)
+    above = x > _in_random_rows(random, x)
     return (random.uniform(*x.shape[1:]) < rate) & (above | ~matters)

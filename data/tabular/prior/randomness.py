@@ -13,6 +13,7 @@ SHAPE_STREAM, KIND_STREAM, _SEED_STREAM, _FIRST_STREAM = range(4)
 _CHUNK = 1024
 """Numbers that are drawn together, for many small requests: a call costs as much as some hundred numbers."""
 _MOST_POOLS = 16
+_GRANULE = 16
 
 Bound = float | Tensor
 
@@ -79,3 +80,20 @@ class TableRandom:
         """Other numbers, for some of the tables."""
         seed, attempt, numbers = self._key
         return TableRandom(~seed, numbers[part], attempt)
+
+
+def padded(size: int) -> int:
+    """So many numbers that the next matrix begins at 64 bytes as this one does."""
+    return -(-size // _GRANULE) * _GRANULE
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix products of each table's own (G, p, q) and (G, q, r), r a multiple of 16, one after another.
+
+    The rounding of torch.bmm may depend on the number of tables, and that of any product on where it lies in memory.
+    """
+    assert b.shape[2] % _GRANULE == 0
+    result = a.new_empty(len(a), a.shape[1], b.shape[2])
+    for x, y, out in zip(a.unbind(), b.unbind(), result.unbind(), strict=True):
+        torch.mm(x, y, out=out)
+    return result

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.tabular.prior.randomness import KIND_STREAM, TableRandom
+from data.tabular.prior.randomness import KIND_STREAM, TableRandom, padded
 from trainer.loading.counter_random import uniform
 
 NUM_LAYERS = 4
@@ -23,13 +23,13 @@ MOST_CAUSES = 10
 
 
 def width_of(num_features: int) -> int:
-    """Units of a block: enough for features and class units of the shallowest model, 24 at least."""
-    return -(-max(num_features + NUM_CLASS_UNITS, 24) // 8) * 8
+    """Units of a block: enough for features and class units of the shallowest model, 32 at least."""
+    return padded(max(num_features + NUM_CLASS_UNITS, 32))
 
 
 def most_causes(num_features: int) -> int:
     """Causes that are drawn for every table, whether it uses them or not."""
-    return max(num_features, MOST_CAUSES)
+    return padded(max(num_features, MOST_CAUSES))
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.tabular.prior.causes import draw_causes
 from data.tabular.prior.columns import draw_columns
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import TableRandom, padded
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.structure import draw_kinds, draw_structure, most_causes, width_of
 from data.tabular.prior.targets import draw_labels, row_order
-from data.tabular.prior.units import draw_units
+from data.tabular.prior.units import draw_units, taken
 from trainer.loading.cache import Arrays
 from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
@@ -70,7 +69,7 @@ def _attempt(
 ) -> Arrays:
     """The same, where a few tables may have but one class."""
     num_context, num_queries, num_features = shape
-    num_rows = num_context + num_queries
+    num_rows = padded(num_context + num_queries)  # those that are too many are left out in the end
     is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
     by_kind = np.lexsort((-depth, is_tree))
     random = TableRandom(seed, numbers[by_kind], attempt)
@@ -78,12 +77,12 @@ def _attempt(
     structure = draw_structure(random, torch.from_numpy(is_tree), torch.from_numpy(depth), num_features)
     causes, shown = draw_causes(random, most_causes(num_features), num_rows)
     units = draw_units(random, structure, causes, width_of(num_features))
-    seen = torch.where(structure.is_causal[..., None], _taken(units, structure.features), shown[:, :num_features])
+    seen = torch.where(structure.is_causal[..., None], taken(units, structure.features), shown[:, :num_features])
     columns = draw_columns(random, settings, seen)
-    labels, num_classes = draw_labels(random, _taken(units, structure.class_units), settings.classes)
-    order = row_order(random, labels, settings.classes)
+    labels, num_classes = draw_labels(random, taken(units, structure.class_units), settings.classes)
+    order = row_order(random, labels, settings.classes)[:, : num_context + num_queries]
     back = torch.from_numpy(np.argsort(by_kind))
-    rows = columns.gather(2, order[:, None, :].expand(columns.shape)).transpose(1, 2)[back]
+    rows = columns.gather(2, order[:, None, :].expand(-1, num_features, -1)).transpose(1, 2)[back]
     labels = labels.gather(1, order)[back]
     return {
         "context": rows[:, :num_context].contiguous().numpy(),
@@ -94,11 +93,6 @@ def _attempt(
         "num_features": np.full(len(numbers), num_features),
         "num_classes": num_classes[back].numpy(),
     }
-
-
-def _taken(units: Tensor, numbers: Tensor) -> Tensor:
-    """The rows of units (G, U, T) that numbers (G, n) name: (G, n, T)."""
-    return units[torch.arange(len(units))[:, None], numbers]
 
 
 def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:

@@ -16,38 +16,36 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
     have two classes.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
-    units = without_outliers(standardise(units[:, :most]))
-    latent = units[:, 0].contiguous()
     kind = random.uniform(1)
-    by_rank = _intervals(latent, _rank_bounds(random, latent, num_classes, most), num_classes)
-    by_value = _intervals(latent, random.normal(most - 1), num_classes)
-    labels = torch.where(kind < 0.3, by_value, _largest(random, units, num_classes))
-    is_single = (labels == labels[:, :1]).all(1, keepdim=True)
-    labels = torch.where(is_single | (kind > 0.6), by_rank, labels)
+    latent = without_outliers(standardise(units[:, :1]))[:, 0]
+    in_order = latent.sort(1).values
+    bounds = torch.where(kind < 0.3, random.normal(most - 1), _quantiles(random, in_order, num_classes, most))
+    # Between the smallest value and the largest: there are two classes.
+    bounds = bounds.clamp(in_order[:, 1:2], in_order[:, -1:])
+    bounds = bounds.masked_fill_(torch.arange(1, most) >= num_classes, float("inf")).sort(1).values
+    labels = torch.searchsorted(bounds, latent, right=True)
+    offsets = random.normal(most) * random.uniform(1)
+    tables = (kind[:, 0] > 0.7).nonzero()[:, 0]
+    largest = _largest(units[tables, :most], offsets[tables], num_classes[tables])
+    is_single = (largest == largest[:, :1]).all(1, keepdim=True)
+    labels[tables] = torch.where(is_single, labels[tables], largest)
     labels, num_classes = _dense(_with_errors(random, labels), most)
     return _permuted(random, labels, num_classes, most), num_classes
 
 
-def _intervals(latent: Tensor, bounds: Tensor, num_classes: Tensor) -> Tensor:
-    """In which interval between the first num_classes - 1 bounds, of any order, a row lies: (G, T)."""
-    is_bound = torch.arange(1, bounds.shape[1] + 1) < num_classes
-    return torch.searchsorted(bounds.masked_fill(~is_bound, float("inf")).sort(1).values, latent, right=True)
-
-
-def _rank_bounds(random: TableRandom, latent: Tensor, num_classes: Tensor, most: int) -> Tensor:
-    """Quantiles: the shares are powers, 0 to 1.5, of exponential numbers, so between equal and a few rare classes."""
-    num_rows = latent.shape[1]
+def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:
+    """Bounds between classes of random shares, powers, 0 to 1.5, of exponential numbers: equal, or a few are rare."""
+    num_rows = in_order.shape[1]
     shares = ((1 - random.uniform(most)).log().neg() + 1e-3).log().mul(random.between(0, 1.5, 1)).exp()
     shares = shares * (torch.arange(most) < num_classes)
     position = shares.cumsum(1)[:, :-1] / shares.sum(1, keepdim=True) * num_rows
-    return latent.sort(1).values.gather(1, position.long().clamp(1, num_rows - 1))
+    return in_order.gather(1, position.long().clamp(max=num_rows - 1))
 
 
-def _largest(random: TableRandom, units: Tensor, num_classes: Tensor) -> Tensor:
-    """Which of the first units is the largest, after random offsets: (G, T)."""
-    offsets = random.normal(units.shape[1]) * random.uniform(1)
+def _largest(units: Tensor, offsets: Tensor, num_classes: Tensor) -> Tensor:
+    """Which of the first units (G, U, T), standardised, is the largest after offsets (G, U): (G, T)."""
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
-    return (units + offsets[..., None]).argmax(1)
+    return (standardise(units) + offsets[..., None]).argmax(1)
 
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A random network (TabPFN, arXiv 2207.01848, 3.3) or random trees (TabICL, arXiv 2502.05564, which fits them to noise).
 
-All tables are computed together. What a table gets must not depend on which others are there, to the bit, so products
-are batched ones of padded sizes, one for each table, and sums run along the last dimension.
+All tables are computed together. What a table gets must not depend on which others are there, to the bit, so sizes are
+padded to those of the shape, sums run along the last dimension, and matrix products are one for each table.
 """
 
 import math
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from data.tabular.prior.activations import apply, draw_activations
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import TableRandom, products
 from data.tabular.prior.structure import NUM_LAYERS, NUM_TREE_LAYERS, Structure
 
 _TINY = 1e-8
-_ROLL = 7
+_STRIDE = 7
 _NUM_TREES, _TREE_DEPTH = 3, 3
 
 
@@ -26,11 +26,17 @@ def standardise(x: Tensor) -> Tensor:
     return centred * (centred.square().mean(-1, keepdim=True) + _TINY).rsqrt()
 
 
+def taken(x: Tensor, numbers: Tensor) -> Tensor:
+    """The rows of x (G, U, T) that numbers (G, n) name: (G, n, T)."""
+    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])[:, None]
+    return x.reshape(-1, x.shape[2]).index_select(0, (numbers + first).flatten()).view(*numbers.shape, x.shape[2])
+
+
 def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width: int) -> Tensor:
     """causes: (G, C, T), the first units of block 0. Returns (G, (NUM_LAYERS + 1) * width, T); only real ones count."""
     num_tables, num_causes, num_rows = causes.shape
     num_networks = num_tables - int(structure.is_tree.sum())
-    noise = random.normal(width, num_rows) * random.log_between(1e-4, 0.5, 1)[..., None]
+    noise = _noise(random, width, num_rows)
     blocks = torch.empty(num_tables, NUM_LAYERS + 1, width, num_rows)
     blocks[:, 0, :num_causes], blocks[:, 0, num_causes:] = causes, 0
     for part, add_layers in ((slice(num_networks), _add_network), (slice(num_networks, None), _add_trees)):
@@ -39,9 +45,15 @@ def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width:
     return blocks.flatten(1, 2)
 
 
-def _noise_of(noise: Tensor, layer: int) -> Tensor:
-    """Rows are drawn alike, so the noise of other rows is as good for one more layer as new noise."""
-    return noise.roll(layer * _ROLL, 2) if layer else noise
+def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
+    """For the units of all layers: (G, NUM_LAYERS, width, T).
+
+    Each unit sees another window of one sequence. Within a row all is independent; that a number serves another unit
+    in another row can be told by nobody, as rows have no order.
+    """
+    num_windows = NUM_LAYERS * width
+    sequence = random.normal((num_windows - 1) * _STRIDE + num_rows) * random.log_between(1e-4, 0.5, 1)
+    return sequence.unfold(1, num_rows, _STRIDE).unflatten(1, (NUM_LAYERS, width))
 
 
 def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
@@ -54,7 +66,7 @@ def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, nois
         x = x[:num_tables]
         if layer > 0:
             x = apply(functions[:num_tables, layer - 1], standardise(x))
-        x = torch.bmm(weights[:num_tables, layer], x) + _noise_of(noise[:num_tables], layer)
+        x = products(weights[:num_tables, layer], x) + noise[:num_tables, layer]
         blocks[:num_tables, layer + 1] = x
 
 
@@ -92,16 +104,15 @@ def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise:
     num_inputs = structure.num_causes
     for layer in range(NUM_TREE_LAYERS):
         num_tables = int((structure.depth > layer).sum())
-        table = torch.arange(num_tables)[:, None]
         unit = random.integer(0, num_inputs - 1, num_questions)[:num_tables]
-        row = random.integer(0, num_rows - 1, num_questions)[:num_tables]
-        inputs = blocks[:num_tables, layer]
+        row = random.integer(0, num_rows - 1, num_questions, 1)[:num_tables]
+        inputs = taken(blocks[:num_tables, layer], unit)
         answers = torch.zeros(num_tables, num_questions + 1, num_rows, dtype=torch.uint8)  # the last is always no
-        answers[:, :-1] = inputs[table, unit] > inputs[table, unit, row][..., None]
+        answers[:, :-1] = inputs > inputs.gather(2, row)
         asked = random.integer(0, num_questions - 1, _TREE_DEPTH, num_trees).where(is_asked, num_questions)
         leaf = torch.zeros(num_tables, num_trees, num_rows, dtype=torch.uint8)
         for question in asked[:num_tables].unbind(1):
-            leaf = leaf.mul_(2).add_(answers[table, question])
+            leaf = leaf.mul_(2).add_(taken(answers, question))
         values = leaves[:num_tables, layer].gather(2, leaf.long()).view(num_tables, _NUM_TREES, width, num_rows).sum(1)
-        blocks[:num_tables, layer + 1] = standardise(values) + _noise_of(noise[:num_tables], layer)
+        blocks[:num_tables, layer + 1] = standardise(values) + noise[:num_tables, layer]
         num_inputs = structure.num_units

@@ -21,6 +21,13 @@ def test_functions_are_standardised_and_differ():
     assert is_same.float().mean() < 0.1  # equal kinds still have scales of their own
 
 
+def test_functions_do_not_depend_on_the_batch():
+    """Of all kinds: a rounding that depends on the place in a tensor shows in few of them."""
+    together = draw_activations(TableRandom(0, np.arange(150), 0), 3)
+    for i in range(150):
+        assert torch.equal(draw_activations(TableRandom(0, np.array([i]), 0), 3)[0], together[i])
+
+
 def test_kinds_are_smooth_and_steep():
     """Straight lines, jumps and wiggles all occur often."""
     functions = draw_activations(TableRandom(0, np.arange(400), 0), 1)[:, 0]
