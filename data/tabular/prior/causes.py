@@ -16,9 +16,8 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
     """
     z = _correlated(random, random.normal(num_causes, num_rows))
     uniform = torch.special.ndtr(z)
-    # A table is normal, uniform, or each of its columns is what it likes to be.
-    sampling = random.uniform(1)
-    column = torch.where(sampling < 0.3, 0.0, torch.where(sampling < 0.4, 0.3, random.uniform(num_causes)))[..., None]
+    # A column is normal below 1/4, uniform below 1/2, else it has categories. Some tables have columns of one kind.
+    column = torch.where(random.chance(0.4, 1), random.between(0, 0.35, 1), random.uniform(num_causes))[..., None]
     levels = random.integer(2, _MOST_LEVELS, num_causes, 1)
     # Of skewed categories the first are frequent.
     skew = random.uniform(num_causes, 1) * random.chance(0.5, num_causes, 1)
@@ -28,7 +27,8 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
     effect = torch.where(is_ordered, code * (2 / levels), effects.gather(2, code))
     is_category = column >= 0.5
     number = torch.where(column < 0.25, z, 2 * uniform)
-    scale = (random.uniform(num_causes, 1) * 4 - 2).mul(random.chance(0.5, 1, 1)).exp()
+    # In half of the tables some causes weigh much more than others.
+    scale = random.between(-2, 2, num_causes, 1).mul(random.chance(0.5, 1, 1)).exp()
     return torch.where(is_category, effect, number) * scale, torch.where(is_category, code.float(), number)
 
 

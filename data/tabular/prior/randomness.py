@@ -71,6 +71,7 @@ class TableRandom:
         return taken.unflatten(1, shape)
 
     def _pool(self, num: int) -> Tensor:
+        # The generator takes 32 bits of a seed: a pool may serve two tables, which differ in all that is uniform.
         pool = torch.empty(len(self._key[2]), num)
         for of_table, seed in zip(pool.unbind(), self._seeds.pop(), strict=True):
             of_table.normal_(generator=self._generator.manual_seed(seed))

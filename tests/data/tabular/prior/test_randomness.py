@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import TableRandom, padded, products
 
 DRAWS = {
     "uniform": lambda random: random.uniform(3, 2),
@@ -58,3 +58,17 @@ def test_distributions():
     logs = random.log_between(0.1, 10.0, 200).log10()
     assert abs(logs.mean()) < 0.02 and logs.min() >= -1.001 and logs.max() <= 1.001
     assert abs(random.chance(0.3, 200).float().mean() - 0.3) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 128), (20, 4, 96), (32, 32, 208)])
+def test_products_are_each_tables_own(shape):
+    source = torch.Generator().manual_seed(0)
+    a, b = torch.randn(30, *shape[:2], generator=source), torch.randn(30, *shape[1:], generator=source)
+    together = products(a, b)
+    torch.testing.assert_close(together.double(), a.double() @ b.double(), atol=1e-4, rtol=1e-5)
+    for part in (slice(1), slice(7, 9), slice(5, None)):
+        assert torch.equal(products(a[part].clone(), b[part].clone()), together[part])
+
+
+def test_padded_is_the_next_multiple():
+    assert [padded(size) for size in (1, 15, 16, 17, 79, 80, 81)] == [16, 16, 16, 32, 80, 80, 96]
