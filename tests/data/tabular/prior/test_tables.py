@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.tabular.prior import tables
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, draw_tables, write_tables
 from trainer.loading.errors import BadInput
@@ -152,3 +153,13 @@ def test_written_tables_are_read_again(tmp_path):
         assert_same(dict(read), take(tables, np.arange(10)))
     with pytest.raises(BadInput, match=r"--prior-only .*nowhere"):
         write_tables(tables, tmp_path / "nowhere" / "tables.npz")
+
+
+def test_a_table_of_one_class_is_drawn_again(monkeypatch):
+    def attempt(settings, seed, numbers, shape, attempt):
+        """Table n has two classes from attempt n % 4 on."""
+        return {"context": numbers + 100.0 * attempt, "num_classes": 1 + (attempt >= numbers % 4)}
+
+    monkeypatch.setattr(tables, "_attempt", attempt)
+    batch = draw_tables(SETTINGS, 0, np.array([8, 3, 6, 1]), (40, 24, 3))
+    assert batch["context"].tolist() == [8.0, 303.0, 206.0, 101.0]
