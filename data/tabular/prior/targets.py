@@ -4,16 +4,18 @@ import torch
 from torch import Tensor
 
 from data.tabular.prior.columns import without_outliers
-from data.tabular.prior.randomness import TableRandom
+from data.tabular.prior.randomness import TableRandom, products
 from data.tabular.prior.units import standardise
+
+_MOST_PROTOTYPES = 32
 
 
 def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """units: (G, U, T), the first one or all of which decide. Labels (G, T) int64, and the number of classes, (G,).
 
-    Classes are intervals of the first unit, of random shares of the rows or between random values; or the unit that is
-    the largest. They have a random order but in some tables. Some tables have wrong labels. A table may fail to
-    have two classes.
+    Classes are intervals of the first unit, of random shares of the rows or between random values; or which unit is
+    the largest; or regions around a few rows, one to three for each class. They have a random order but in some
+    tables. Some tables have wrong labels. A table may fail to have two classes.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
     kind = random.uniform(1)
@@ -25,10 +27,16 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
     bounds = bounds.masked_fill_(torch.arange(1, most) >= num_classes, float("inf")).sort(1).values
     labels = torch.searchsorted(bounds, latent, right=True)
     offsets = random.normal(most) * random.uniform(1)
-    tables = (kind[:, 0] > 0.7).nonzero()[:, 0]
-    largest = _largest(units[tables, :most], offsets[tables], num_classes[tables])
-    is_single = (largest == largest[:, :1]).all(1, keepdim=True)
-    labels[tables] = torch.where(is_single, labels[tables], largest)
+    rows = random.integer(0, latent.shape[1] - 1, _MOST_PROTOTYPES)
+    num_prototypes = num_classes * random.integer(1, 3, 1)
+    is_nearest = random.chance(0.5, 1)
+    tables = (kind > torch.where(num_classes > 2, 0.5, 0.7))[:, 0].nonzero()[:, 0]
+    units = standardise(units[tables, :most])
+    largest = _largest(units, offsets[tables], num_classes[tables])
+    nearest = _nearest(units, rows[tables], num_prototypes[tables]) % num_classes[tables]
+    regions = torch.where(is_nearest[tables], nearest, largest)
+    is_single = (regions == regions[:, :1]).all(1, keepdim=True)
+    labels[tables] = torch.where(is_single, labels[tables], regions)
     labels, num_classes = _dense(_with_errors(random, labels), most)
     return _permuted(random, labels, num_classes, most), num_classes
 
@@ -43,9 +51,17 @@ def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most:
 
 
 def _largest(units: Tensor, offsets: Tensor, num_classes: Tensor) -> Tensor:
-    """Which of the first units (G, U, T), standardised, is the largest after offsets (G, U): (G, T)."""
+    """Which of the first units (G, U, T) is the largest after offsets (G, U): (G, T)."""
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
-    return (standardise(units) + offsets[..., None]).argmax(1)
+    return (units + offsets[..., None]).argmax(1)
+
+
+def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
+    """Which of the first num_prototypes (G, 1) of rows (G, _MOST_PROTOTYPES) is the nearest to each row: (G, T)."""
+    prototypes = units.gather(2, rows[:, None, :].expand(-1, units.shape[1], -1)).transpose(1, 2).contiguous()
+    closeness = products(prototypes, units) - prototypes.square().sum(2, keepdim=True) / 2
+    is_used = torch.arange(_MOST_PROTOTYPES)[:, None] < num_prototypes[..., None]
+    return closeness.masked_fill_(~is_used, float("-inf")).argmax(1)
 
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
