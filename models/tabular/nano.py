@@ -1,0 +1,177 @@
+"""NanoTabular: the cells of a table attend to one another over features and over rows.
+
+Its architecture is that of nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature
+2025), with norms before instead of after each layer and the feature grouping of TabICL v2 (Qu et al., 2026).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.tabular.attention import Attention, attend
+from models.tabular.normalise import normalise, rows_within
+
+
+class Layout(NamedTuple):
+    """Which cells of a batch belong together.
+
+    All rows of a batch lie in one tensor (rows, tokens, width): the context rows of each problem, one problem after the
+    other, then the query rows of each. The first token of a row is that of its label.
+    """
+
+    num_problems: int
+    context_rows: int
+    """Of one problem, with padding."""
+    real_tokens: Tensor | None
+    """(rows, 1, 1, tokens) bool; None: all."""
+    real_context: Tensor | None
+    """(num_problems, 1, 1, context_rows) bool; None: all."""
+
+    @property
+    def num_context(self) -> int:
+        """Context rows of the batch."""
+        return self.num_problems * self.context_rows
+
+
+class NanoTabular(nn.Module):
+    """Classes of query rows, given context rows with their labels.
+
+    A row is a sequence of tokens: that of its label, which is one learned vector for all query rows, and one for each
+    feature. Queries attend to context rows alone, so each is predicted as if it were the only one.
+    """
+
+    shifts: Tensor
+
+    def __init__(
+        self,
+        width: int = 64,
+        num_blocks: int = 3,
+        num_heads: int = 4,
+        hidden_width: int = 128,
+        max_classes: int = 10,
+        group_shifts: Sequence[int] = (0, 1, 3),
+    ) -> None:
+        """width: of a token, a multiple of num_heads. hidden_width: of the feed-forward layers.
+
+        group_shifts: token j sees the features j + shift, counted in a circle. With more than (0,) it can tell columns
+        apart that look alike, and predictions depend on the columns' order.
+        """
+        super().__init__()
+        self.max_classes = max_classes
+        self.register_buffer("shifts", torch.tensor(group_shifts), persistent=False)
+        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # of values, and of which are missing
+        self.embed_labels = nn.Embedding(max_classes, width)
+        self.no_label = nn.Parameter(torch.zeros(width))
+        self.blocks = nn.ModuleList(Block(width, num_heads, hidden_width) for _ in range(num_blocks))
+        self.decode = nn.Sequential(
+            nn.LayerNorm(width, bias=False),
+            nn.Linear(width, hidden_width),
+            nn.GELU(),
+            nn.Linear(hidden_width, max_classes),
+        )
+
+    def forward(
+        self,
+        context: Tensor,
+        labels: Tensor,
+        queries: Tensor,
+        num_context: Tensor | None = None,
+        num_features: Tensor | None = None,
+        num_classes: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of every query row's classes, (B, Q, max_classes), float32 or wider; -inf where there is no class.
+
+        context: (B, N, m), queries: (B, Q, m), any numbers; what is not finite is missing. labels: (B, N) int64 in
+        [0, max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the N, m and
+        max_classes are real, from the first on; None: all.
+        """
+        layout = _layout(context, queries, num_context, num_features)
+        cells = self.embed(context, labels, queries, num_context, num_features)
+        for block in self.blocks[:-1]:
+            cells = block(cells, layout)
+        decided = self.blocks[-1](cells, layout, only_query_labels=True)
+        logits = self.decode(decided.view(*queries.shape[:2], -1))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if num_classes is None:
+            return logits
+        return logits.masked_fill(~rows_within(num_classes, self.max_classes).unsqueeze(1), -math.inf)
+
+    def embed(
+        self, context: Tensor, labels: Tensor, queries: Tensor, num_context: Tensor | None, num_features: Tensor | None
+    ) -> Tensor:
+        """The tokens of all rows, (B * (N + Q), 1 + m, width)."""
+        values, missing = normalise(context, queries, num_context)
+        members = self.members(context, num_features).unsqueeze(1).expand(-1, values.shape[1], -1)
+        seen = [x.gather(2, members).unflatten(2, (-1, x.shape[2])) for x in (values, missing.to(values.dtype))]
+        groups = torch.cat(seen, dim=2).transpose(2, 3)  # (B, N + Q, m, 2 * shifts)
+        of_features = self.embed_cells(_in_layout(groups, context.shape[1]))
+        no_labels = self.no_label.expand(queries.shape[:2].numel(), -1)
+        of_labels = torch.cat([self.embed_labels(labels).flatten(0, 1), no_labels.to(self.embed_labels.weight.dtype)])
+        return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
+
+    def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
+        """Which features each token sees, (B, shifts * m) int64: the first one of every token, then the second."""
+        num_problems, _, size = context.shape
+        feature = torch.arange(size, device=context.device)
+        period = feature.new_full((num_problems,), size) if num_features is None else num_features
+        return ((feature + self.shifts.unsqueeze(1)) % period[:, None, None]).flatten(1)
+
+
+def _layout(context: Tensor, queries: Tensor, num_context: Tensor | None, num_features: Tensor | None) -> Layout:
+    real_tokens = real_context = None
+    if num_features is not None:
+        of_problem = rows_within(1 + num_features, 1 + context.shape[2])[:, None, None]
+        real_tokens = torch.cat([of_problem.repeat_interleave(x.shape[1], dim=0) for x in (context, queries)])
+    if num_context is not None:
+        real_context = rows_within(num_context, context.shape[1])[:, None, None]
+    return Layout(context.shape[0], context.shape[1], real_tokens, real_context)
+
+
+def _in_layout(x: Tensor, context_rows: int) -> Tensor:
+    """(B, N + Q, ...) -> (B * N + B * Q, ...), all context rows first."""
+    return torch.cat([x[:, :context_rows].flatten(0, 1), x[:, context_rows:].flatten(0, 1)])
+
+
+class Block(nn.Module):
+    """Attention over the tokens of a row, attention over the rows of a token's column, and a feed-forward layer."""
+
+    def __init__(self, width: int, num_heads: int, hidden_width: int) -> None:
+        super().__init__()
+        self.feature_norm = nn.LayerNorm(width, bias=False)
+        self.over_features = Attention(width, num_heads)
+        self.row_norm = nn.LayerNorm(width, bias=False)
+        self.over_rows = Attention(width, num_heads)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width, bias=False),
+            nn.Linear(width, hidden_width, bias=False),
+            nn.GELU(),
+            nn.Linear(hidden_width, width, bias=False),
+        )
+
+    def forward(self, cells: Tensor, layout: Layout, only_query_labels: bool = False) -> Tensor:
+        """(rows, tokens, width) -> the same.
+
+        only_query_labels: the label tokens of the query rows, (query rows, 1, width), without what they do not need.
+        """
+        tokens, first_row = (1, layout.num_context) if only_query_labels else (cells.shape[1], 0)
+        x = self.feature_norm(cells)
+        query, key_value = self.over_features.queries(x[:, :tokens]), self.over_features.keys_values(x)
+        cells = cells[:, :tokens] + self.over_features.merge(attend(query, key_value, layout.real_tokens))
+        cells = cells[first_row:] + self.attend_over_rows(self.row_norm(cells), layout, first_row)
+        return cells + self.feed_forward(cells)
+
+    def attend_over_rows(self, x: Tensor, layout: Layout, first_row: int) -> Tensor:
+        """What the rows from first_row on, 0 or the first query row, get from context rows: (rows, tokens, width)."""
+        query, key_value = self.over_rows.queries(x[first_row:]), self.over_rows.keys_values(x[: layout.num_context])
+        # The columns of a problem are as independent as heads, and lie as such.
+        key_value = key_value.flatten(1, 2).unflatten(0, (layout.num_problems, -1))
+        of_context, of_queries = query.flatten(1, 2).tensor_split([layout.num_context - first_row])
+        attended = [
+            attend(rows.unflatten(0, (layout.num_problems, -1)), key_value, layout.real_context).flatten(0, 1)
+            for rows in (of_context, of_queries)
+            if len(rows)
+        ]
+        return self.over_rows.merge(torch.cat(attended).view_as(query))
