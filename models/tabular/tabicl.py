@@ -1,0 +1,203 @@
+"""TabICL (Qu et al., ICML 2025, arXiv 2502.05564): columns, then rows, then tables as sequences.
+
+Its first version: columns are embedded by induced set attention (Lee et al., ICML 2019), rows by a transformer over
+their cells with rotary positions (Su et al., 2021), and an in-context transformer over the rows predicts.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.tabular.attention import Attention, attend
+from models.tabular.normalise import normalise, rows_within
+
+_ROTARY_BASE = 1e5
+
+
+class TabICL(nn.Module):
+    """Classes of query rows, given context rows with their labels.
+
+    The defaults are the published configuration, of 27,051,658 parameters. A missing value counts as its column's mean.
+    Positions in a row make predictions depend on the order of columns.
+    """
+
+    def __init__(
+        self,
+        width: int = 128,
+        num_column_blocks: int = 3,
+        num_column_heads: int = 4,
+        num_inducing: int = 128,
+        num_row_blocks: int = 3,
+        num_row_heads: int = 8,
+        num_summaries: int = 4,
+        num_context_blocks: int = 12,
+        num_context_heads: int = 4,
+        max_classes: int = 10,
+    ) -> None:
+        """width: of a cell; a multiple of all numbers of heads. A row has num_summaries times as much."""
+        super().__init__()
+        self.max_classes = max_classes
+        self.columns = ColumnEmbedding(width, num_column_blocks, num_column_heads, num_inducing)
+        self.rows = RowInteraction(width, num_row_blocks, num_row_heads, num_summaries)
+        row_width = width * num_summaries
+        self.embed_labels = nn.Linear(max_classes, row_width)
+        self.blocks = nn.ModuleList(TransformerBlock(row_width, num_context_heads) for _ in range(num_context_blocks))
+        self.decode = nn.Sequential(
+            nn.LayerNorm(row_width),
+            nn.Linear(row_width, 2 * row_width),
+            nn.GELU(),
+            nn.Linear(2 * row_width, max_classes),
+        )
+
+    def forward(
+        self,
+        context: Tensor,
+        labels: Tensor,
+        queries: Tensor,
+        num_context: Tensor | None = None,
+        num_features: Tensor | None = None,
+        num_classes: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of every query row's classes, (B, Q, max_classes), float32 or wider; -inf where there is no class.
+
+        context: (B, N, m), queries: (B, Q, m), any numbers; what is not finite is missing. labels: (B, N) int64 in
+        [0, max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the N, m and
+        max_classes are real, from the first on; None: all.
+        """
+        values, _ = normalise(context, queries, num_context)
+        logits = self.of_normalised(values, labels, num_context, num_features)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if num_classes is None:
+            return logits
+        return logits.masked_fill(~rows_within(num_classes, self.max_classes).unsqueeze(1), -math.inf)
+
+    def of_normalised(
+        self, values: Tensor, labels: Tensor, num_context: Tensor | None, num_features: Tensor | None
+    ) -> Tensor:
+        """values: (B, N + Q, m), the context rows first. labels: (B, N). Returns logits (B, Q, max_classes)."""
+        real = None if num_context is None else rows_within(num_context, labels.shape[1])[:, None, None]
+        rows = self.rows(self.columns(values, labels.shape[1], real), num_features)
+        context, queries = rows.tensor_split([labels.shape[1]], dim=1)
+        context = context + self.embed_labels(F.one_hot(labels, self.max_classes).to(context.dtype))
+        for block in self.blocks[:-1]:
+            context, queries = block(context, context, real), block(queries, context, real)
+        return self.decode(self.blocks[-1](queries, context, real))
+
+
+class TransformerBlock(nn.Module):
+    """Attention to other states, or to its own, and a feed-forward layer, norms before both.
+
+    It begins as the identity: the last layer of both parts is zero.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads, bias=True)
+        last = nn.Linear(2 * width, width)
+        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), last)
+        for layer in (self.attention.out, last):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, others: Tensor, mask: Tensor | None, rotation: Tensor | None = None) -> Tensor:
+        """x: (S, T, width). others: (S, K, width), what x attends to. mask: (S, 1, 1, K), True at what is real.
+
+        rotation: (positions, width / heads / 2, 2), as of `rotate`; x and others both start at the first position.
+        """
+        attending = self.norm(x)
+        query = self.attention.queries(attending)
+        key_value = self.attention.keys_values(attending if others is x else self.norm(others))
+        if rotation is not None:
+            query = rotate(query, rotation)
+            key, value = key_value.unbind(3)
+            key_value = torch.stack([rotate(key, rotation), value], dim=3)
+        x = x + self.attention.merge(attend(query, key_value, mask))
+        return x + self.feed_forward(x)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Neighbouring elements as complex numbers, turned by the rotation of their position.
+
+    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosine and sine; the first T are used. Returns as x.
+    """
+    cosine, sine = rotation[: x.shape[1], None].unbind(-1)
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([real * cosine - imaginary * sine, imaginary * cosine + real * sine], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+class ColumnEmbedding(nn.Module):
+    """Each cell by an affine function of its value, which depends on the distribution of its column's context rows."""
+
+    def __init__(self, width: int, num_blocks: int, num_heads: int, num_inducing: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, width)
+        self.blocks = nn.ModuleList(InducedBlock(width, num_heads, num_inducing) for _ in range(num_blocks))
+        self.weight = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
+        self.bias = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
+
+    def forward(self, values: Tensor, context_rows: int, real: Tensor | None) -> Tensor:
+        """values: (B, T, m). real: (B, 1, 1, context_rows), of the context rows. Returns (B, T, m, width)."""
+        size = values.shape[2]
+        cells = values.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # (B * m, T, 1)
+        mask = None if real is None else real.repeat_interleave(size, dim=0)
+        states = self.embed(cells)
+        for block in self.blocks:
+            states = block(states, context_rows, mask)
+        embedded = cells * self.weight(states) + self.bias(states)
+        return embedded.unflatten(0, (-1, size)).transpose(1, 2)
+
+
+class InducedBlock(nn.Module):
+    """Learned inducing vectors attend to the context rows of a column, and all its rows to what they found."""
+
+    def __init__(self, width: int, num_heads: int, num_inducing: int) -> None:
+        super().__init__()
+        self.inducing = nn.Parameter(nn.init.trunc_normal_(torch.empty(num_inducing, width), std=0.02))
+        self.gather = TransformerBlock(width, num_heads)
+        self.spread = TransformerBlock(width, num_heads)
+
+    def forward(self, states: Tensor, context_rows: int, mask: Tensor | None) -> Tensor:
+        """(columns, T, width) -> the same. mask: (columns, 1, 1, context_rows)."""
+        inducing = self.inducing.expand(len(states), -1, -1)
+        return self.spread(states, self.gather(inducing, states[:, :context_rows], mask), None)
+
+
+class RowInteraction(nn.Module):
+    """The cells of a row and learned summary tokens before them attend to one another; the summaries become the row."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, num_blocks: int, num_heads: int, num_summaries: int) -> None:
+        super().__init__()
+        self.summaries = nn.Parameter(nn.init.trunc_normal_(torch.empty(num_summaries, width), std=0.02))
+        self.blocks = nn.ModuleList(TransformerBlock(width, num_heads) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        size = width // num_heads
+        frequencies = 1 / _ROTARY_BASE ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, cells: Tensor, num_features: Tensor | None) -> Tensor:
+        """(B, T, m, width) -> (B, T, num_summaries * width)."""
+        num_problems, num_rows, size, _ = cells.shape
+        num_summaries = len(self.summaries)
+        summaries = self.summaries.expand(num_problems * num_rows, -1, -1)
+        tokens = torch.cat([summaries, cells.flatten(0, 1)], dim=1)
+        mask = None
+        if num_features is not None:
+            real = rows_within(num_summaries + num_features, num_summaries + size)
+            mask = real[:, None, None].repeat_interleave(num_rows, dim=0)
+        rotation = self.rotation(num_summaries + size)
+        for block in self.blocks[:-1]:
+            tokens = block(tokens, tokens, mask, rotation)
+        summaries = self.blocks[-1](tokens[:, :num_summaries], tokens, mask, rotation)
+        return self.norm(summaries).view(num_problems, num_rows, -1)
+
+    def rotation(self, num_positions: int) -> Tensor:
+        """(positions, width / heads / 2, 2): cosine and sine of each position's angles."""
+        position = torch.arange(num_positions, device=self.frequencies.device, dtype=self.frequencies.dtype)
+        angles = position[:, None] * self.frequencies
+        return torch.stack([angles.cos(), angles.sin()], dim=-1)
