@@ -13,26 +13,26 @@ _MAX_SEQUENCES = 65_535
 """The fused kernels of CUDA start at most so many in one call."""
 
 
-def attend(query: Tensor, key_value: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v of each sequence and head.
 
-    query: (S, T, heads, d). key_value: (S, K, heads, 2, d). mask: (S, 1, 1, K) bool, True at the keys to attend to, at
+    query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at the keys to attend to, at
     least one of each sequence; None: all. Returns (S, T, heads, d).
     """
-    if query.device.type == "cpu" and key_value.shape[1] <= _FEW_KEYS:
-        return _attend_to_few(query, key_value, mask)
+    if query.device.type == "cpu" and key.shape[1] <= _FEW_KEYS:
+        return _attend_to_few(query, key, value, mask)
     if len(query) > _MAX_SEQUENCES:
         masks = repeat(None) if mask is None else mask.split(_MAX_SEQUENCES)
-        parts = zip(query.split(_MAX_SEQUENCES), key_value.split(_MAX_SEQUENCES), masks, strict=False)
+        parts = zip(*(x.split(_MAX_SEQUENCES) for x in (query, key, value)), masks, strict=False)
         return torch.cat([attend(*part) for part in parts])
-    key, value = key_value.transpose(1, 2).unbind(3)
-    return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask).transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
-def _attend_to_few(query: Tensor, key_value: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_to_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     num_sequences, num_queries, num_heads, width = query.shape
-    key, value = key_value.permute(3, 0, 2, 1, 4).flatten(1, 2).unbind(0)  # (S * heads, K, d)
-    logits = (query * width**-0.5).transpose(1, 2).flatten(0, 1) @ key.transpose(1, 2)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query * width**-0.5, key, value))
+    logits = query @ key.transpose(1, 2)
     if mask is not None:
         logits = logits.unflatten(0, (num_sequences, num_heads)).masked_fill(~mask, -math.inf)
     # The softmax over a first dimension is computed for many queries at a time, that over a short last one is not.
@@ -42,24 +42,29 @@ def _attend_to_few(query: Tensor, key_value: Tensor, mask: Tensor | None) -> Ten
 
 
 class Attention(nn.Module):
-    """The projections of a multi-head attention; its user arranges the sequences, and calls `attend`."""
+    """The projections of a multi-head attention; its user arranges what they give into sequences for `attend`."""
 
     def __init__(self, width: int, num_heads: int, bias: bool = False) -> None:
         """width: a multiple of num_heads."""
         super().__init__()
         self.num_heads = num_heads
-        self.query = nn.Linear(width, width, bias)
-        self.key_value = nn.Linear(width, 2 * width, bias)  # of each head its key, then its value
-        self.out = nn.Linear(width, width, bias)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias) for _ in range(4))
 
     def queries(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., heads, width / heads)."""
-        return self.query(x).unflatten(-1, (self.num_heads, -1))
+        return self._by_head(self.query(x))
 
-    def keys_values(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., heads, 2, width / heads)."""
-        return self.key_value(x).unflatten(-1, (self.num_heads, 2, -1))
+    def keys(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., heads, width / heads)."""
+        return self._by_head(self.key(x))
+
+    def values(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., heads, width / heads)."""
+        return self._by_head(self.value(x))
 
     def merge(self, attended: Tensor) -> Tensor:
         """(..., heads, width / heads) -> (..., width)."""
         return self.out(attended.flatten(-2))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))

@@ -35,6 +35,10 @@ class Layout(NamedTuple):
         """Context rows of the batch."""
         return self.num_problems * self.context_rows
 
+    def by_problem(self, x: Tensor) -> Tensor:
+        """(rows, tokens, heads, d) -> (num_problems, rows of one, tokens * heads, d): like heads, tokens are apart."""
+        return x.flatten(1, 2).unflatten(0, (self.num_problems, -1))
+
 
 class NanoTabular(nn.Module):
     """Classes of query rows, given context rows with their labels.
@@ -65,7 +69,8 @@ class NanoTabular(nn.Module):
         self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # of values, and of which are missing
         self.embed_labels = nn.Embedding(max_classes, width)
         self.no_label = nn.Parameter(torch.zeros(width))
-        self.blocks = nn.ModuleList(Block(width, num_heads, hidden_width) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(width, num_heads, hidden_width) for _ in range(num_blocks - 1))
+        self.last_block = Block(width, num_heads, hidden_width)
         self.decode = nn.Sequential(
             nn.LayerNorm(width, bias=False),
             nn.Linear(width, hidden_width),
@@ -90,9 +95,9 @@ class NanoTabular(nn.Module):
         """
         layout = _layout(context, queries, num_context, num_features)
         cells = self.embed(context, labels, queries, num_context, num_features)
-        for block in self.blocks[:-1]:
+        for block in self.blocks:
             cells = block(cells, layout)
-        decided = self.blocks[-1](cells, layout, only_query_labels=True)
+        decided = self.last_block.query_labels(cells, layout)
         logits = self.decode(decided.view(*queries.shape[:2], -1))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if num_classes is None:
@@ -151,27 +156,37 @@ class Block(nn.Module):
             nn.Linear(hidden_width, width, bias=False),
         )
 
-    def forward(self, cells: Tensor, layout: Layout, only_query_labels: bool = False) -> Tensor:
-        """(rows, tokens, width) -> the same.
-
-        only_query_labels: the label tokens of the query rows, (query rows, 1, width), without what they do not need.
-        """
-        tokens, first_row = (1, layout.num_context) if only_query_labels else (cells.shape[1], 0)
+    def forward(self, cells: Tensor, layout: Layout) -> Tensor:
+        """(rows, tokens, width) -> the same."""
         x = self.feature_norm(cells)
-        query, key_value = self.over_features.queries(x[:, :tokens]), self.over_features.keys_values(x)
-        cells = cells[:, :tokens] + self.over_features.merge(attend(query, key_value, layout.real_tokens))
-        cells = cells[first_row:] + self.attend_over_rows(self.row_norm(cells), layout, first_row)
+        cells = cells + self.attend_over_features(x, x, layout)
+        context, queries = self.row_norm(cells).tensor_split([layout.num_context])
+        cells = cells + self.attend_over_rows([context, queries], context, layout)
         return cells + self.feed_forward(cells)
 
-    def attend_over_rows(self, x: Tensor, layout: Layout, first_row: int) -> Tensor:
-        """What the rows from first_row on, 0 or the first query row, get from context rows: (rows, tokens, width)."""
-        query, key_value = self.over_rows.queries(x[first_row:]), self.over_rows.keys_values(x[: layout.num_context])
-        # The columns of a problem are as independent as heads, and lie as such.
-        key_value = key_value.flatten(1, 2).unflatten(0, (layout.num_problems, -1))
-        of_context, of_queries = query.flatten(1, 2).tensor_split([layout.num_context - first_row])
-        attended = [
-            attend(rows.unflatten(0, (layout.num_problems, -1)), key_value, layout.real_context).flatten(0, 1)
-            for rows in (of_context, of_queries)
-            if len(rows)
-        ]
-        return self.over_rows.merge(torch.cat(attended).view_as(query))
+    def query_labels(self, cells: Tensor, layout: Layout) -> Tensor:
+        """What `forward` makes of the label tokens of the query rows, (query rows, 1, width), and nothing else."""
+        x = self.feature_norm(cells)
+        labels = cells[:, :1] + self.attend_over_features(x[:, :1], x, layout)
+        context, queries = labels.tensor_split([layout.num_context])
+        queries = queries + self.attend_over_rows([self.row_norm(queries)], self.row_norm(context), layout)
+        return queries + self.feed_forward(queries)
+
+    def attend_over_features(self, x: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
+        """x: (rows, any, width), the tokens of each row that attend to all of its tokens."""
+        attention = self.over_features
+        query, key, value = attention.queries(x), attention.keys(tokens), attention.values(tokens)
+        return attention.merge(attend(query, key, value, layout.real_tokens))
+
+    def attend_over_rows(self, parts: Sequence[Tensor], context: Tensor, layout: Layout) -> Tensor:
+        """parts: of the context or the query rows, (rows, tokens, width) each. context: what they attend to, the same.
+
+        Returns what each row gets, all parts as one.
+        """
+        attention = self.over_rows
+        key, value = (layout.by_problem(x) for x in (attention.keys(context), attention.values(context)))
+        attended = []
+        for part in parts:
+            query = attention.queries(part)
+            attended.append(attend(layout.by_problem(query), key, value, layout.real_context).reshape(query.shape))
+        return attention.merge(torch.cat(attended))

@@ -108,13 +108,11 @@ class TransformerBlock(nn.Module):
         rotation: (positions, width / heads / 2, 2), as of `rotate`; x and others both start at the first position.
         """
         attending = self.norm(x)
-        query = self.attention.queries(attending)
-        key_value = self.attention.keys_values(attending if others is x else self.norm(others))
+        attended = attending if others is x else self.norm(others)
+        query, key = self.attention.queries(attending), self.attention.keys(attended)
         if rotation is not None:
-            query = rotate(query, rotation)
-            key, value = key_value.unbind(3)
-            key_value = torch.stack([rotate(key, rotation), value], dim=3)
-        x = x + self.attention.merge(attend(query, key_value, mask))
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        x = x + self.attention.merge(attend(query, key, self.attention.values(attended), mask))
         return x + self.feed_forward(x)
 
 

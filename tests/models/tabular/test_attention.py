@@ -12,13 +12,13 @@ from models.tabular.attention import attend
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 
-def one_by_one(query: Tensor, key_value: Tensor, mask: Tensor | None) -> Tensor:
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     outputs = torch.empty_like(query)
     for s, t, head in ((s, t, h) for s, row in enumerate(query) for t, q in enumerate(row) for h in range(len(q))):
-        keys = range(key_value.shape[1]) if mask is None else mask[s, 0, 0].nonzero().flatten().tolist()
-        pairs = [key_value[s, k, head] for k in keys]
-        weights = [torch.exp(query[s, t, head] @ key / math.sqrt(query.shape[-1])) for key, _ in pairs]
-        outputs[s, t, head] = sum(w * value for w, (_, value) in zip(weights, pairs, strict=True)) / sum(weights)
+        keys = range(key.shape[1]) if mask is None else mask[s, 0, 0].nonzero().flatten().tolist()
+        weights = [torch.exp(query[s, t, head] @ key[s, k, head] / math.sqrt(query.shape[-1])) for k in keys]
+        values = [w * value[s, k, head] for w, k in zip(weights, keys, strict=True)]
+        outputs[s, t, head] = sum(values) / sum(weights)
     return outputs
 
 
@@ -32,13 +32,13 @@ def path(request, monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_equals_one_query_at_a_time_with_gradients(path, masked):
-    query, key_value, weights = torch.randn(5, 3, 2, 4), torch.randn(5, 6, 2, 2, 4), torch.randn(5, 3, 2, 4)
+    query, key, value, weights = (torch.randn(5, length, 2, 4) for length in (3, 6, 6, 3))
     mask = None
     if masked:
         mask = (torch.arange(6) < torch.tensor([6, 1, 4, 2, 5])[:, None])[:, None, None]
     results = []
     for form in (attend, one_by_one):
-        leaves = [query.clone().requires_grad_(), key_value.clone().requires_grad_()]
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         outputs = form(*leaves, mask)
         results.append((outputs, *torch.autograd.grad((outputs * weights).sum(), leaves)))
     for value, reference in zip(*results, strict=True):
@@ -46,5 +46,5 @@ def test_equals_one_query_at_a_time_with_gradients(path, masked):
 
 
 def test_huge_logits_are_no_trouble(path):
-    query, key_value = 1e4 * torch.randn(2, 3, 1, 4), torch.randn(2, 6, 1, 2, 4)
-    assert attend(query, key_value).isfinite().all()
+    query, key = 1e4 * torch.randn(2, 3, 1, 4), torch.randn(2, 6, 1, 4)
+    assert attend(query, key, key).isfinite().all()

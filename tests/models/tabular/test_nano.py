@@ -32,13 +32,10 @@ Rows = list[list[Tensor]]
 
 
 def attend_one(attention: Attention, token: Tensor, others: list[Tensor]) -> Tensor:
-    num_heads, size = attention.num_heads, len(token) // attention.num_heads
+    size = len(token) // attention.num_heads
     of_heads = []
-    for query, (key, value) in zip(
-        attention.query.weight.split(size),
-        attention.key_value.weight.view(num_heads, 2, size, -1),
-        strict=True,
-    ):
+    projections = (attention.query, attention.key, attention.value)
+    for query, key, value in zip(*(layer.weight.split(size) for layer in projections), strict=True):
         weights = torch.stack([torch.exp((query @ token) @ (key @ other) / math.sqrt(size)) for other in others])
         of_heads.append(sum(w * (value @ other) for w, other in zip(weights / weights.sum(), others, strict=True)))
     return attention.out.weight @ torch.cat(of_heads)
@@ -59,7 +56,7 @@ def embedded(model: NanoTabular, one: Problem) -> Rows:
 def by_loops(model: NanoTabular, one: Problem) -> Tensor:
     """Nothing is pruned: every token of every row goes through all blocks."""
     rows, num_context = embedded(model, one), len(one["labels"])
-    for block in model.blocks:
+    for block in [*model.blocks, model.last_block]:
         normed = [[block.feature_norm(token) for token in row] for row in rows]
         attended = [[attend_one(block.over_features, token, row) for token in row] for row in normed]
         rows = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(rows, attended, strict=True)]
@@ -85,15 +82,15 @@ def test_equals_cells_that_attend_one_by_one_with_gradients(shifts):
 
 
 def test_pruned_block_equals_the_whole():
-    model, one = nano(num_blocks=1), problem(6, 4, 5)
+    model, one = nano(), problem(6, 4, 5)
     context, queries = one["context"][None], one["queries"][None]
     cells, layout = (
         model.embed(context, one["labels"][None], queries, None, None),
         _layout(context, queries, None, None),
     )
-    whole = model.blocks[0](cells, layout)
+    whole = model.last_block(cells, layout)
     assert whole.shape == (10, 6, 8)
-    torch.testing.assert_close(model.blocks[0](cells, layout, only_query_labels=True), whole[6:, :1], **EXACT)
+    torch.testing.assert_close(model.last_block.query_labels(cells, layout), whole[6:, :1], **EXACT)
 
 
 # --- what must not change a prediction -----------------------------------------------------------------------------

@@ -41,10 +41,9 @@ def block_by_torch(block: TransformerBlock, x: Tensor, others: Tensor, rotation:
     attention, size = block.attention, x.shape[1] // block.attention.num_heads
     outputs = []
     for head in range(attention.num_heads):
-        query = attention.query(block.norm(x))[:, head * size : (head + 1) * size]
-        key, value = attention.key_value(block.norm(others))[:, 2 * head * size : 2 * (head + 1) * size].split(
-            size, dim=1
-        )
+        part = slice(head * size, (head + 1) * size)
+        query = attention.query(block.norm(x))[:, part]
+        key, value = (layer(block.norm(others))[:, part] for layer in (attention.key, attention.value))
         if rotation is not None:
             query, key = (
                 torch.stack([rotation_matrix(angles) @ row for row, angles in zip(rows, rotation, strict=False)])
