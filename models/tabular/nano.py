@@ -114,7 +114,7 @@ class NanoTabular(nn.Module):
         groups = torch.cat(seen, dim=2).transpose(2, 3)  # (B, N + Q, m, 2 * shifts)
         of_features = self.embed_cells(_in_layout(groups, context.shape[1]))
         no_labels = self.no_label.expand(queries.shape[:2].numel(), -1)
-        of_labels = torch.cat([self.embed_labels(labels).flatten(0, 1), no_labels.to(self.embed_labels.weight.dtype)])
+        of_labels = torch.cat([self.embed_labels(labels).flatten(0, 1), no_labels])
         return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
 
     def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
