@@ -74,7 +74,7 @@ class NanoTabular(nn.Module):
         self.decode = nn.Sequential(
             nn.LayerNorm(width, bias=False),
             nn.Linear(width, hidden_width),
-            nn.GELU(),
+            nn.ReLU(),
             nn.Linear(hidden_width, max_classes),
         )
 
@@ -152,7 +152,7 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(
             nn.LayerNorm(width, bias=False),
             nn.Linear(width, hidden_width, bias=False),
-            nn.GELU(),
+            nn.ReLU(),
             nn.Linear(hidden_width, width, bias=False),
         )
 
