@@ -18,11 +18,15 @@ from trainer.loading.order import Position
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The checkpoint of a run. label: what messages call its weights, in the plural. folder: where it lies."""
+    """The checkpoint of a run. label: what messages call its weights, in the plural. folder: where it lies.
+
+    comes_with_task: it was trained with other flags and data than those of the command line, and is right all the same.
+    """
 
     label: str
     state: dict[str, Any]
     folder: Path
+    comes_with_task: bool = False
 
 
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:

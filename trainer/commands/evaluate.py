@@ -89,7 +89,8 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     label, state = trained.label, trained.state
     with closing(assemble_run(flags, task, parallel)) as run:
         refuse_other_data(run, state, f"the checkpoint ({label})")
-        use_weights(run, state["model"], f"the checkpoint ({label})", undo_hint(run, state))
+        hint = "leave out the flags that change the model" if trained.comes_with_task else undo_hint(run, state)
+        use_weights(run, state["model"], f"the checkpoint ({label})", hint)
         lines = [*describe_run(run, flags), f"Evaluating {label}."]
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]

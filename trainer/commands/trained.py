@@ -38,7 +38,7 @@ def find_run(
         if "--save-dir" in flags.given or is_same_task(run.state["task"], flags.run.task):
             return run
     label = f"the weights that come with {flags.run.task}"
-    return TrainedRun(label, read_checkpoint(shipped, label, only_weights=True), shipped.parent)
+    return TrainedRun(label, read_checkpoint(shipped, label, only_weights=True), shipped.parent, comes_with_task=True)
 
 
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
