@@ -51,8 +51,8 @@ def predict(
     """The probability of each class for each query row, (Q, num_classes) float64 on the CPU.
 
     It is the mean over several views of the table, the ensemble's members: each has its own order of columns and of
-    classes, every second one squashes the columns, and where there are more context rows than max_context each has its
-    own sample of them, stratified by class. Probabilities are averaged and not logits: a member that is wrong and sure
+    classes, and where there are more context rows than max_context each has its own sample of them, stratified by
+    class. Probabilities are averaged and not logits: a member that is wrong and sure
     of it cannot outvote the others then, and members with different trees of classes have no logits in common.
 
     More classes than the model knows are a tree of choices between groups of them (`class_tree`); the probability of a
@@ -107,14 +107,10 @@ class _View:
     rows: Tensor
     labels: Tensor
     columns: Tensor
-    is_squashed: bool
 
     def inputs(self, context: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, labels, columns = (x.to(context.device) for x in (self.rows, self.labels, self.columns))
-        context, queries = context[rows][:, columns], queries[:, columns]
-        if self.is_squashed:
-            context, queries = squash(context, queries)
-        return context, labels, queries
+        return context[rows][:, columns], labels, queries[:, columns]
 
 
 def _choices(
@@ -143,7 +139,7 @@ def _views(
             rows = np.flatnonzero(child_of[labels] >= 0)
             rows = rows[_stratified(labels[rows], max_context, seed, member)]
             children = torch.from_numpy(child_of[labels[rows]])
-            views.append(_View(member, node, torch.from_numpy(rows), children, columns, member % 2 == 1))
+            views.append(_View(member, node, torch.from_numpy(rows), children, columns))
     return sorted(views, key=_shape)
 
 
@@ -157,18 +153,6 @@ def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: in
         size = max(1, max_cells // ((num_rows + num_queries) * width))
         waiting = list(alike)
         yield from (waiting[first : first + size] for first in range(0, len(waiting), size))
-
-
-def squash(context: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns whose tails are drawn in: the inverse hyperbolic sine of a value's distance from the context's median, in
-    quartiles, which is linear near it and logarithmic far away. Each column keeps its order.
-
-    context: (N, m), queries: (Q, m), NaN where a value is missing.
-    """
-    quartiles = context.new_tensor([0.25, 0.5, 0.75])
-    low, median, high = context.nanquantile(quartiles, dim=0).nan_to_num()
-    scale = torch.where(high > low, (high - low) / 2, 1)
-    return ((context - median) / scale).asinh(), ((queries - median) / scale).asinh()
 
 
 def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
