@@ -73,7 +73,7 @@ def predict(
         probabilities[:, present] = 1
         return probabilities
 
-    like = next(model.parameters(), context)
+    like = next(model.parameters(), queries)
     context, queries = (x.to(like.device, like.dtype) for x in (context, queries))
     width = context.shape[1] + 1
     views = _views(codes, context.shape[1], model.max_classes, num_estimators, seed, max_context)

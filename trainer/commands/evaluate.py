@@ -88,7 +88,8 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     trained = parallel.on_main(lambda: find_run(flags, files, task.shipped_weights(), print))
     label, state = trained.label, trained.state
     with closing(assemble_run(flags, task, parallel)) as run:
-        refuse_other_data(run, state, f"the checkpoint ({label})")
+        if not trained.comes_with_task:
+            refuse_other_data(run, state, f"the checkpoint ({label})")
         hint = "leave out the flags that change the model" if trained.comes_with_task else undo_hint(run, state)
         use_weights(run, state["model"], f"the checkpoint ({label})", hint)
         lines = [*describe_run(run, flags), f"Evaluating {label}."]

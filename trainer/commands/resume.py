@@ -89,20 +89,24 @@ def take_weights(run: Run, state: Mapping[str, Any]) -> None:
     if not is_same_task(state["task"], run.facts["task"]):
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     _refuse_another_optimizer(state["config"], run.facts["config"])
-    refuse_other_data(run, state, "the checkpoint")
+    refuse_other_data(run, state, "the checkpoint", all_alike=True)
     advice = "choose another --save-dir, or start over with --fresh"
     go_on_with_weights(run, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
 
 
-def refuse_other_data(run: Run, state: Mapping[str, Any], source: str) -> None:
-    """Raises BadInput where the task tells other facts of its data than those that the weights were trained on."""
+def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike: bool = False) -> None:
+    """Raises BadInput where the task tells other facts of its data than those that the weights were trained on.
+
+    all_alike: also for facts that are told now and were not then.
+    """
     then, now = state.get("data_facts", {}), run.facts["data_facts"]
-    different = [name for name in then if then[name] != now.get(name)]
+    names = then.keys() | now.keys() if all_alike and "data_facts" in state else then.keys()
+    different = sorted(name for name in names if then.get(name) != now.get(name))
     if different:
         name = different[0]
         raise BadInput(
             f"the training data have another {name} than those that {source} was trained on: "
-            f"{shown(now.get(name))}, not {shown(then[name])}; give it the same data, or start over with --fresh"
+            f"{shown(now.get(name))}, not {shown(then.get(name))}; give it the same data, or start over with --fresh"
         )
 
 

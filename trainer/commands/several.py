@@ -32,6 +32,10 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     # Before any run starts: a mistake in the data is one message then, and all of them find the data in the cache.
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
+    if not task.trains:
+        raise BadInput(
+            f"{several.as_given}: these flags train nothing, of which several runs could be made; leave it out"
+        )
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *slots.flags], folds, run_alone)

@@ -88,7 +88,15 @@ def _take_from_file(run: Run, given: CheckpointFlags) -> list[str]:
     shipped = run.task.shipped_weights()
     if shipped is not None:
         label = "the weights that come with this task"
-        comparison = restore_what_fits(model, _read(parallel, shipped, label), parallel, label)
+        weights = _read(parallel, shipped, label)
+        comparison = compare(model, weights)
+        if comparison.unlike or comparison.unknown:
+            first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
+            raise BadInput(
+                f"{label} are of another model: {first}; leave out the flags that change the model, or name other "
+                "weights by --init-from"
+            )
+        parallel.load_weights(comparison.fitting, model)
         return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}."]
     return []
 
