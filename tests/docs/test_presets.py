@@ -31,6 +31,22 @@ WORKLOADS = {
         16,
     ],
     "speech": lambda folder: ["--epochs", 10, "--hidden-size", 16, "--num-layers", 1, "--num-heads", 2],
+    "tabular": lambda folder: [
+        *(
+            "--epochs",
+            5,
+            "--width",
+            8,
+            "--num-tables",
+            256,
+            "--num-val-tables",
+            4,
+            "--max-rows",
+            64,
+            "--max-features",
+            3,
+        )
+    ],
 }
 """What writes a small data set of each into a folder, and says how it is read; no more epochs than its warm-up."""
 

@@ -33,7 +33,19 @@ def _speech() -> type[Task]:
     return SpeechTask
 
 
-TASKS: dict[str, Callable[[], type[Task]]] = {"har": _har, "seqrec": _seqrec, "kgat": _kgat, "speech": _speech}
+def _tabular() -> type[Task]:
+    from trainer.tasks.tabular import TabularTask
+
+    return TabularTask
+
+
+TASKS: dict[str, Callable[[], type[Task]]] = {
+    "har": _har,
+    "seqrec": _seqrec,
+    "kgat": _kgat,
+    "speech": _speech,
+    "tabular": _tabular,
+}
 """Each imports its task when called: a task of a user's own may have packages `data` and `models` beside it."""
 
 IN_NO_FILE = "__main__"

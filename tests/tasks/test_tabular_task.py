@@ -1,0 +1,245 @@
+"""Tables by the command line: the same on any number of devices, after a kill anywhere, and in use on a table."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
+from tests.helpers.replicas import ReplicasOnCpu, trained
+from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
+from trainer.commands.build import build_task
+from trainer.commands.parse import parse
+from trainer.loading.order import SampleKeys
+from trainer.parallel.base import SingleDevice
+
+TASK = ["--task", "tabular", "--num-threads", 1]
+PRIOR = [*TASK, "--dtype", "float64", "--epochs", 2, *SMALL_PRIOR, *SMALL_MODEL, "--global-batch-size", 16]
+
+
+@pytest.fixture
+def make_task(cache_dir):
+    def make(*argv):
+        argv = map(str, ["--task", "tabular", *argv, "--cache-dir", cache_dir / "lockstep"])
+        flags, problems = parse([*argv], several_devices=False)
+        assert problems == []
+        return build_task(flags)
+
+    return make
+
+
+def results(directory):
+    return json.loads((directory / "results.json").read_text())
+
+
+def assert_close(one, other):
+    for name, value in load(one / "final.pth")["model"].items():
+        torch.testing.assert_close(load(other / "final.pth")["model"][name], value, rtol=1e-9, atol=1e-11)
+    assert results(other)["metrics"] == pytest.approx(results(one)["metrics"], rel=1e-9)
+
+
+# --- any number of devices ---------------------------------------------------------------------------------------
+
+
+def test_any_micro_batches_learn_the_same(run_here, tmp_path):
+    run_here(*PRIOR, "--batch-size", 16, "--save-dir", tmp_path / "whole")
+    run_here(*PRIOR, "--batch-size", 3, "--eval-batch-size", 5, "--save-dir", tmp_path / "parts")
+    assert_close(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_any_number_of_processes_learns_the_same(nproc, run_here, command, tmp_path):
+    run_here(*PRIOR, "--batch-size", 16, "--save-dir", tmp_path / "one")
+    command(*launcher(nproc), *PRIOR, "--device", "cpu", "--batch-size", 2, "--save-dir", tmp_path / "several")
+    assert results(tmp_path / "several")["world_size"] == nproc
+    assert_close(tmp_path / "one", tmp_path / "several")
+
+
+def test_replicas_equal_one_device(cache_dir, tmp_path):
+    argv = [*map(str, PRIOR), "--cache-dir", str(cache_dir / "lockstep")]
+    one, test_one = trained(SingleDevice(torch.device("cpu")), tmp_path / "one", *argv)
+    many, test_many = trained(ReplicasOnCpu(2), tmp_path / "many", *argv, "--batch-size", "3")
+    for name, value in one["model"].items():
+        torch.testing.assert_close(many["model"][name], value, rtol=1e-9, atol=1e-11)
+    assert test_many == pytest.approx(test_one, rel=1e-9)
+
+
+def test_goes_on_to_the_bit(run_here, tmp_path):
+    argv = [*PRIOR, "--batch-size", 16, "--save-every-steps", 1, "--keep-checkpoints", 0]
+    run_here(*argv, "--save-dir", tmp_path / "whole")
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    middle = next(i for i, entry in enumerate(entries) if entry["epoch"] == 1 and entry["samples"] > 0)
+    cut_back(tmp_path / "whole", entries[: middle + 1], tmp_path / "again")
+    run_here(*argv, "--save-dir", tmp_path / "again")
+    assert_same_bits(load(tmp_path / "whole" / "final.pth"), load(tmp_path / "again" / "final.pth"))
+    assert read_metrics(tmp_path / "again", "result") == read_metrics(tmp_path / "whole", "result")
+
+
+def test_every_epoch_has_other_tables(make_task):
+    train = make_task(*SMALL_PRIOR).splits()["train"]
+    first, second = (train.__getitems__(SampleKeys(np.arange(4), epoch))["labels"] for epoch in (0, 1))
+    assert first.shape != second.shape or not np.array_equal(first, second)
+
+
+# --- a table of a user's -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path):
+    return write_table(tmp_path / "train.csv")
+
+
+@pytest.fixture
+def new_rows(tmp_path):
+    return write_table(tmp_path / "new.csv", 20, seed=1, label=None)
+
+
+def test_a_table_is_scored_at_once(table, run_here, tmp_path):
+    out, _ = run_here(*TASK, "--data-dir", table, "--label", "kind", "--save-dir", tmp_path / "run")
+    assert "Evaluating the weights that come with tabular." in out
+    assert "test/auc" in out and "test/ece" in out and "test/brier" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_new_rows_get_classes_at_once(table, new_rows, run_here, tmp_path):
+    argv = [*TASK, "--data-dir", table, "--label", "kind", "--predict", new_rows, "--save-dir", tmp_path / "none"]
+    rows = list(csv.DictReader(run_here(*argv)[0].splitlines()))
+    assert list(rows[0]) == ["kind", "p(big)", "p(small)"] and len(rows) == 20
+    told = list(csv.DictReader(new_rows.read_text().splitlines()))
+    right = [
+        row["kind"] == ("big" if float(new["size"]) > 0.3 and new["colour"] != "green" else "small")
+        for row, new in zip(rows, told, strict=True)
+    ]
+    assert sum(right) >= 16
+    for row in rows:
+        p = {name: float(row[f"p({name})"]) for name in ("big", "small")}
+        assert sum(p.values()) == pytest.approx(1, abs=2e-4) and max(p, key=p.get) == row["kind"]
+    assert list(csv.DictReader(run_here(*argv, "--eval-batch-size", 3)[0].splitlines())) == rows
+
+
+@pytest.mark.parametrize("tune", ["base", "lora"])
+def test_tuning_changes_what_it_says_and_keeps_what_is_better(tune, table, new_rows, run_here, tmp_path):
+    argv = [*TASK, "--data-dir", table, "--label", "kind", "--tune", tune, "--num-episodes", 4, "--num-estimators", 2]
+    argv += ["--batch-size", 2, "--epochs", 2]
+    out, _ = run_here(*argv, "--save-dir", tmp_path / "run")
+    assert "Starting with the weights that come with this task" in out
+    start, end = (load(tmp_path / "run" / name)["model"] for name in sorted_checkpoints(tmp_path / "run"))
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    adapters = {name for name in start if "lora_" in name}
+    assert changed == adapters if tune == "lora" else (changed == start.keys() and not adapters)
+    losses = [record["val/loss"] for record in read_metrics(tmp_path / "run", "epoch")]
+    assert results(tmp_path / "run")["best"]["value"] == min(losses) and len(losses) == 3
+    rows = run_here(*TASK, "--predict", new_rows, "--save-dir", tmp_path / "run")[0].splitlines()
+    assert len(rows) == 21
+
+
+def sorted_checkpoints(directory):
+    """The first and the last."""
+    entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
+    return [entries[0]["file"], entries[-1]["file"]]
+
+
+def test_weights_that_tuning_spoils_are_not_used(table, run_here, tmp_path):
+    argv = [*TASK, "--data-dir", table, "--label", "kind", "--tune", "base", "--num-episodes", 4, "--epochs", 1]
+    run_here(*argv, "--lr", 30, "--num-estimators", 2, "--save-dir", tmp_path / "run")
+    assert results(tmp_path / "run")["best"]["step"] == 0
+
+
+def test_what_is_left_out_of_a_table_is_said(run_here, tmp_path):
+    path = write_table(tmp_path / "train.csv")
+    lines = path.read_text().splitlines()
+    named = [f"{line},{'id' if i == 0 else f'row {i}'}" for i, line in enumerate(lines)]
+    path.write_text("\n".join(named))
+    argv = [*TASK, "--data-dir", path, "--label", "kind", "--max-context", 16, "--num-estimators", 1]
+    out, _ = run_here(*argv, "--save-dir", tmp_path / "none")
+    assert "id" in out and "which names a row and tells nothing of another" in out
+    assert "Of 72 rows with known classes each prediction learns from 16 (--max-context)." in out
+
+
+def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here, refused, tmp_path):
+    argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 1, "--num-estimators", 1]
+    run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "run")
+    other = tmp_path / "other.csv"
+    other.write_text(table.read_text().replace("big", "huge"))
+    refused(
+        ["has other columns or classes than the table that the run was tuned on"],
+        *("--task", "tabular", "--data-dir", other, "--label", "kind", "--predict", new_rows),
+        *("--save-dir", tmp_path / "run"),
+    )
+
+
+def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_path):
+    """Neither from pre-training, whose best score is another measure, nor from another table."""
+    run_here(*TASK, *SMALL_PRIOR, "--epochs", 1, "--save-dir", tmp_path / "learned")
+    argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
+    refused(
+        ["the training data have another classes than"], *argv, "--data-dir", table, "--save-dir", tmp_path / "learned"
+    )
+    run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
+    other = write_table(tmp_path / "other.csv", seed=5)
+    refused(["the training data have another rows than"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
+
+
+def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
+    run_here(*TASK, *SMALL_PRIOR, *SMALL_MODEL, "--epochs", 1, "--save-dir", tmp_path / "learned")
+    argv = [*TASK, *SMALL_MODEL, "--data-dir", table, "--label", "kind", "--num-estimators", 1]
+    out, _ = run_here(*argv, "--init-from", tmp_path / "learned" / "best.pth", "--save-dir", tmp_path / "none")
+    assert f"Evaluating the weights in {tmp_path / 'learned' / 'best.pth'}." in out
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ("--min-rows 90 --max-rows 80", "--min-rows 90 and --max-rows 80: the first must not exceed the second"),
+        ("--label kind", "--label kind: does nothing without --data-dir"),
+        ("--tune base", "--tune base: does nothing without --data-dir"),
+        ("--data-dir TABLE", "--label: must name the column that is to be predicted"),
+        (
+            "--data-dir TABLE --label kind --num-tables 9",
+            "--num-tables 9: is of synthetic tables; leave --data-dir out",
+        ),
+        ("--data-dir TABLE --label kind --lora-rank 4", "--lora-rank 4: does nothing without --tune lora"),
+        ("--data-dir TABLE --label kind --num-episodes 4", "--num-episodes 4: does nothing without --tune"),
+        ("--data-dir TABLE --label knd", "--label knd: no such column; perhaps 'kind' is meant"),
+        ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: is of synthetic tables; leave"),
+        ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: these flags train nothing"),
+        ("--data-dir TABLE --label kind --test-share 0", "--test-share 0: leaves nothing to score"),
+        ("--model tabicl --width 9", "--width 9: --model tabicl has no use for it; leave it out"),
+        ("--width 9", "--width 9: must be a multiple of --num-heads 4"),
+    ],
+)
+def test_one_mistake(args, part, refused, table, tmp_path):
+    argv = [str(table) if arg == "TABLE" else arg for arg in args.split()]
+    refused([part], "--task", "tabular", *argv, "--save-dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ("--tune base --width 32", "the weights that come with this task are of another model: "),
+        ("--tune lora --lora-targets no", "LoRA target 'no': fits no linear layer"),
+    ],
+)
+def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
+    argv = ["--data-dir", table, "--label", "kind", *args.split(), "--save-dir", tmp_path / "run"]
+    refused([part], "--task", "tabular", *argv)
+
+
+def test_new_rows_with_a_label_are_refused(table, refused, tmp_path):
+    argv = ["--data-dir", table, "--label", "kind", "--predict", table, "--save-dir", tmp_path / "none"]
+    refused(["has the column 'kind', which is what is predicted; take it out"], "--task", "tabular", *argv)
+
+
+def test_synthetic_tables_can_be_looked_at(run_here, tmp_path):
+    out, _ = run_here(*TASK, *SMALL_PRIOR, "--prior-only", tmp_path / "tables.npz", "--save-dir", tmp_path / "run")
+    assert f"{tmp_path / 'tables.npz'}" in out
+    with np.load(tmp_path / "tables.npz") as tables:
+        assert len(tables["labels"]) == 40
+    assert not (tmp_path / "run").exists()

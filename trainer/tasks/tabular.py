@@ -1,0 +1,405 @@
+"""Tables: the classes of new rows, by a network that learned on synthetic tables how to learn from rows."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.tabular.encoding import Encoding
+from data.tabular.other_generators import OtherTables
+from data.tabular.prior.settings import PriorSettings
+from data.tabular.prior.tables import PriorTables, write_tables
+from data.tabular.problems import Episodes, Rows
+from data.tabular.reader import read_table
+from data.tabular.scores import scores
+from data.tabular.screening import LabelledTable, labelled_table
+from data.tabular.split import stratified_hold_out
+from models.tabular.lora import add_adapters
+from models.tabular.nano import NanoTabular
+from models.tabular.predictor import TabularModel, predict
+from models.tabular.tabicl import TabICL
+from trainer.config import FlagGroup, flag, flag_name, unused_flags
+from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+from trainer.task import Objective, ParamGroup, Picture, Task
+from trainer.tasks.confusion_matrix import draw_confusion_matrix
+from trainer.tasks.tabular_objective import TabularObjective
+
+SHIPPED = Path(__file__).with_name("tabular_nano.pth")
+_VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
+"""Not --seed: all runs are scored on the same synthetic tables."""
+_SPLIT_SEED = 0
+"""Not --seed either: all runs on a table are scored on the same rows."""
+_TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
+"""Factors on --lr."""
+_QUERY_SHARE = 0.25
+"""Of the rows of an episode."""
+_EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
+"""Training takes about 12 KiB for a cell: of wide tables an episode has fewer rows."""
+_MOST_CLASSES_DRAWN = 30
+_OF_MODEL: dict[str, tuple[str, ...]] = {"nano": ("width", "num_blocks", "num_heads"), "tabicl": ()}
+_OF_PRIOR = (
+    "num_tables",
+    "num_val_tables",
+    "min_rows",
+    "max_rows",
+    "min_features",
+    "max_features",
+    "max_classes",
+    "prior_only",
+)
+_OF_A_TABLE = ("label", "drop", "test_share", "tune", "num_estimators", "max_context")
+_OF_TUNING = ("val_share", "num_episodes", "episode_rows")
+_OF_LORA = ("lora_rank", "lora_alpha", "lora_targets")
+
+
+@dataclass
+class TabularFlags(FlagGroup):
+    """Task: tables, learned in context (--task tabular)
+
+    Without --data-dir a model learns on synthetic tables. With it the model that comes with the task is scored on that
+    table, or first tuned on it (--tune); --predict FILE gives the classes of the rows of another file with its columns.
+    """
+
+    data_dir: Path | None = flag(
+        None, "a table: CSV with a line of column names, or .npz with X and y (default: synthetic tables, to learn on)"
+    )
+    label: str | None = flag(None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN")
+    drop: tuple[str, ...] | None = flag(None, "columns that are not to be learned from", metavar="COLUMN")
+    test_share: float = flag(
+        0.2, "rows of the table held out for the test; 0 with --tune: none, and those of validation are scored",
+        at_least=0, below=1,
+    )  # fmt: skip
+    tune: Literal["none", "base", "lora"] = flag(
+        "none", "what of the model learns from the table: nothing; all weights; or adapters of low rank, which are all "
+        "that is trained",
+    )  # fmt: skip
+    val_share: float = flag(
+        0.2, "--tune: of the other rows, held out to choose the epoch, which is the start if tuning does not help",
+        above=0, below=1,
+    )  # fmt: skip
+    num_episodes: int = flag(64, "--tune: problems made of the table's rows in an epoch", at_least=1)
+    episode_rows: int = flag(512, "--tune: rows of such a problem at most, of which a quarter is asked for", at_least=8)
+    lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1)
+    lora_alpha: float = flag(16.0, "--tune lora: their effect is scaled by this over the rank", above=0)
+    lora_targets: tuple[str, ...] = flag(
+        ("*",), "--tune lora: which linear layers get adapters, by patterns of their names: *.query *.value",
+        metavar="PATTERN",
+    )  # fmt: skip
+    num_estimators: int = flag(
+        8, "predictions whose mean counts, each with another order of columns and classes", at_least=1
+    )
+    max_context: int = flag(
+        1024, "rows that a prediction learns from at most; of a larger table each takes others", at_least=16
+    )
+    num_tables: int = flag(1600, "synthetic tables in an epoch; every epoch has others", at_least=1)
+    num_val_tables: int = flag(
+        256, "synthetic tables of each validation set, and half of those of the test", at_least=1
+    )
+    min_rows: int = flag(64, "fewest rows of a synthetic table", at_least=32)
+    max_rows: int = flag(192, "most", at_least=32)
+    min_features: int = flag(2, "fewest columns of a synthetic table", at_least=1)
+    max_features: int = flag(12, "most", at_least=1)
+    max_classes: int = flag(10, "most classes of a synthetic table", at_least=2, at_most=10)
+    prior_only: Path | None = flag(None, "write an epoch's synthetic tables to this .npz, and train nothing")
+    model: Literal["nano", "tabicl"] = flag(
+        "nano", "nano: cells attend to one another over columns and rows; tabicl: columns, rows, then the context, "
+        "with the 27 million parameters of TabICL",
+    )  # fmt: skip
+    width: int = flag(64, "nano: of the state of a cell", at_least=4)
+    num_blocks: int = flag(3, "nano: blocks", at_least=1)
+    num_heads: int = flag(4, "nano: heads of attention", at_least=1)
+
+    def problems(self) -> list[str]:
+        found = []
+        for low, high in (("min_rows", "max_rows"), ("min_features", "max_features")):
+            if getattr(self, low) > getattr(self, high):
+                values = [f"{flag_name(name)} {getattr(self, name)}" for name in (low, high)]
+                found.append(f"{' and '.join(values)}: the first must not exceed the second")
+        if self.data_dir is not None and self.label is None and self.data_dir.suffix.lower() != ".npz":
+            found.append("--label: must name the column that is to be predicted")
+        if self.data_dir is None:
+            found += self._unused(_OF_A_TABLE, "--data-dir")
+        else:
+            found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in self._changed(_OF_PRIOR)]
+        if self.tune == "none":
+            found += self._unused(_OF_TUNING, "--tune")
+        if self.test_share == 0 and self.tune == "none":
+            found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
+        if self.tune != "lora":
+            found += self._unused(_OF_LORA, "--tune lora")
+        if self.model == "nano" and self.width % self.num_heads:
+            found.append(f"--width {self.width}: must be a multiple of --num-heads {self.num_heads}")
+        return found + unused_flags(self, "model", _OF_MODEL)
+
+    def _unused(self, fields: Sequence[str], needed: str) -> list[str]:
+        return [f"{shown}: does nothing without {needed}" for shown in self._changed(fields)]
+
+    def _changed(self, fields: Sequence[str]) -> Iterator[str]:
+        for name in fields:
+            value = getattr(self, name)
+            if value != getattr(TabularFlags, name):
+                yield f"{flag_name(name)} {' '.join(value) if isinstance(value, tuple) else value}"
+
+    @property
+    def prior(self) -> PriorSettings:
+        return PriorSettings(
+            rows=(self.min_rows, self.max_rows),
+            features=(self.min_features, self.max_features),
+            classes=self.max_classes,
+        )
+
+
+class Known(NamedTuple):
+    """Rows of a table as numbers, with their classes. features: (n, m) float32. labels: (n,) int64."""
+
+    features: np.ndarray
+    labels: np.ndarray
+
+
+class TabularTask(Task):
+    """Pre-training on synthetic tables, or the use of what it made on a user's table."""
+
+    Config = TabularFlags
+    defaults = {
+        "lr": 3e-3,
+        "batch_size": 16,
+        "eval_batch_size": 2048,
+        "epochs": 20,
+        "max_grad_norm": 1.0,
+        "eval_start": True,
+    }
+    headline = ("loss", "auc", "accuracy")
+    _of_new_rows: Sequence[str] = ()
+    predict_flags = ("data_dir", "label", "drop", "num_estimators", "max_context")
+
+    @property
+    def trains(self) -> bool:  # type: ignore[override]
+        """Not where a model is only used."""
+        return self.config.data_dir is None or self.config.tune != "none"
+
+    @property
+    def monitor(self) -> tuple[str, Literal["max", "min"]]:  # type: ignore[override]
+        return ("val/prior/auc", "max") if self.config.data_dir is None else ("val/loss", "min")
+
+    def other_work(self) -> str | None:
+        """Writes synthetic tables to a file."""
+        path: Path | None = self.config.prior_only
+        if path is None:
+            return None
+        tables = self.splits()["train"]
+        assert isinstance(tables, PriorTables)
+        write_tables(tables, path)
+        return f"Wrote {len(tables)} synthetic tables to {path}."
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def splits(self) -> Mapping[str, KeyedDataset]:
+        return self._splits
+
+    @cached_property
+    def _splits(self) -> Mapping[str, KeyedDataset]:
+        return self._synthetic_tables() if self.config.data_dir is None else self._parts_of_the_table()
+
+    def _synthetic_tables(self) -> Mapping[str, KeyedDataset]:
+        config: TabularFlags = self.config
+        return {
+            "train": PriorTables(config.prior, self.seed, config.num_tables, fresh_each_epoch=True),
+            "val/prior": PriorTables(config.prior, _VALIDATION_SEED, config.num_val_tables),
+            "val/other": OtherTables(_VALIDATION_SEED, config.num_val_tables),
+            "test": PriorTables(config.prior, _TEST_SEED, 2 * config.num_val_tables),
+        }
+
+    @cached_property
+    def _table(self) -> LabelledTable:
+        """Raises BadInput for a table that cannot be used."""
+        config: TabularFlags = self.config
+        assert config.data_dir is not None
+        return labelled_table(read_table(config.data_dir), config.label or "y", config.drop or ())
+
+    @cached_property
+    def _rows(self) -> dict[str, np.ndarray]:
+        """Which are learned from, choose the epoch ("val"), and are held out for the test, (k,) int64 each."""
+        labels, config = self._table.labels.values, self.config
+        train, nothing = np.arange(len(labels)), np.arange(0)
+        held = {"test": nothing, "val": nothing}
+        shares = {"test": config.test_share, "val": config.val_share if config.tune != "none" else 0}
+        for stream, (part, share) in enumerate(shares.items()):
+            if share > 0:
+                kept, out = stratified_hold_out(labels[train], share, _SPLIT_SEED, stream)
+                if len(out) == 0:
+                    raise BadInput(f"--data-dir {config.data_dir}: has too few rows of any class to hold out {share:g}")
+                train, held[part] = train[kept], train[out]
+        return {"train": train, **held}
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return self._fitted(self._rows["train"])
+
+    @cached_property
+    def _known(self) -> Known:
+        """What predictions are made from: the rows that are learned from, then those that choose the epoch."""
+        return self._encoded(np.concatenate([self._rows["train"], self._rows["val"]]))
+
+    def _fitted(self, rows: np.ndarray) -> Encoding:
+        return Encoding.fit(self._table.features.take(rows), self._table.labels)
+
+    def _encoded(self, rows: np.ndarray) -> Known:
+        return Known(self._encoding.encode(self._table.features.take(rows)), self._table.labels.values[rows])
+
+    def _parts_of_the_table(self) -> Mapping[str, KeyedDataset]:
+        config: TabularFlags = self.config
+        parts = {name: self._encoded(rows) for name, rows in self._rows.items()}
+        num_train, num_val = len(parts["train"].labels), len(parts["val"].labels)
+        val, test = Rows(*parts["val"], num_train), Rows(*parts["test"], num_train + num_val)
+        if config.tune == "none":
+            return {"train": Rows(*parts["train"], num_train), "test": test}
+        num_columns = parts["train"].features.shape[1]
+        num_rows = min(config.episode_rows, num_train, max(_FEWEST_EPISODE_ROWS, _EPISODE_CELLS // (num_columns + 1)))
+        num_queries = max(1, round(_QUERY_SHARE * num_rows))
+        episodes = Episodes(
+            *parts["train"],
+            config.num_episodes,
+            num_context=num_rows - num_queries,
+            num_queries=num_queries,
+            max_classes=config.max_classes,
+            seed=self.seed,
+        )
+        return {"train": episodes, "val": val, "test": test if len(test) > 0 else val}
+
+    def describe_data(self) -> Mapping[str, Any]:
+        if self.config.data_dir is None:
+            return {}
+        known = hashlib.sha256(b"".join(np.ascontiguousarray(values).tobytes() for values in self._known))
+        return {
+            "classes": list(self._table.labels.classes),
+            "columns": list(self._table.features.names),
+            "rows": known.hexdigest(),
+        }
+
+    def remarks(self) -> Sequence[str]:
+        """On columns and rows of a table, and of one that is to be predicted."""
+        if self.config.data_dir is None:
+            return ()
+        known, most = len(self._known.labels), self.config.max_context
+        sampled = f"Of {known:,} rows with known classes each prediction learns from {most:,} (--max-context)."
+        return [*self._table.notes, *([sampled] if known > most else []), *self._of_new_rows]
+
+    def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
+        """Synthetic tables in the order of their numbers: neighbours have one shape."""
+        if self.config.data_dir is not None:
+            return None
+        numbers = np.arange(self.config.num_tables)
+        return np.split(numbers, np.arange(global_batch_size, len(numbers), global_batch_size))
+
+    def collate(self, samples: Any, keys: SampleKeys) -> Batch:
+        """The loss terms of a problem are its queries. Counts of rows or columns that need no mask are left out."""
+        batch = super().collate(samples, keys)
+        if "targets" in batch:
+            batch["weight"] = (batch["targets"] >= 0).sum(1).float()
+            for name, size in (("num_context", batch["context"].shape[1]), ("num_features", batch["context"].shape[2])):
+                if name in batch and bool((batch[name] == size).all()):
+                    del batch[name]
+        return batch
+
+    # --- model --------------------------------------------------------------------------------------------------
+
+    def build_objective(self) -> Objective:
+        config: TabularFlags = self.config
+        model: nn.Module
+        if config.model == "tabicl":
+            model = TabICL()
+        else:
+            model = NanoTabular(config.width, config.num_blocks, config.num_heads, 2 * config.width)
+        if config.tune == "lora":
+            add_adapters(model, targets=config.lora_targets, rank=config.lora_rank, alpha=config.lora_alpha)
+        return TabularObjective(model, self._answer)
+
+    def _answer(self, model: nn.Module, rows: Tensor, num_known: int) -> Tensor:
+        config: TabularFlags = self.config
+        features, labels = (torch.from_numpy(values[:num_known]) for values in self._known)
+        probabilities = predict(
+            cast(TabularModel, model),
+            features,
+            labels,
+            rows,
+            len(self._table.labels.classes),
+            num_estimators=config.num_estimators,
+            seed=_SPLIT_SEED,
+            max_context=config.max_context,
+        )
+        return probabilities.to(rows.device)
+
+    def shipped_weights(self) -> Path | None:
+        """For a user's table."""
+        return None if self.config.data_dir is None else SHIPPED
+
+    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
+        """What was learned on many tables is changed by small steps alone."""
+        scale = _TUNING_LR_SCALE[self.config.tune] if self.config.data_dir is not None else 1.0
+        return [group | {"lr_scale": scale} for group in super().param_groups(objective, phase)]
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        if isinstance(model, NanoTabular):
+            return [*model.blocks, model.last_block]
+        assert isinstance(model, TabICL)
+        return [*model.columns.blocks, *model.rows.blocks, *model.blocks]
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Of synthetic tables loss and accuracy of a query, and the mean of their AUC; of a user's all `scores`."""
+        metrics = {"loss": float(sums["loss"] / sums["weight"])}
+        if "probabilities" in sums:
+            return metrics | scores(sums["label"].numpy(), sums["probabilities"].numpy())
+        metrics["accuracy"] = float(sums["correct"] / sums["weight"])
+        return metrics | ({"auc": float(sums["area"] / sums["tables"])} if "area" in sums else {})
+
+    def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
+        """Which class is taken for which."""
+        classes = () if self.config.data_dir is None else self._table.labels.classes
+        if not 0 < len(classes) <= _MOST_CLASSES_DRAWN:
+            return {}
+        pairs = sums["label"] * len(classes) + sums["probabilities"].argmax(1)
+        counts = torch.bincount(pairs, minlength=len(classes) ** 2).view(len(classes), -1)
+        return {"confusion": draw_confusion_matrix(counts, classes)}
+
+    # --- prediction ---------------------------------------------------------------------------------------------
+
+    def new_data(self, path: Path) -> KeyedDataset:
+        """The rows of a table with the columns of --data-dir, but without its label."""
+        if self.config.data_dir is None:
+            raise BadInput(
+                f"--predict {path}: add --data-dir and --label: the table with known classes that new rows are to be "
+                "compared with"
+            )
+        facts = {name: value for name, value in (self.data_facts or {}).items() if name != "rows"}
+        if facts and facts != {name: self.describe_data()[name] for name in facts}:
+            raise BadInput(
+                f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
+                "tuned on; give that table, or another --save-dir"
+            )
+        table = read_table(path, "--predict")
+        everything = np.arange(self._table.features.num_rows)
+        self._encoding = self._fitted(everything)  # nothing need be held out from what is predicted for a user
+        self._known = self._encoded(everything)
+        self._encoding.refuse_label(table)
+        self._of_new_rows = self._encoding.remarks(table)
+        return Rows(self._encoding.encode(table), None, len(everything))
+
+    def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """The class of each row, and the probability of each class."""
+        assert isinstance(objective, TabularObjective)
+        probabilities = objective.probabilities(batch).cpu().numpy()
+        classes = self._table.labels.classes
+        shown = {
+            f"p({name})": [f"{p:.4f}" for p in column] for name, column in zip(classes, probabilities.T, strict=True)
+        }
+        return {self._table.labels.name: [classes[i] for i in probabilities.argmax(1)]} | shown

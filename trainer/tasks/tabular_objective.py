@@ -1,0 +1,87 @@
+"""What a model of tables is trained and scored by: synthetic problems, or the rows of a user's table."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.tabular.area import area_under_curve
+from models.tabular.lora import merge_adapters
+from trainer.loading.batches import Batch
+from trainer.task import Objective, Outputs, PerSample
+
+_PROBLEMS_AT_ONCE = 32
+"""In evaluation, whatever the batch."""
+
+_DECIMALS = 6
+"""Of a probability: equal rows are of equal rank, whatever the rounding of the batches that they came in."""
+
+Answer = Callable[[nn.Module, Tensor, int], Tensor]
+"""(model, rows (B, m), number of rows that the model is told) -> probabilities of their classes, (B, C)."""
+
+
+class TabularObjective(Objective):
+    """Cross-entropy of the classes of query rows; in evaluation also how well they are ranked."""
+
+    def __init__(self, model: nn.Module, answer: Answer | None) -> None:
+        """answer: probabilities of a user's rows, where there is a table."""
+        super().__init__(model)
+        self._answer = answer
+        self._merged: list[nn.Module] = []  # a list, so that what is in it is no part of this module
+
+    def start_evaluation(self) -> None:
+        """Merges adapters, in a copy."""
+        merged = copy.deepcopy(self.model)
+        merge_adapters(merged)
+        self._merged = [merged]
+
+    def probabilities(self, batch: Batch) -> Tensor:
+        """Of the classes of a user's rows, (B, C), after `start_evaluation`."""
+        assert self._answer is not None
+        return self._answer(self._merged[0], batch["row"], int(batch["num_context"][0]))
+
+    def forward(self, batch: Batch, phase: str = "train") -> Outputs:
+        if "row" in batch:
+            return self._score_rows(batch)
+        if self.training:
+            return self._learn(batch)
+        parts = [self._score_problems(part) for part in _parts(batch, _PROBLEMS_AT_ONCE)]
+        return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+
+    def logits(self, batch: Batch) -> Tensor:
+        counts = (batch.get(name) for name in ("num_context", "num_features", "num_classes"))
+        found: Tensor = self.model(batch["context"], batch["labels"], batch["queries"], *counts)
+        return found
+
+    def _learn(self, batch: Batch) -> dict[str, Tensor]:
+        logits, targets = self.logits(batch), batch["targets"]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        return {"loss": loss, "correct": (logits.argmax(2) == targets).sum()}
+
+    def _score_problems(self, batch: Batch) -> dict[str, Tensor]:
+        logits, targets = self.logits(batch), batch["targets"]
+        areas = area_under_curve(logits.softmax(2), targets)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        return {
+            "loss": loss,
+            "correct": (logits.argmax(2) == targets).sum(),
+            "area": areas.nansum(),
+            "tables": areas.isfinite().sum(),
+        }
+
+    def _score_rows(self, batch: Batch) -> Outputs:
+        probabilities = self.probabilities(batch)
+        of_label = probabilities.gather(1, batch["label"].unsqueeze(1))
+        return {
+            "loss": -of_label.clamp(min=1e-15).log().sum(),
+            "probabilities": PerSample(probabilities.round(decimals=_DECIMALS)),
+            "label": PerSample(batch["label"]),
+        }
+
+
+def _parts(batch: Batch, size: int) -> Iterator[Batch]:
+    """At most so many problems at a time."""
+    for start in range(0, len(batch["targets"]), size):
+        yield {name: tensor[start : start + size] for name, tensor in batch.items()}
