@@ -34,6 +34,7 @@ ARROWS = {
     "trainer.profiling": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands"},
     "trainer.cli": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands"},
     "trainer.api": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands", "trainer.cli"},
+    "trainer.estimators": BELOW_THE_LOOP | {"trainer.api", "trainer.tasks", "trainer.commands", "models", "data"},
     "main": {"trainer.cli", "trainer.parallel.signals"},
     "main_multi_gpu": {"trainer.cli", "trainer.parallel.signals"},
     "profiler": {"trainer.profiling"},

@@ -1,0 +1,143 @@
+"""The classifier of tables keeps to scikit-learn's convention, and says what the model says."""
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.estimators.tabular import TabularClassifier
+from trainer.loading.errors import BadInput
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small only wait for a second thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def moons(num_rows, seed):
+    rng = np.random.default_rng(seed)
+    angle, y = rng.uniform(0, np.pi, num_rows), rng.integers(0, 2, num_rows)
+    x = np.stack([np.cos(angle) + y, np.where(y == 1, 0.5 - np.sin(angle), np.sin(angle))], axis=1)
+    return x + rng.normal(0, 0.1, x.shape), np.array(["lower", "upper"])[1 - y]
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return TabularClassifier(num_estimators=2).fit(*moons(120, 0))
+
+
+def test_learns_without_training(fitted):
+    x, y = moons(80, 1)
+    probabilities = fitted.predict_proba(x)
+    assert probabilities.shape == (80, 2) and list(fitted.classes_) == ["lower", "upper"]
+    np.testing.assert_allclose(probabilities.sum(1), 1)
+    assert (fitted.predict(x) == fitted.classes_[probabilities.argmax(1)]).all()
+    assert fitted.score(x, y) > 0.9
+    assert fitted.evaluate(x, y)["accuracy"] == fitted.score(x, y)
+
+
+def test_what_is_saved_predicts_the_same(fitted, tmp_path):
+    x, _ = moons(30, 2)
+    fitted.save(tmp_path / "model.pth")
+    loaded = TabularClassifier.load(tmp_path / "model.pth")
+    np.testing.assert_array_equal(loaded.predict_proba(x), fitted.predict_proba(x))
+    assert loaded.get_params() == fitted.get_params()
+    torch.save({"model": {}}, tmp_path / "other.pth")
+    with pytest.raises(BadInput, match="was not written by TabularClassifier"):
+        TabularClassifier.load(tmp_path / "other.pth")
+
+
+def test_texts_gaps_and_ids(fitted):
+    """Columns of texts are categories, gaps are missing values, and what names rows is left out."""
+    rng = np.random.default_rng(0)
+    colour = rng.choice(["red", "green", "blue"], 90)
+    x = np.empty((90, 3), object)
+    x[:, 0], x[:, 1], x[:, 2] = colour, rng.normal(size=90), [f"row-{i}" for i in range(90)]
+    x[3, 1] = None
+    classifier = TabularClassifier(num_estimators=2).fit(x, colour == "red")
+    assert any("x2" in note for note in classifier.notes_)
+    assert classifier.predict(x[:20]).dtype == bool
+    assert classifier.score(x, colour == "red") > 0.9
+
+
+@pytest.mark.parametrize("strategy", ["base", "lora"])
+def test_tuned_classifiers(strategy, tmp_path, capsys):
+    x, y = moons(60, 0)
+    classifier = TabularClassifier(strategy, num_estimators=1, epochs=1).fit(x, y)
+    new, truth = moons(40, 1)
+    assert classifier.score(new, truth) > 0.8
+    classifier.save(tmp_path / "model.pth")
+    again = TabularClassifier.load(tmp_path / "model.pth")
+    np.testing.assert_allclose(again.predict_proba(new), classifier.predict_proba(new), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (np.zeros(5), np.zeros(5), "Expected 2D array, got 1D array"),
+        (np.zeros((4, 2)), np.zeros(3), "X has 4 rows, and y 3"),
+        (np.random.default_rng(0).normal(size=(9, 2)), np.zeros(9), "all rows are of one class"),
+        (np.random.default_rng(0).normal(size=(9, 2)), np.linspace(0, 1, 9), "Unknown label type: continuous"),
+    ],
+)
+def test_mistakes_are_value_errors(x, y, message):
+    with pytest.raises(ValueError, match=message):
+        TabularClassifier().fit(x, y)
+
+
+def test_other_columns_are_refused(fitted):
+    with pytest.raises(ValueError, match="X has 3 features, but TabularClassifier is expecting 2 features"):
+        fitted.predict(np.zeros((4, 3)))
+    with pytest.raises(ValueError, match="has not learned"):
+        TabularClassifier().predict(np.zeros((4, 2)))
+
+
+def test_parameters_are_those_of_the_constructor():
+    classifier = TabularClassifier("lora", epochs=3)
+    assert repr(classifier) == "TabularClassifier(strategy='lora', epochs=3)"
+    assert TabularClassifier(**classifier.get_params()).get_params() == classifier.get_params()
+    with pytest.raises(ValueError, match="depth: no such parameter"):
+        classifier.set_params(depth=3)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ({"strategy": "lorra"}, "strategy 'lorra': must be one of none, base, lora"),
+        ({"num_estimators": 0}, "num_estimators 0: must be a whole number, at least 1"),
+        ({"random_state": "a"}, "random_state 'a': must be a whole number or None"),
+    ],
+)
+def test_parameters_are_checked(parameter, message):
+    with pytest.raises(ValueError, match=message):
+        TabularClassifier(**parameter).fit(*moons(20, 0))
+
+
+def test_any_name_of_a_column_will_do():
+    class Frame(dict):
+        columns = ("label", "y", "label's class")
+
+    x, y = moons(40, 0)
+    frame = Frame({"label": x[:, 0], "y": x[:, 1], "label's class": x[:, 0] + x[:, 1]})
+    classifier = TabularClassifier(num_estimators=1).fit(frame, y)
+    assert list(classifier.feature_names_in_) == ["label", "y", "label's class"]
+
+
+@pytest.mark.slow
+def test_tuning_on_two_devices_is_that_on_one(capsys):
+    x, y = moons(60, 0)
+    one, two = (
+        TabularClassifier("base", num_estimators=1, epochs=1, num_devices=n, device="cpu").fit(x, y) for n in (1, 2)
+    )
+    np.testing.assert_allclose(two.predict_proba(x), one.predict_proba(x), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_scikit_learn_agrees():
+    checks = pytest.importorskip("sklearn.utils.estimator_checks")
+    results = checks.check_estimator(TabularClassifier(num_estimators=1), on_fail=None)
+    failed = {result["check_name"]: result["exception"] for result in results if result["status"] == "failed"}
+    assert failed == {}

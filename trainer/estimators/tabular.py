@@ -1,0 +1,341 @@
+"""Tables from Python, in scikit-learn's convention, which is not needed."""
+
+import importlib
+import numbers
+import tempfile
+import warnings
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+
+from data.tabular.encoding import Encoding
+from data.tabular.reader import MOST_COLUMNS
+from data.tabular.scores import scores
+from data.tabular.screening import labelled_table
+from data.tabular.table import Column, Table, table_of_array
+from models.tabular.lora import merge_adapters
+from models.tabular.predictor import TabularModel, predict
+from trainer.api import fit
+from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.weights import TrainedRun, find_weights
+from trainer.commands.flags import DEFAULT_CACHE
+from trainer.commands.trained import recorded_task, trained_objective
+from trainer.loading.errors import BadInput
+from trainer.parallel.devices import pick_device
+from trainer.tasks.tabular import SHIPPED, TabularTask
+
+_TUNING_BATCH = 16
+"""Problems of a step, whatever the number of devices."""
+_OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads")
+
+Strategy = Literal["none", "base", "lora"]
+
+
+class TabularClassifier:
+    """Classes of the rows of a table, by a network that learned on synthetic tables how to learn from rows.
+
+    X: an array (n, m) or a data frame, of numbers, texts and booleans; NaN and None are missing. Texts are categories.
+    y: (n,) classes of any type.
+
+    Example:
+        classifier = TabularClassifier().fit(X, y)
+        probabilities = classifier.predict_proba(X_new)
+
+    Attributes after `fit`: classes_ (num_classes,) in order; n_features_in_; feature_names_in_ of a data frame; notes_,
+    sentences about columns and rows that are not learned from.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy = "none",
+        *,
+        num_estimators: int = 8,
+        max_context: int = 1024,
+        temperature: float = 0.9,
+        epochs: int = 10,
+        learning_rate: float | None = None,
+        num_devices: int = 1,
+        device: str = "auto",
+        weights: str | Path | None = None,
+        random_state: int = 0,
+    ) -> None:
+        """strategy: what of the network learns from the table: nothing, which takes no time; all weights ("base"); or
+            adapters of low rank ("lora"). Tuning that does not help on rows held out is undone.
+        num_estimators: predictions whose mean counts. max_context: rows that one of them learns from at most.
+        temperature: divides the logits.
+        epochs, learning_rate, num_devices: of tuning; on several devices it runs in processes of its own.
+        device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular; None takes those that come with it.
+        """
+        self.strategy = strategy
+        self.num_estimators = num_estimators
+        self.max_context = max_context
+        self.temperature = temperature
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.num_devices = num_devices
+        self.device = device
+        self.weights = weights
+        self.random_state = random_state
+
+    # --- scikit-learn's convention -------------------------------------------------------------------------------
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        names = list(signature(TabularClassifier).parameters)
+        return {name: getattr(self, name) for name in names}
+
+    def set_params(self, **params: Any) -> "TabularClassifier":
+        known = self.get_params()
+        for name, value in params.items():
+            if name not in known:
+                raise ValueError(f"{name}: no such parameter of TabularClassifier; there are {', '.join(known)}")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        defaults = TabularClassifier().__dict__
+        given = [f"{name}={value!r}" for name, value in self.get_params().items() if value != defaults[name]]
+        return f"TabularClassifier({', '.join(given)})"
+
+    def __sklearn_tags__(self) -> Any:
+        utils = importlib.import_module("sklearn.utils")
+        return utils.Tags(
+            estimator_type="classifier",
+            target_tags=utils.TargetTags(required=True),
+            classifier_tags=utils.ClassifierTags(),
+            input_tags=utils.InputTags(string=True, categorical=True, allow_nan=True),
+        )
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "classes_")
+
+    # --- learning and predicting ---------------------------------------------------------------------------------
+
+    def fit(self, X: Any, y: Any) -> "TabularClassifier":  # noqa: N803
+        """Learns from rows with known classes. Raises BadInput, a ValueError, where nothing can be learned."""
+        self._check_parameters()
+        table = _table(X)
+        self.classes_, labels = _classes(y, table.num_rows)
+        self.n_features_in_ = len(table.columns)
+        if hasattr(X, "columns"):
+            self.feature_names_in_ = np.array(table.names, dtype=object)
+        name = max(table.names, key=len) + "'s class"  # which no column is called
+        label = Column.of_codes(name, labels, [f"{i}" for i in range(len(self.classes_))])
+        known = labelled_table(Table("X", (*table.columns, label)), name)
+        self.notes_ = known.notes
+        self._encoding = Encoding.fit(known.features, known.labels)
+        self._context, self._labels = torch.from_numpy(self._encoding.encode(table)), torch.from_numpy(labels)
+        self._use(self._untuned() if self.strategy == "none" else self._tuned(table, labels))
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
+        """The probability of each class, in the order of `classes_`: (n, num_classes) float64."""
+        table = self._checked(X)
+        queries = torch.from_numpy(self._encoding.encode(table))
+        found = predict(
+            cast(TabularModel, self._model),
+            self._context,
+            self._labels,
+            queries,
+            len(self.classes_),
+            num_estimators=self.num_estimators,
+            seed=self.random_state or 0,
+            temperature=self.temperature,
+            max_context=self.max_context,
+        )
+        return found.numpy()
+
+    def predict(self, X: Any) -> np.ndarray:  # noqa: N803
+        """The most probable classes, (n,)."""
+        places = self.predict_proba(X).argmax(axis=1)
+        found: np.ndarray = self.classes_[places]
+        return found
+
+    def score(self, X: Any, y: Any) -> float:  # noqa: N803
+        """The share of rows whose class is predicted."""
+        return float(np.mean(self.predict(X) == np.asarray(y)))
+
+    def evaluate(self, X: Any, y: Any) -> dict[str, float]:  # noqa: N803
+        """accuracy, auc, log_loss, brier and ece (`data.tabular.scores`). y: classes that `fit` knows."""
+        probabilities = self.predict_proba(X)
+        places = {value: i for i, value in enumerate(self.classes_.tolist())}
+        values = np.asarray(y).tolist()
+        if unknown := [value for value in values if value not in places]:
+            raise ValueError(f"y holds {unknown[0]!r}, which is no class that fit has seen")
+        return scores(np.array([places[value] for value in values]), probabilities)
+
+    # --- files ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Everything that `predict_proba` needs, as a file that `load` reads without executing anything."""
+        self._require_fitted()
+        state = {
+            "params": {name: value for name, value in self.get_params().items() if name not in ("weights", "device")},
+            "classes": self.classes_.tolist(),
+            "class_type": self.classes_.dtype.str,
+            "num_features": self.n_features_in_,
+            "names": list(getattr(self, "feature_names_in_", ())),
+            "notes": list(self.notes_),
+            "encoding": self._encoding.to_dict(),
+            "context": self._context,
+            "labels": self._labels,
+            **{name: self._run.state[name] for name in ("model", "config")},
+        }
+        temporary = Path(f"{path}.tmp")
+        torch.save(state, temporary)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TabularClassifier":
+        """What `save` wrote. Raises BadInput."""
+        state = read_checkpoint(Path(path), str(path), only_weights=True)
+        if not {"params", "encoding", "context"} <= state.keys():
+            raise BadInput(f"{path}: was not written by TabularClassifier.save")
+        loaded = cls(**state["params"])
+        loaded.classes_ = np.array(state["classes"], dtype=state["class_type"])
+        loaded.n_features_in_, loaded.notes_ = state["num_features"], tuple(state["notes"])
+        if state["names"]:
+            loaded.feature_names_in_ = np.array(state["names"], dtype=object)
+        loaded._encoding = Encoding.from_dict(state["encoding"])
+        loaded._context, loaded._labels = state["context"], state["labels"]
+        loaded._use(TrainedRun(str(path), state, Path(path).parent))
+        return loaded
+
+    # --- the network ---------------------------------------------------------------------------------------------
+
+    def _untuned(self) -> TrainedRun:
+        path = SHIPPED if self.weights is None else Path(self.weights)
+        return TrainedRun(
+            f"the weights in {path}", read_checkpoint(path, f"weights {path}", only_weights=True), path.parent
+        )
+
+    def _tuned(self, table: Table, labels: np.ndarray) -> TrainedRun:
+        """By `trainer.fit`, in a folder that is gone afterwards."""
+        several = {"multi_gpu": "ddp", "nproc": self.num_devices} if self.num_devices > 1 else {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "table.npz"
+            np.savez(path, X=np.stack([column.as_texts() for column in table.columns], axis=1), y=labels)
+            fitted = fit(
+                TabularTask,
+                data_dir=path,
+                tune=self.strategy,
+                test_share=0.0,
+                epochs=self.epochs,
+                lr=self.learning_rate,
+                global_batch_size=_TUNING_BATCH,
+                batch_size=-(-_TUNING_BATCH // self.num_devices),
+                device=self.device,
+                seed=self.random_state or 0,
+                num_estimators=self.num_estimators,
+                max_context=self.max_context,
+                init_from_partial=self.weights,
+                save_dir=Path(folder) / "run",
+                **several,
+                **self._flags_of_weights(),
+            )
+            return find_weights(fitted.run.path, {}, print)
+
+    def _flags_of_weights(self) -> dict[str, Any]:
+        """Those that decide which model a tuned run has."""
+        if self.weights is None:
+            return {}
+        config = self._untuned().state["config"]
+        return {name: config[f"--{name.replace('_', '-')}"] for name in _OF_THE_MODEL}
+
+    def _check_parameters(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"strategy {self.strategy!r}: must be one of {', '.join(get_args(Strategy))}")
+        for name in ("num_estimators", "max_context", "epochs", "num_devices"):
+            if not isinstance(getattr(self, name), numbers.Integral) or getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)!r}: must be a whole number, at least 1")
+        if not (self.random_state is None or isinstance(self.random_state, numbers.Integral)):
+            raise ValueError(f"random_state {self.random_state!r}: must be a whole number or None")
+
+    def _use(self, run: TrainedRun) -> None:
+        """Builds the network, with adapters merged into its weights, on the device."""
+        device = pick_device(self.device)
+        task = recorded_task(run, TabularTask, DEFAULT_CACHE)
+        objective = trained_objective(task, run.state["model"], device, torch.float32, run.label, "take others")
+        merge_adapters(objective.model)
+        self._run, self._model = run, objective.model.eval()
+
+    def _require_fitted(self) -> None:
+        if not hasattr(self, "classes_"):
+            raise _of_sklearn("NotFittedError", ValueError)(
+                f"this {type(self).__name__} has not learned; call fit first"
+            )
+
+    def _checked(self, X: Any) -> Table:  # noqa: N803
+        """Raises ValueError for a table with other columns than that of `fit`."""
+        self._require_fitted()
+        table = _table(X)
+        if len(table.columns) != self.n_features_in_:
+            raise ValueError(
+                f"X has {len(table.columns)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
+                "features as input"
+            )
+        return table
+
+
+def _of_sklearn(name: str, otherwise: type[Any]) -> type[Any]:
+    """An exception or warning that scikit-learn's tools look for, where it is installed."""
+    try:
+        found: type[Any] = getattr(importlib.import_module("sklearn.exceptions"), name)
+    except ImportError:
+        return otherwise
+    return found
+
+
+def _table(X: Any) -> Table:  # noqa: N803
+    """Raises ValueError for anything but two dimensions of plain values."""
+    if hasattr(X, "columns"):
+        columns = [Column.of_values(str(name), np.asarray(X[name])) for name in X.columns]
+        return Table("X", tuple(columns))
+    if hasattr(X, "toarray"):
+        raise TypeError("X is a sparse matrix, which is not supported; give X.toarray()")
+    values = np.asarray(X)
+    if values.dtype.kind == "c":
+        raise ValueError("Complex data not supported: X holds complex numbers")
+    if values.ndim != 2:
+        raise ValueError(
+            f"Expected 2D array, got {values.ndim}D array instead. Reshape your data: a row for each sample, a column "
+            "for each feature"
+        )
+    if 0 in values.shape:
+        what = "sample" if values.shape[0] == 0 else "feature"
+        raise ValueError(f"0 {what}(s) (shape={values.shape}) while a minimum of 1 is required.")
+    if values.shape[1] > MOST_COLUMNS:
+        raise ValueError(
+            f"X has {values.shape[1]:,} columns, where {MOST_COLUMNS:,} are the most; keep those that matter"
+        )
+    return table_of_array(values, [f"x{i}" for i in range(values.shape[1])], "X")
+
+
+def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The different values, in order, and the place of each row's, (n,) int64. Raises ValueError."""
+    if y is None:
+        raise ValueError("requires y to be passed, but the target y is None")
+    values = np.asarray(y)
+    if values.ndim == 2 and values.shape[1] == 1:
+        warnings.warn(
+            "A column-vector y was passed when a 1d array was expected; its column is taken",
+            _of_sklearn("DataConversionWarning", UserWarning),
+            stacklevel=3,
+        )
+        values = values[:, 0]
+    if values.ndim != 1:
+        raise ValueError(f"y should be a 1d array, got an array of shape {values.shape} instead")
+    if len(values) != num_rows:
+        raise ValueError(f"X has {num_rows} rows, and y {len(values)}; give a class for each row")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError("Input y contains NaN or infinity")
+    if values.dtype.kind == "f" and (values != values.round()).any():
+        raise ValueError("Unknown label type: continuous. y must be classes")
+    try:
+        classes, places = np.unique(values, return_inverse=True)
+    except TypeError as error:
+        raise ValueError(f"y holds values that have no order: {error}; give classes of one type") from None
+    return classes, places.astype(np.int64)
