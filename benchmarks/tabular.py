@@ -1,21 +1,25 @@
 """Classifiers of tables side by side: the area under the ROC curve and the accuracy on 15 real tables.
 
     python benchmarks/tabular.py --data-dir tables
+    python benchmarks/tabular.py --data-dir tables --methods --weights checkpoints/tables/best.pth --num-estimators 1 8
 
 512 rows are learned from and 512 others predicted, both stratified, for each of three seeds. Columns that leak the
 label are left out, and of some tables classes are joined; categories are numbered in the order of their names. The
 classical methods are those of scikit-learn, untuned: logistic regression on one-hot categories, 100 trees of a random
-forest, gradient boosting on histograms, and 15 nearest neighbours. The last line is one JSON object.
+forest, gradient boosting on histograms, and 15 nearest neighbours. Beside them the weights that come with --task
+tabular, or those of checkpoints. The last line is one JSON object.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import cast
 
 import numpy as np
 import torch
@@ -35,6 +39,10 @@ from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.table import Column
 from models.tabular.predictor import TabularModel, predict
+from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.weights import TrainedRun
+from trainer.commands.trained import recorded_task, trained_objective
+from trainer.tasks.tabular import SHIPPED, TabularTask
 
 SEEDS = (0, 1, 2)
 NUM_TRAIN = NUM_TEST = 512
@@ -191,6 +199,16 @@ def in_context(model: TabularModel, num_estimators: int) -> Method:
     return method
 
 
+def network(path: Path) -> TabularModel:
+    """Of a checkpoint of --task tabular."""
+    run = TrainedRun(f"the weights in {path}", read_checkpoint(path, str(path), only_weights=True), path.parent)
+    task = recorded_task(run, TabularTask, Path(tempfile.gettempdir()))
+    objective = trained_objective(
+        task, run.state["model"], torch.device("cpu"), torch.float32, run.label, "take others"
+    )
+    return cast(TabularModel, objective.model.eval())
+
+
 # --- results -----------------------------------------------------------------------------------------------------
 
 
@@ -223,9 +241,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--methods", nargs="*", choices=CLASSICAL, default=list(CLASSICAL), help="only these")
+    parser.add_argument("--weights", nargs="*", type=Path, default=[SHIPPED], help="checkpoints of --task tabular")
+    parser.add_argument("--num-estimators", nargs="*", type=int, default=[1, 8])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure({name: CLASSICAL[name] for name in args.methods}, args.data_dir)
+    methods = {name: CLASSICAL[name] for name in args.methods}
+    for path in args.weights:
+        model = network(path)
+        methods |= {f"{path.stem} x {number}": in_context(model, number) for number in args.num_estimators}
+    found = measure(methods, args.data_dir)
     summaries = {name: summary(of_tables) for name, of_tables in found.items()}
     print(f"\n| mean | {' | '.join(summaries)} |\n| --- |{' --- |' * len(summaries)}")
     for key in next(iter(summaries.values())):
