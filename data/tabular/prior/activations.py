@@ -7,6 +7,7 @@ arithmetic. Others, such as F.silu, round the last elements of a tensor differen
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
     return scale * torch.where(x > 0, x, slope * (x.clamp(max=0).exp() - 1))
 
 
-_FUNCTIONS = (
+_FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x,
     lambda x: torch.where(x > 0, x, 0.01 * x),
     torch.tanh,
