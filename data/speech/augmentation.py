@@ -15,7 +15,7 @@ from trainer.loading.counter_random import normal, uniform
 
 Length = TypeVar("Length", int, np.ndarray)
 
-_AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM = range(4)
+_AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM, _MASKING_STREAM = range(5)
 _NOISE_LENGTH = 2**16
 _COLOURS = (0.0, 0.7, 0.97)
 
@@ -33,6 +33,7 @@ class Augmentation:
         between these two (dB).
     warp: factor on the frequencies of the features, uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal tract
         length perturbation improves speech recognition", 2013.
+    masking_db: the noise that masks weak sound is weaker by a number of decibels uniform between these two.
     num_freq_masks, freq_mask: so many bands of mel bins are hidden, each of up to this share of the bins.
     num_time_masks, time_mask: so many stretches of time are hidden, each of up to this share of the utterance. Park et
         al., "SpecAugment", Interspeech 2019.
@@ -43,6 +44,7 @@ class Augmentation:
     tilt: float = 0.2
     noise_snr_db: tuple[float, float] | None = (5.0, 35.0)
     warp: float = 0.1
+    masking_db: tuple[float, float] = (-8.0, 20.0)
     num_freq_masks: int = 2
     freq_mask: float = 0.2
     num_time_masks: int = 2
@@ -57,6 +59,7 @@ class Augmentation:
             tilt=min(factor * self.tilt, 0.9),
             noise_snr_db=self._quieter_noise(factor),
             warp=min(factor * self.warp, 0.5),
+            masking_db=(factor * self.masking_db[0], factor * self.masking_db[1]),
             freq_mask=min(factor * self.freq_mask, 1.0),
             time_mask=min(factor * self.time_mask, 1.0),
         )
@@ -97,7 +100,7 @@ class Augmenter:
         return changed
 
     def for_front_end(self, epoch: int, index: np.ndarray) -> Arrays:
-        """{"warp": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64 (start, width) in mel bins,
+        """{"warp", "masking_db": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64 (start, width) in mel bins,
 
         "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}.
         """
@@ -111,8 +114,11 @@ class Augmenter:
         first_bin = np.floor((self._num_mels - num_bins + 1) * draws[_FREQ_STREAM][:, :, 0])
         share = np.float32(strength.time_mask) * draws[_TIME_STREAM][:, :, 1]
         start = (1 - share) * draws[_TIME_STREAM][:, :, 0]
+        least, most = strength.masking_db
+        masking_db = least + (most - least) * uniform(self._seed, epoch, index, (), _MASKING_STREAM)
         return {
             "warp": 1 + np.float32(strength.warp) * (2 * uniform(self._seed, epoch, index, (), _WARP_STREAM) - 1),
+            "masking_db": masking_db.astype(np.float32),
             "freq_masks": np.stack([first_bin, num_bins], axis=2).astype(np.int64),
             "time_masks": np.stack([start, share], axis=2),
         }

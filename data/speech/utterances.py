@@ -4,7 +4,7 @@ A batch is what `__getitems__` returns:
     audio: (B, S) float32 in about [-1, 1], zeros behind the end of each; num_samples: (B,) int64.
     recordings: (B, W) int64, which recordings of the corpus it consists of, -1 behind the last one.
     targets: (B, U) int64 symbols, 0 behind the end of each; target_length: (B,) int64. Absent without an alphabet.
-    warp, freq_masks, time_masks: see `Augmenter.for_front_end`. Absent without augmentation.
+    warp, freq_masks, time_masks, masking_db: see `Augmenter.for_front_end`. Absent without augmentation.
 
 Everything random is a function of seed, epoch and sample, never of the batch.
 """

@@ -13,8 +13,6 @@ Normalise = Literal["utterance", "fixed", "running"]
 LOWEST_HZ = 20.0
 FLOOR = 1e-9
 """Least energy of a mel bin, about that of white noise at -90 dB of full scale: below the steps of 16-bit audio."""
-RELATIVE_FLOOR = 1e-4
-"""The same as a share of the mean energy of the utterance, where that is known: how silent a pause is says nothing."""
 VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
 """How many frames the statistics of the training data count for in running normalisation."""
@@ -47,9 +45,11 @@ class LogMel(nn.Module):
     Computed in the type of the module's buffers, under autocast too. Padding has no effect, and features behind the
     end of an utterance are 0.
 
+    masking_db: with normalise="utterance", white noise so many decibels below the utterance's mean power is added to
+        every frame's power: what is weaker says nothing, such as how silent a pause is, or the noise of a room.
     normalise: what is subtracted from each mel bin, and what all are divided by: one standard deviation of all bins, as
     one for each would make more of the bins that tell speakers apart.
-        "utterance": means and standard deviation over the frames of the utterance, above RELATIVE_FLOOR.
+        "utterance": means and standard deviation over the frames of the utterance.
         "fixed": the buffers `mean` and `std`, of the training data; see `fit_statistics`.
         "running": those of the frames up to this one, and of PRIOR_FRAMES frames as in "fixed".
     """
@@ -67,6 +67,7 @@ class LogMel(nn.Module):
         window_s: float = 0.025,
         hop_s: float = 0.010,
         normalise: Normalise = "utterance",
+        masking_db: float = 40.0,
     ) -> None:
         super().__init__()
         if normalise not in get_args(Normalise):
@@ -75,6 +76,7 @@ class LogMel(nn.Module):
         if not 1 <= self.hop <= self.window_length:
             raise ValueError(f"hop_s {hop_s}: must be at least a sample and at most window_s {window_s}")
         self.sample_rate, self.num_mels, self.normalise = sample_rate, num_mels, normalise
+        self.masking_db = masking_db
         self.fft_length = 2 ** math.ceil(math.log2(self.window_length))
         self._lowest_mel, highest_mel = (2595 * math.log10(1 + hz / 700) for hz in (LOWEST_HZ, sample_rate / 2))
         self._mel_spacing = (highest_mel - self._lowest_mel) / (num_mels + 1)
@@ -97,6 +99,7 @@ class LogMel(nn.Module):
         warp: Tensor | None = None,
         freq_masks: Tensor | None = None,
         time_masks: Tensor | None = None,
+        masking_db: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The features (B, T, F) and the number of frames of each utterance (B,) int64.
 
@@ -104,9 +107,11 @@ class LogMel(nn.Module):
         warp: (B,) factors on frequencies, as of a vocal tract that is shorter by that factor, or None.
         freq_masks: (B, n, 2) int64, (start, width) in mel bins, set to 0, or None (SpecAugment, Park et al., 2019).
         time_masks: (B, n, 2), (start, width) as shares of the utterance's frames, set to 0, or None.
+        masking_db: (B,), added to `masking_db` of the module, or None.
         """
         with torch.autocast(audio.device.type, enabled=False):
-            features = self.log_mel(audio, warp)
+            noise = self.masking_noise(audio, num_samples, masking_db) if self.normalise == "utterance" else None
+            features = self.log_mel(audio, warp, noise)
             lengths = self.num_frames(num_samples)
             frames = torch.arange(features.shape[1], device=audio.device)
             hidden = (frames >= lengths[:, None])[:, :, None]
@@ -143,13 +148,24 @@ class LogMel(nn.Module):
         """Frames of utterances of so many samples, int64."""
         return ((num_samples - self.window_length) // self.hop + 1).clamp_min(1)
 
-    def log_mel(self, audio: Tensor, warp: Tensor | None = None) -> Tensor:
-        """The features (B, T, F) of every frame of audio (B, S) and its padding, not normalised."""
+    def log_mel(self, audio: Tensor, warp: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        """The features (B, T, F) of every frame of audio (B, S) and its padding, not normalised.
+
+        noise: (B,), power that is added at every frequency.
+        """
         audio = functional.pad(audio.to(self.window.dtype), (0, max(0, self.window_length - audio.shape[1])))
         spectrum = torch.fft.rfft(audio.unfold(1, self.window_length, self.hop) * self.window, n=self.fft_length)
         power = spectrum.real.square() + spectrum.imag.square()
+        if noise is not None:
+            power = power + noise[:, None, None]
         filters = self.filters if warp is None else self._triangles(self._warped(warp.to(power.dtype)))
         return (power @ filters).clamp_min(FLOOR).log()
+
+    def masking_noise(self, audio: Tensor, num_samples: Tensor, masking_db: Tensor | None) -> Tensor:
+        """The power (B,) of the noise that is added to each utterance. masking_db: as in `forward`."""
+        power = audio.to(self.window.dtype).square().sum(dim=1) / num_samples
+        decibels = self.masking_db if masking_db is None else self.masking_db + masking_db
+        return power * 10 ** (-0.1 * torch.as_tensor(decibels, dtype=power.dtype, device=power.device))
 
     @torch.no_grad()
     def fit_statistics(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -194,8 +210,6 @@ class LogMel(nn.Module):
 
 
 def _normalise_utterances(features: Tensor, is_padding: Tensor, lengths: Tensor) -> Tensor:
-    energy = features.exp().masked_fill(is_padding, 0.0).mean(dim=2, keepdim=True).sum(dim=1, keepdim=True) / lengths
-    features = torch.maximum(features, (RELATIVE_FLOOR * energy).log())
     centred = features - features.masked_fill(is_padding, 0.0).sum(dim=1, keepdim=True) / lengths
     variance = (
         centred.masked_fill(is_padding, 0.0).square().mean(dim=2, keepdim=True).sum(dim=1, keepdim=True) / lengths

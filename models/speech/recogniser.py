@@ -44,9 +44,10 @@ class SpeechRecogniser(nn.Module):
         warp: Tensor | None = None,
         freq_masks: Tensor | None = None,
         time_masks: Tensor | None = None,
+        masking_db: Tensor | None = None,
     ) -> Recognised:
-        """The arguments are those of `LogMel.forward`; the last three distort training utterances."""
-        features, lengths = self.front_end(audio, num_samples, warp, freq_masks, time_masks)
+        """The arguments are those of `LogMel.forward`; the last four distort training utterances."""
+        features, lengths = self.front_end(audio, num_samples, warp, freq_masks, time_masks, masking_db)
         states, lengths = self.encoder(features, lengths)
         return Recognised(self._log_probs(states), lengths)
 

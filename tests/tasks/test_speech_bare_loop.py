@@ -58,7 +58,8 @@ def bare_loop(task, divide=lambda sample: 1):
 
 def ctc(model, sample):
     sample = {name: torch.from_numpy(values) for name, values in sample.items()}
-    distortions = [sample[name].double() if name in sample else None for name in ("warp", "freq_masks", "time_masks")]
+    names = ("warp", "freq_masks", "time_masks", "masking_db")
+    distortions = [sample[name].double() if name in sample else None for name in names]
     log_probs, lengths = model(sample["audio"].double(), sample["num_samples"], *distortions)
     assert lengths.tolist() == [log_probs.shape[1]]
     return F.ctc_loss(log_probs[0], sample["targets"][0], lengths, sample["target_length"], reduction="sum")

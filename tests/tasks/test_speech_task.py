@@ -434,6 +434,7 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
         ("--subsampling 8", "--subsampling 8: must be 1, 2 or 4"),
         ("--model lmu --width 9", "--width 9: --model lmu has no use for it; leave it out"),
         ("--model lmu --streaming", "error: --streaming: --model lmu has no use for it; leave it out"),
+        ("--streaming --masking-db 20", "--masking-db 20: needs the power of a whole utterance; leave out --streaming"),
         ("--hidden-size 8", "--hidden-size 8: --model plmu has no use for it; leave it out"),
         ("--val-speakers anna", "--val-speakers anna: does nothing without --split speaker"),
         ("--num-strings 9", "--num-strings 9: does nothing without --strings"),

@@ -111,6 +111,10 @@ class SpeechFlags(FlagGroup):
     )
     num_mels: int | None = flag(None, "channels of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1)
     hop_ms: float = flag(10.0, "from one frame of the spectrogram to the next", metavar="MS", above=0, at_most=25)
+    masking_db: float = flag(
+        40.0, "white noise that is added to all sound, in decibels below it: of what is weaker, such as the noise of a "
+        "room, nothing is heard; 20 helps with speakers and rooms never heard", metavar="DB", at_least=0,
+    )  # fmt: skip
     model: Literal["plmu", "lmu"] = flag(
         "plmu", "plmu: parallel LMU, trained without a loop over time; lmu: recurrent LMU with attention, as the "
         "recogniser of 7.16 million parameters has it",
@@ -153,6 +157,10 @@ class SpeechFlags(FlagGroup):
             found.append(f"--num-heads {self.num_heads}: must divide --hidden-size {self.hidden_size}")
         if self.subsampling not in (1, 2, 4):
             found.append(f"--subsampling {self.subsampling}: must be 1, 2 or 4")
+        if self.streaming and self.masking_db != SpeechFlags.masking_db:
+            found.append(
+                f"--masking-db {self.masking_db:g}: needs the power of a whole utterance; leave out --streaming"
+            )
         found += unused_flags(self, "model", _OF_MODEL)
         for name, (needed, what) in _NEEDS.items():
             value = getattr(self, name)
@@ -189,7 +197,7 @@ class SpeechObjective(Objective):
 
     def recognise(self, batch: Batch) -> Recognised:
         """Distorted as the batch says, in training."""
-        distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks"))
+        distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
         found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
         return found
 
@@ -364,6 +372,7 @@ class SpeechTask(Task):
                 num_mels,
                 hop_s=config.hop_ms / 1000,
                 normalise="running" if config.streaming else "utterance",
+                masking_db=config.masking_db,
             )
         except ValueError as error:
             raise BadInput(f"--num-mels {num_mels}, --hop-ms {config.hop_ms:g}: {error}") from None

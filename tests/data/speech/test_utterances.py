@@ -156,5 +156,5 @@ def test_samples_depend_on_seed_epoch_and_index_not_on_the_batch(corpus, alphabe
 
 def test_augmentation_reaches_the_batch(corpus, alphabet) -> None:
     batch = strings(corpus, alphabet, augmenter()).__getitems__(keys(0, 1))
-    assert {"warp", "freq_masks", "time_masks"} < batch.keys()
+    assert {"warp", "freq_masks", "time_masks", "masking_db"} < batch.keys()
     assert batch["warp"].shape == (2,) and batch["freq_masks"].shape == batch["time_masks"].shape == (2, 2, 2)

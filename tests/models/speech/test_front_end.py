@@ -208,3 +208,39 @@ def test_autocast_does_not_lower_the_precision() -> None:
 def test_impossible_settings_are_refused(settings) -> None:
     with pytest.raises(ValueError):
         LogMel(**{"sample_rate": RATE, "num_mels": 40, **settings})
+
+
+# --- masking -----------------------------------------------------------------------------------------------------
+
+
+def test_masking_is_white_noise_of_known_power():
+    """Of the power that the noise has in a long recording of both."""
+    rng = torch.Generator().manual_seed(0)
+    audio = 0.3 * torch.sin(torch.arange(80000) * 0.2)[None].double() + 0.01 * torch.randn(1, 80000, generator=rng)
+    num_samples, noise_db = torch.tensor([80000]), 10.0
+    noise = (
+        torch.randn(1, 80000, generator=rng, dtype=torch.float64)
+        * audio.square().mean().sqrt()
+        * 10 ** (-noise_db / 20)
+    )
+    front_end = LogMel(8000, 40, masking_db=noise_db).double()
+    masking = front_end.masking_noise(audio, num_samples, None)
+    expected = front_end.log_mel(audio + noise).exp().mean(1)
+    torch.testing.assert_close(front_end.log_mel(audio, noise=masking).exp().mean(1), expected, rtol=0.1, atol=0)
+    other = LogMel(8000, 40, masking_db=4.0).double()
+    features, _ = front_end(audio, num_samples)
+    torch.testing.assert_close(other(audio, num_samples, masking_db=torch.tensor([6.0]))[0], features)
+
+
+def test_masked_noise_of_a_room_says_nothing():
+    rng = torch.Generator().manual_seed(0)
+    time = torch.arange(16000)
+    speech = torch.where((time // 2000) % 2 == 0, torch.sin(time * 0.3), torch.zeros(16000))[None]
+    room = speech + 0.003 * torch.randn(1, 16000, generator=rng)  # 47 dB below
+    num_samples = torch.tensor([16000])
+    change = {}
+    for masking_db in (20.0, 80.0):
+        front_end = LogMel(8000, 40, masking_db=masking_db)
+        quiet, noisy = (front_end(audio, num_samples)[0] for audio in (speech, room))
+        change[masking_db] = float((quiet - noisy).abs().max())
+    assert change[20.0] < 0.1 < 1 < change[80.0]
