@@ -136,7 +136,9 @@ def test_tuning_on_two_devices_is_that_on_one(capsys):
 
 
 @pytest.mark.slow
-def test_scikit_learn_agrees():
+def test_scikit_learn_agrees(monkeypatch):
+    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # as scikit-learn sets them for good
+        monkeypatch.setenv(name, "TRUE")
     checks = pytest.importorskip("sklearn.utils.estimator_checks")
     results = checks.check_estimator(TabularClassifier(num_estimators=1), on_fail=None)
     failed = {result["check_name"]: result["exception"] for result in results if result["status"] == "failed"}

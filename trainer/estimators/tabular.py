@@ -2,6 +2,7 @@
 
 import importlib
 import numbers
+import sys
 import tempfile
 import warnings
 from inspect import signature
@@ -281,11 +282,8 @@ class TabularClassifier:
 
 
 def _of_sklearn(name: str, otherwise: type[Any]) -> type[Any]:
-    """An exception or warning that scikit-learn's tools look for, where it is installed."""
-    try:
-        found: type[Any] = getattr(importlib.import_module("sklearn.exceptions"), name)
-    except ImportError:
-        return otherwise
+    """An exception or warning that scikit-learn's tools look for, where they are at work."""
+    found: type[Any] = getattr(sys.modules.get("sklearn.exceptions"), name, otherwise)
     return found
 
 
