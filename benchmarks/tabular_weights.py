@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.checkpoint.weights import load_best_weights
 
-KEPT = ("model", "task", "config", "data_facts", "step", "train_seconds", "environment")
+KEPT = ("model", "task", "config", "data_facts", "step", "train_seconds")
+PLACES = ("--save-dir", "--cache-dir", "--logger", "--resume-from", "--init-from", "--init-from-partial")
+"""Flags that say where files lay, which is nobody's business."""
 
 
 def main() -> None:
@@ -23,9 +25,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     args = parser.parse_args()
     state = load_best_weights(args.run, print)
-    # Which machine it ran on, and where its files lay, is nobody's business.
-    places = {"--save-dir", "--cache-dir", "--logger"}
-    config = {name: value for name, value in state["config"].items() if name not in places}
+    config = {name: value for name, value in state["config"].items() if name not in PLACES}
     torch.save({name: state[name] for name in KEPT} | {"config": config}, args.file)
     print(f"{args.file}: {args.file.stat().st_size / 2**20:.2f} MiB, after {state['train_seconds'] / 60:.1f} minutes")
 
