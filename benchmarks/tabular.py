@@ -13,7 +13,6 @@ tabular, or those of checkpoints. The last line is one JSON object.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,9 +38,8 @@ from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.table import Column
 from models.tabular.predictor import TabularModel, predict
-from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.weights import TrainedRun
-from trainer.commands.trained import recorded_task, trained_objective
+from trainer.checkpoint.weights import find_weights
+from trainer.commands.trained import model_of
 from trainer.tasks.tabular import SHIPPED, TabularTask
 
 SEEDS = (0, 1, 2)
@@ -201,12 +199,7 @@ def in_context(model: TabularModel, num_estimators: int) -> Method:
 
 def network(path: Path) -> TabularModel:
     """Of a checkpoint of --task tabular."""
-    run = TrainedRun(f"the weights in {path}", read_checkpoint(path, str(path), only_weights=True), path.parent)
-    task = recorded_task(run, TabularTask, Path(tempfile.gettempdir()))
-    objective = trained_objective(
-        task, run.state["model"], torch.device("cpu"), torch.float32, run.label, "take others"
-    )
-    return cast(TabularModel, objective.model.eval())
+    return cast(TabularModel, model_of(find_weights(path.parent, {"--weights": path}, print), TabularTask))
 
 
 # --- results -----------------------------------------------------------------------------------------------------

@@ -63,13 +63,20 @@ def unused_flags(group: FlagGroup, choice: str, used_by: Mapping[str, Iterable[s
     other has not.
     """
     chosen = getattr(group, choice)
-    found = []
-    for name in sorted({name for names in used_by.values() for name in names} - set(used_by[chosen])):
-        value = getattr(group, name)
-        if value != getattr(type(group), name):
-            given = flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
-            found.append(f"{given}: {flag_name(choice)} {chosen} has no use for it; leave it out")
-    return found
+    others = sorted({name for names in used_by.values() for name in names} - set(used_by[chosen]))
+    return [
+        f"{given}: {flag_name(choice)} {chosen} has no use for it; leave it out" for given in given_flags(group, others)
+    ]
+
+
+def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
+    """Those of the fields that have another value than their default, as on a command line."""
+    values = {name: getattr(group, name) for name in fields}
+    return [
+        flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
+        for name, value in values.items()
+        if value != getattr(type(group), name)
+    ]
 
 
 class Option:

@@ -37,17 +37,9 @@ class SpeechRecogniser(nn.Module):
         self.encoder = encoder
         self.head = nn.Linear(encoder.out_features, num_symbols)
 
-    def forward(
-        self,
-        audio: Tensor,
-        num_samples: Tensor,
-        warp: Tensor | None = None,
-        freq_masks: Tensor | None = None,
-        time_masks: Tensor | None = None,
-        masking_db: Tensor | None = None,
-    ) -> Recognised:
-        """The arguments are those of `LogMel.forward`; the last four distort training utterances."""
-        features, lengths = self.front_end(audio, num_samples, warp, freq_masks, time_masks, masking_db)
+    def forward(self, audio: Tensor, num_samples: Tensor, *distortions: Tensor | None) -> Recognised:
+        """The arguments are those of `LogMel.forward`; distortions are what comes behind the first two, in training."""
+        features, lengths = self.front_end(audio, num_samples, *distortions)
         states, lengths = self.encoder(features, lengths)
         return Recognised(self._log_probs(states), lengths)
 

@@ -1,5 +1,6 @@
 """Low-rank adapters of linear layers (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022)."""
 
+import copy
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -62,6 +63,15 @@ def add_adapters(
     for name in chosen:
         model.set_submodule(name, LoRALinear(layers[name], rank, alpha, dropout))
     return chosen
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """A plain copy of an adapted model; a model without adapters itself."""
+    if not any(isinstance(module, LoRALinear) for module in model.modules()):
+        return model
+    plain = copy.deepcopy(model)
+    merge_adapters(plain)
+    return plain
 
 
 def merge_adapters(model: nn.Module) -> None:

@@ -4,7 +4,6 @@ Its architecture is that of nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a s
 2025), with norms before instead of after each layer and the feature grouping of TabICL v2 (Qu et al., 2026).
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from models.tabular.attention import Attention, attend
-from models.tabular.normalise import normalise, rows_within
+from models.tabular.normalise import normalise
+from models.tabular.padding import of_present_classes, rows_within
 
 
 class Layout(NamedTuple):
@@ -98,11 +98,7 @@ class NanoTabular(nn.Module):
         for block in self.blocks:
             cells = block(cells, layout)
         decided = self.last_block.query_labels(cells, layout)
-        logits = self.decode(decided.view(*queries.shape[:2], -1))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if num_classes is None:
-            return logits
-        return logits.masked_fill(~rows_within(num_classes, self.max_classes).unsqueeze(1), -math.inf)
+        return of_present_classes(self.decode(decided.view(*queries.shape[:2], -1)), num_classes)
 
     def embed(
         self, context: Tensor, labels: Tensor, queries: Tensor, num_context: Tensor | None, num_features: Tensor | None

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from models.tabular.padding import rows_within
+
 _KNEE = 3.0
 """Standard deviations below which asinh is nearly the identity; beyond, it is a logarithm."""
 _FARTHEST = 1e6
@@ -31,8 +33,3 @@ def normalise(context: Tensor, queries: Tensor, num_context: Tensor | None = Non
     nothing = missing | (std <= 8 * torch.finfo(context.dtype).eps)
     z = ((rows / largest - mean) / std).clamp(-_FARTHEST, _FARTHEST)
     return (_KNEE * torch.asinh(z / _KNEE)).masked_fill(nothing, 0), missing
-
-
-def rows_within(num_rows: Tensor, size: int) -> Tensor:
-    """(B,) -> (B, size) bool, True at the first num_rows[b]."""
-    return torch.arange(size, device=num_rows.device) < num_rows.unsqueeze(1)

@@ -4,14 +4,13 @@ Its first version: columns are embedded by induced set attention (Lee et al., IC
 their cells with rotary positions (Su et al., 2021), and an in-context transformer over the rows predicts.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.tabular.attention import Attention, attend
-from models.tabular.normalise import normalise, rows_within
+from models.tabular.normalise import normalise
+from models.tabular.padding import of_present_classes, rows_within
 
 _ROTARY_BASE = 1e5
 
@@ -67,11 +66,7 @@ class TabICL(nn.Module):
         max_classes are real, from the first on; None: all.
         """
         values, _ = normalise(context, queries, num_context)
-        logits = self.of_normalised(values, labels, num_context, num_features)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if num_classes is None:
-            return logits
-        return logits.masked_fill(~rows_within(num_classes, self.max_classes).unsqueeze(1), -math.inf)
+        return of_present_classes(self.of_normalised(values, labels, num_context, num_features), num_classes)
 
     def of_normalised(
         self, values: Tensor, labels: Tensor, num_context: Tensor | None, num_features: Tensor | None

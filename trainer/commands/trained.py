@@ -83,9 +83,13 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises BadInput.
     """
     run = find_weights(folder, {}, partial(print, file=sys.stderr))
+    return model_of(run, task_type or recorded_class(run, run.state["task"], "give the class, as task="))
+
+
+def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
+    """The model of a run with its weights, in eval mode on the CPU. task_type: its class. Raises BadInput."""
     config = run.state["config"]
-    task_type = task_type or recorded_class(run, run.state["task"], "give the class, as task=")
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)
     hint = "the task's code has changed since, or another class was given"
-    return trained_objective(task, run.state["model"], CPU, dtype, str(folder), hint).model.eval()
+    return trained_objective(task, run.state["model"], CPU, dtype, str(run.folder), hint).model.eval()

@@ -22,8 +22,7 @@ from models.tabular.predictor import TabularModel, predict
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.weights import TrainedRun, find_weights
-from trainer.commands.flags import DEFAULT_CACHE
-from trainer.commands.trained import recorded_task, trained_objective
+from trainer.commands.trained import model_of
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import pick_device
 from trainer.tasks.tabular import SHIPPED, TabularTask
@@ -209,9 +208,7 @@ class TabularClassifier:
 
     def _untuned(self) -> TrainedRun:
         path = SHIPPED if self.weights is None else Path(self.weights)
-        return TrainedRun(
-            f"the weights in {path}", read_checkpoint(path, f"weights {path}", only_weights=True), path.parent
-        )
+        return find_weights(path.parent, {"weights": path}, print)
 
     def _tuned(self, table: Table, labels: np.ndarray) -> TrainedRun:
         """By `trainer.fit`, in a folder that is gone afterwards."""
@@ -257,11 +254,9 @@ class TabularClassifier:
 
     def _use(self, run: TrainedRun) -> None:
         """Builds the network, with adapters merged into its weights, on the device."""
-        device = pick_device(self.device)
-        task = recorded_task(run, TabularTask, DEFAULT_CACHE)
-        objective = trained_objective(task, run.state["model"], device, torch.float32, run.label, "take others")
-        merge_adapters(objective.model)
-        self._run, self._model = run, objective.model.eval()
+        model = model_of(run, TabularTask)
+        merge_adapters(model)
+        self._run, self._model = run, model.to(pick_device(self.device), torch.float32)
 
     def _require_fitted(self) -> None:
         if not hasattr(self, "classes_"):

@@ -25,7 +25,7 @@ from models.speech.ctc import ctc_loss
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import Recognised, SpeechRecogniser
-from trainer.config import FlagGroup, flag, flag_name, shown, unused_flags
+from trainer.config import FlagGroup, flag, flag_name, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
@@ -163,11 +163,9 @@ class SpeechFlags(FlagGroup):
             )
         found += unused_flags(self, "model", _OF_MODEL)
         for name, (needed, what) in _NEEDS.items():
-            value = getattr(self, name)
-            if value != getattr(SpeechFlags, name) and getattr(self, needed) == getattr(SpeechFlags, needed):
-                found.append(
-                    f"{flag_name(name)} {shown(value)}: does nothing without {what}; add it, or leave this out"
-                )
+            if not given_flags(self, [needed]):
+                unused = given_flags(self, [name])
+                found += [f"{given}: does nothing without {what}; add it, or leave this out" for given in unused]
         return sorted(found)
 
     def usual(self, name: str) -> Any:

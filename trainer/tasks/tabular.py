@@ -1,7 +1,7 @@
 """Tables: the classes of new rows, by a network that learned on synthetic tables how to learn from rows."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from models.tabular.lora import add_adapters
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
-from trainer.config import FlagGroup, flag, flag_name, unused_flags
+from trainer.config import FlagGroup, flag, flag_name, given_flags, unused_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -128,7 +128,8 @@ class TabularFlags(FlagGroup):
         if self.data_dir is None:
             found += self._unused(_OF_A_TABLE, "--data-dir")
         else:
-            found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in self._changed(_OF_PRIOR)]
+            given = given_flags(self, _OF_PRIOR)
+            found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
         if self.tune == "none":
             found += self._unused(_OF_TUNING, "--tune")
         if self.test_share == 0 and self.tune == "none":
@@ -140,13 +141,7 @@ class TabularFlags(FlagGroup):
         return found + unused_flags(self, "model", _OF_MODEL)
 
     def _unused(self, fields: Sequence[str], needed: str) -> list[str]:
-        return [f"{shown}: does nothing without {needed}" for shown in self._changed(fields)]
-
-    def _changed(self, fields: Sequence[str]) -> Iterator[str]:
-        for name in fields:
-            value = getattr(self, name)
-            if value != getattr(TabularFlags, name):
-                yield f"{flag_name(name)} {' '.join(value) if isinstance(value, tuple) else value}"
+        return [f"{given}: does nothing without {needed}" for given in given_flags(self, fields)]
 
     @property
     def prior(self) -> PriorSettings:
@@ -177,8 +172,10 @@ class TabularTask(Task):
         "eval_start": True,
     }
     headline = ("loss", "auc", "accuracy")
-    _of_new_rows: Sequence[str] = ()
     predict_flags = ("data_dir", "label", "drop", "num_estimators", "max_context")
+
+    _of_new_rows: Sequence[str] = ()
+    """What `new_data` has to say."""
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
@@ -244,9 +241,14 @@ class TabularTask(Task):
         return self._fitted(self._rows["train"])
 
     @cached_property
+    def _encoded_rows(self) -> dict[str, Known]:
+        return {name: self._encoded(rows) for name, rows in self._rows.items()}
+
+    @cached_property
     def _known(self) -> Known:
         """What predictions are made from: the rows that are learned from, then those that choose the epoch."""
-        return self._encoded(np.concatenate([self._rows["train"], self._rows["val"]]))
+        train, val = self._encoded_rows["train"], self._encoded_rows["val"]
+        return Known(*map(np.concatenate, zip(train, val, strict=True)))
 
     def _fitted(self, rows: np.ndarray) -> Encoding:
         return Encoding.fit(self._table.features.take(rows), self._table.labels)
@@ -256,7 +258,7 @@ class TabularTask(Task):
 
     def _parts_of_the_table(self) -> Mapping[str, KeyedDataset]:
         config: TabularFlags = self.config
-        parts = {name: self._encoded(rows) for name, rows in self._rows.items()}
+        parts = self._encoded_rows
         num_train, num_val = len(parts["train"].labels), len(parts["val"].labels)
         val, test = Rows(*parts["val"], num_train), Rows(*parts["test"], num_train + num_val)
         if config.tune == "none":
@@ -277,12 +279,12 @@ class TabularTask(Task):
     def describe_data(self) -> Mapping[str, Any]:
         if self.config.data_dir is None:
             return {}
-        known = hashlib.sha256(b"".join(np.ascontiguousarray(values).tobytes() for values in self._known))
-        return {
-            "classes": list(self._table.labels.classes),
-            "columns": list(self._table.features.names),
-            "rows": known.hexdigest(),
-        }
+        rows = hashlib.sha256(b"".join(values.tobytes() for values in self._known))
+        return {**self._classes_and_columns, "rows": rows.hexdigest()}
+
+    @property
+    def _classes_and_columns(self) -> dict[str, Any]:
+        return {"classes": list(self._table.labels.classes), "columns": list(self._table.features.names)}
 
     def remarks(self) -> Sequence[str]:
         """On columns and rows of a table, and of one that is to be predicted."""
@@ -380,8 +382,8 @@ class TabularTask(Task):
                 f"--predict {path}: add --data-dir and --label: the table with known classes that new rows are to be "
                 "compared with"
             )
-        facts = {name: value for name, value in (self.data_facts or {}).items() if name != "rows"}
-        if facts and facts != {name: self.describe_data()[name] for name in facts}:
+        facts = self._classes_and_columns
+        if self.data_facts and any(self.data_facts[name] != value for name, value in facts.items()):
             raise BadInput(
                 f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
                 "tuned on; give that table, or another --save-dir"

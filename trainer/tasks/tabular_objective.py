@@ -1,6 +1,5 @@
 """What a model of tables is trained and scored by: synthetic problems, or the rows of a user's table."""
 
-import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.tabular.area import area_under_curve
-from models.tabular.lora import merge_adapters
+from models.tabular.lora import merged
 from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
@@ -32,10 +31,8 @@ class TabularObjective(Objective):
         self._merged: list[nn.Module] = []  # a list, so that what is in it is no part of this module
 
     def start_evaluation(self) -> None:
-        """Merges adapters, in a copy."""
-        merged = copy.deepcopy(self.model)
-        merge_adapters(merged)
-        self._merged = [merged]
+        """Merges adapters once for all batches."""
+        self._merged = [merged(self.model)]
 
     def probabilities(self, batch: Batch) -> Tensor:
         """Of the classes of a user's rows, (B, C), after `start_evaluation`."""
@@ -50,26 +47,18 @@ class TabularObjective(Objective):
         parts = [self._score_problems(part) for part in _parts(batch, _PROBLEMS_AT_ONCE)]
         return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
 
-    def logits(self, batch: Batch) -> Tensor:
+    def _learn(self, batch: Batch) -> dict[str, Tensor]:
+        return _fit_of(self._logits(batch), batch["targets"])
+
+    def _score_problems(self, batch: Batch) -> dict[str, Tensor]:
+        logits, targets = self._logits(batch), batch["targets"]
+        areas = area_under_curve(logits.softmax(2), targets)
+        return _fit_of(logits, targets) | {"area": areas.nansum(), "tables": areas.isfinite().sum()}
+
+    def _logits(self, batch: Batch) -> Tensor:
         counts = (batch.get(name) for name in ("num_context", "num_features", "num_classes"))
         found: Tensor = self.model(batch["context"], batch["labels"], batch["queries"], *counts)
         return found
-
-    def _learn(self, batch: Batch) -> dict[str, Tensor]:
-        logits, targets = self.logits(batch), batch["targets"]
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-        return {"loss": loss, "correct": (logits.argmax(2) == targets).sum()}
-
-    def _score_problems(self, batch: Batch) -> dict[str, Tensor]:
-        logits, targets = self.logits(batch), batch["targets"]
-        areas = area_under_curve(logits.softmax(2), targets)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-        return {
-            "loss": loss,
-            "correct": (logits.argmax(2) == targets).sum(),
-            "area": areas.nansum(),
-            "tables": areas.isfinite().sum(),
-        }
 
     def _score_rows(self, batch: Batch) -> Outputs:
         probabilities = self.probabilities(batch)
@@ -79,6 +68,12 @@ class TabularObjective(Objective):
             "probabilities": PerSample(probabilities.round(decimals=_DECIMALS)),
             "label": PerSample(batch["label"]),
         }
+
+
+def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Sums over the queries that count. logits: (B, Q, C). targets: (B, Q), -1 for those that do not."""
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    return {"loss": loss, "correct": (logits.argmax(2) == targets).sum()}
 
 
 def _parts(batch: Batch, size: int) -> Iterator[Batch]:
