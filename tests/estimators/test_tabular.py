@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.one_thread import on_one_thread
 from trainer.estimators.tabular import TabularClassifier
 from trainer.loading.errors import BadInput
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Tensors this small only wait for a second thread."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with on_one_thread():
+        yield
 
 
 def moons(num_rows, seed):

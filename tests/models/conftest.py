@@ -1,13 +1,11 @@
 """Fixtures for the tests of models/."""
 
 import pytest
-import torch
+
+from tests.helpers.one_thread import on_one_thread
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors this small only wait for a second thread."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with on_one_thread():
+        yield

@@ -1,6 +1,8 @@
 import pytest
 
 from tests.helpers.small_seqrec import SMALL, write_interactions
+from trainer.commands.build import build_task
+from trainer.commands.parse import parse
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +17,15 @@ def argv(data_file, cache_dir):
         "--task", "seqrec", "--data-dir", str(data_file), "--k-core", "0", "--cache-dir", str(cache_dir), *SMALL,
         "--epochs", "1", "--batch-size", "16", "--num-threads", "1",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def make_task(cache_dir):
+    """The task of a command line, with its data."""
+
+    def make(*argv):
+        flags, problems = parse([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
+        assert problems == []
+        return build_task(flags)
+
+    return make

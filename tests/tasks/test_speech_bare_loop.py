@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from tests.conftest import load
 from tests.helpers.small_speech import SMALL, SMALL_LMU, write_digits, write_sentences
-from trainer.commands.build import build_task
-from trainer.commands.parse import parse
+from tests.helpers.weights import difference
 from trainer.loading.order import SampleKeys
 
 EPOCHS, BATCH_SIZE, LR, DECAY, MAX_NORM = 3, 10, 0.01, 0.1, 8.0
@@ -65,32 +64,25 @@ def ctc(model, sample):
     return F.ctc_loss(log_probs[0], sample["targets"][0], lengths, sample["target_length"], reduction="sum")
 
 
-def difference(found, expected):
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
-
-
-def run_and_task(case, run_here, cache_dir, directory):
+def run_and_task(case, run_here, make_task, directory):
     """The weights that a run comes to, and its task."""
     write, more = CASES[case]
     argv = [*FLAGS, *more, "--data-dir", write(directory / "data")]
     run_here(*argv, "--batch-size", 4, "--save-dir", directory / "run")
-    flags, problems = parse([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
-    assert problems == []
-    return load(directory / "run" / "final.pth")["model"], build_task(flags)
+    return load(directory / "run" / "final.pth")["model"], make_task(*argv)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_learns_what_a_bare_loop_learns(case, run_here, cache_dir, tmp_path):
-    found, task = run_and_task(case, run_here, cache_dir, tmp_path)
+def test_a_run_learns_what_a_bare_loop_learns(case, run_here, make_task, tmp_path):
+    found, task = run_and_task(case, run_here, make_task, tmp_path)
     expected, losses = bare_loop(task)
     # A softmax is blind to the bias of its keys: what Adam makes of that gradient is rounding.
     assert difference(found, expected) < (1e-9 if case == "lmu" else 1e-12)
     assert losses[-1] < losses[0]
 
 
-def test_ctc_is_not_divided_by_the_length_of_a_transcript(run_here, cache_dir, tmp_path):
+def test_ctc_is_not_divided_by_the_length_of_a_transcript(run_here, make_task, tmp_path):
     """The negative control: the mean that torch takes by default, which does not add up over devices."""
-    found, task = run_and_task("streaming", run_here, cache_dir, tmp_path)
+    found, task = run_and_task("streaming", run_here, make_task, tmp_path)
     wrong, _ = bare_loop(task, divide=lambda sample: int(sample["target_length"][0]))
     assert difference(found, wrong) > 1e-3

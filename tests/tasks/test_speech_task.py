@@ -22,8 +22,6 @@ from tests.helpers.small_speech import (
     write_sentences,
     write_wav,
 )
-from trainer.commands.build import build_task
-from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
 
@@ -41,17 +39,6 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory):
     return write_sentences(tmp_path_factory.mktemp("speech") / "sentences")
-
-
-@pytest.fixture
-def make_task(cache_dir):
-    def make(*argv):
-        argv = map(str, ["--task", "speech", *argv, "--cache-dir", cache_dir / "lockstep"])
-        flags, problems = parse([*argv], several_devices=False)
-        assert problems == []
-        return build_task(flags)
-
-    return make
 
 
 def weights(directory):
@@ -150,7 +137,7 @@ def test_goes_on_to_the_bit(more, digits, run_here, tmp_path):
 
 
 def test_the_longest_strings_of_an_epoch_are_rehearsed(digits, make_task):
-    task = make_task("--data-dir", digits, *STRINGS)
+    task = make_task("--task", "speech", "--data-dir", digits, *STRINGS)
     dataset = task.splits()["train"]
     for epoch in (0, 5):
         lengths = dataset.lengths(epoch)
@@ -197,7 +184,7 @@ def test_error_rates_are_those_of_the_transcripts_that_it_writes(sentences, run_
     run_here(*argv, "--save-dir", tmp_path / "run")
     out, _ = run_here("--predict", sentences, "--save-dir", tmp_path / "run", "--dtype", "float64")
     written = {row["file"]: row["text"] for row in csv.DictReader(out.splitlines())}
-    test = make_task("--data-dir", sentences, "--test-share", 0.4).splits()["test"]
+    test = make_task("--task", "speech", "--data-dir", sentences, "--test-share", 0.4).splits()["test"]
     index = np.arange(len(test))
     said, heard = test.transcripts(index), [" ".join(written[name].split()) for name in names_of(test, index)]
     words = [edits(one.split(), other.split()) for one, other in zip(said, heard, strict=True)]
@@ -305,7 +292,7 @@ def test_a_run_is_recognised_with_its_own_model(spoken, refused, tmp_path):
 
 
 def test_what_comes_in_chunks_is_what_comes_as_a_whole(digits, make_task):
-    task = make_task(*SMALL, "--streaming", "--data-dir", digits, "--subsampling", 4)
+    task = make_task("--task", "speech", *SMALL, "--streaming", "--data-dir", digits, "--subsampling", 4)
     torch.manual_seed(0)
     objective = task.build_objective().double().eval()
     task.initialise(objective)
@@ -330,12 +317,12 @@ def speakers_of(names):
 
 
 def test_folds_hold_each_speaker_out_once(digits, make_task):
-    task = make_task("--data-dir", digits)
+    task = make_task("--task", "speech", "--data-dir", digits)
     held_out = []
     for flags in task.fold_flags(len(SPEAKERS)):
         parts = {
             name: speakers_of(names_of(dataset, np.arange(len(dataset))))
-            for name, dataset in make_task("--data-dir", digits, *flags).splits().items()
+            for name, dataset in make_task("--task", "speech", "--data-dir", digits, *flags).splits().items()
         }
         assert parts["test"] == parts["val"] and not parts["train"] & parts["val"]
         assert parts["train"] | parts["val"] == set(SPEAKERS)
@@ -350,7 +337,7 @@ def test_folds_are_trained(digits, command, tmp_path):
 
 
 def test_a_recording_is_in_the_strings_of_one_split(digits, make_task):
-    task = make_task("--data-dir", digits, *STRINGS)
+    task = make_task("--task", "speech", "--data-dir", digits, *STRINGS)
     used = {"train": set(), "val": set(), "test": set()}
     for name, dataset in task.splits().items():
         for epoch in range(4 if name == "train" else 1):
@@ -362,7 +349,7 @@ def test_a_recording_is_in_the_strings_of_one_split(digits, make_task):
 
 
 def test_strings_grow_and_differ_between_epochs(digits, make_task):
-    task = make_task("--data-dir", digits, *STRINGS)
+    task = make_task("--task", "speech", "--data-dir", digits, *STRINGS)
     index = np.arange(40)
     said = [task.splits()["train"].transcripts(index, epoch) for epoch in range(5)]
     words = [[len(text.split()) for text in texts] for texts in said]
@@ -371,7 +358,9 @@ def test_strings_grow_and_differ_between_epochs(digits, make_task):
 
 
 def test_strings_that_are_scored_do_not_depend_on_the_seed(digits, make_task):
-    one, other = (make_task("--data-dir", digits, *STRINGS, "--seed", seed).splits() for seed in (0, 1))
+    one, other = (
+        make_task("--task", "speech", "--data-dir", digits, *STRINGS, "--seed", seed).splits() for seed in (0, 1)
+    )
     index = np.arange(40)
     for name in ("val", "test"):
         assert names_of(one[name], index) == names_of(other[name], index)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from tests.conftest import load
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
-from trainer.commands.build import build_task
-from trainer.commands.parse import parse
+from tests.helpers.weights import difference
 from trainer.loading.order import EpochOrder, SampleKeys
 
 EPOCHS, BATCH_SIZE, LR, DECAY, MAX_NORM = 3, 10, 0.01, 0.1, 0.5
@@ -48,19 +47,12 @@ def cross_entropy(model, table):
     return F.cross_entropy(logits[0, :, : int(table["num_classes"])], table["targets"][0], reduction="sum")
 
 
-def difference(found, expected):
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
-
-
 @pytest.fixture
-def run_and_task(run_here, cache_dir, tmp_path):
+def run_and_task(run_here, make_task, tmp_path):
     """The weights that a run comes to, and its task."""
     argv = [*FLAGS, *SMALL_PRIOR]
     run_here(*argv, "--batch-size", 4, "--save-dir", tmp_path / "run")
-    flags, problems = parse([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
-    assert problems == []
-    return load(tmp_path / "run" / "final.pth")["model"], build_task(flags)
+    return load(tmp_path / "run" / "final.pth")["model"], make_task(*argv)
 
 
 def test_a_run_learns_what_a_bare_loop_learns(run_and_task):
@@ -75,16 +67,14 @@ def test_a_table_counts_by_its_queries(run_and_task):
     assert difference(found, wrong) > 1e-3
 
 
-def test_tuning_learns_what_a_bare_loop_learns(run_here, cache_dir, tmp_path):
+def test_tuning_learns_what_a_bare_loop_learns(run_here, make_task, tmp_path):
     table = write_table(tmp_path / "table.csv")
     argv = [*FLAGS[: FLAGS.index("--epochs")], "--epochs", 2, "--data-dir", table, "--label", "kind", "--tune", "base"]
     argv += ["--num-episodes", 5, "--lr", LR, "--weight-decay", 0, "--max-grad-norm", 0, "--schedule", "constant"]
     argv += ["--global-batch-size", 2, "--num-estimators", 1, "--warmup-steps", 0]
     run_here(*argv, "--batch-size", 1, "--save-dir", tmp_path / "run")
     entries = load(tmp_path / "run" / "final.pth")["model"]
-    flags, problems = parse([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
-    assert problems == []
-    task = build_task(flags)
+    task = make_task(*argv)
     objective = task.build_objective().double()
     objective.model.load_state_dict(torch.load(task.shipped_weights(), weights_only=True)["model"])
     (scale,) = {group["lr_scale"] for group in task.param_groups(objective, "train")}

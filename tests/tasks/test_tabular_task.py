@@ -10,24 +10,11 @@ import torch
 from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
-from trainer.commands.build import build_task
-from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
 
 TASK = ["--task", "tabular", "--num-threads", 1]
 PRIOR = [*TASK, "--dtype", "float64", "--epochs", 2, *SMALL_PRIOR, *SMALL_MODEL, "--global-batch-size", 16]
-
-
-@pytest.fixture
-def make_task(cache_dir):
-    def make(*argv):
-        argv = map(str, ["--task", "tabular", *argv, "--cache-dir", cache_dir / "lockstep"])
-        flags, problems = parse([*argv], several_devices=False)
-        assert problems == []
-        return build_task(flags)
-
-    return make
 
 
 def results(directory):
@@ -79,7 +66,7 @@ def test_goes_on_to_the_bit(run_here, tmp_path):
 
 
 def test_every_epoch_has_other_tables(make_task):
-    train = make_task(*SMALL_PRIOR).splits()["train"]
+    train = make_task("--task", "tabular", *SMALL_PRIOR).splits()["train"]
     first, second = (train.__getitems__(SampleKeys(np.arange(4), epoch))["labels"] for epoch in (0, 1))
     assert first.shape != second.shape or not np.array_equal(first, second)
 

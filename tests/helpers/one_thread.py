@@ -1,0 +1,14 @@
+"""Tests of tensors so small that they only wait for a second thread."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
