@@ -274,10 +274,13 @@ def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, 
     assert [split.global_batch_size for split in run.batches] == [1, 2]
 
 
-def rehearse_in_process(environment, folder):
+def rehearse_in_process(environment, folder, fails_early):
     torch.set_num_threads(1)
-    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    flags = MultiDeviceFlags(multi_gpu="ddp", dist_timeout_s=20)
+    parallel = Distributed(environment, flags, DeviceFlags(device="cpu"))
     run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
+    if environment.rank == 1 and fails_early:
+        fail_before_the_first_forward(run)
     rehearse(run)
     run.learner.nets["train"](a_batch(run, environment.rank))["loss"].backward()
     gradient = torch.cat([p.grad.flatten() for p in run.learner.objective.parameters()])
@@ -286,16 +289,26 @@ def rehearse_in_process(environment, folder):
     return 0
 
 
+def fail_before_the_first_forward(run):
+    largest_samples = run.task.largest_samples
+
+    def without_room(*args):
+        run.task.largest_samples = largest_samples
+        raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    run.task.largest_samples = without_room
+
+
 def a_batch(run, sample):
     return next(iter(run.loaders["train"]([SampleKeys(np.array([sample]), 0)])))
 
 
-@pytest.mark.slow
-def test_a_rehearsal_ends_alike_on_every_rank(tmp_path, monkeypatch):
-    """And leaves the exchange of gradients as it was."""
+@pytest.mark.parametrize("fails_early", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_rehearsal_ends_alike_on_every_rank(fails_early, tmp_path, monkeypatch):
+    """And leaves the exchange of gradients as it was. Nobody waits for a rank that finds no room before its forward."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `launch` would set them, for good
         monkeypatch.setenv(name, "lo")
-    assert launch(functools.partial(rehearse_in_process, folder=tmp_path), 2) == 0
+    assert launch(functools.partial(rehearse_in_process, folder=tmp_path, fails_early=fails_early), 2) == 0
     first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["batch_size"] == second["batch_size"] == 3
     assert torch.equal(first["gradient"], second["gradient"])

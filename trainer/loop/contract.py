@@ -110,7 +110,7 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
-    step unbroken.
+    step unbroken. All processes call it.
     """
     net = learner.enter(phase)
     with _leaving_no_trace(learner, net):
@@ -120,6 +120,7 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
             name = f"{type(learner.objective).__name__}.forward"
             raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
         (sums["loss"] * 0).backward()
+    parallel.settle(net)
 
 
 def check_single_samples(

@@ -65,6 +65,9 @@ class Parallel:
         """The module that training calls in a phase, whose parameters alone require gradients now."""
         return net
 
+    def settle(self, net: nn.Module) -> None:
+        """After the first backward of a wrapped module: what its wrapper arranges once, with the other processes."""
+
     def evaluation_module(self, net: nn.Module) -> nn.Module:
         """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
         return net

@@ -123,6 +123,10 @@ class Distributed(Parallel):
             wrapped.register_comm_hook(None, self._average_directly)
         return wrapped
 
+    def settle(self, net: nn.Module) -> None:
+        # The next forward would do it, and wait for a rank that finds no room for its batch.
+        net.reducer._rebuild_buckets()  # type: ignore[operator, union-attr]
+
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
         gradients = bucket.buffer()
