@@ -197,6 +197,13 @@ class Task(ABC):
         Not called where a checkpoint brings all of that. May raise BadInput.
         """
 
+    def check_weights(self, objective: Objective) -> None:
+        """Raises BadInput where the model's weights do not go with the data: those of a checkpoint, say.
+
+        Called on every process with the raw objective on its device, before training and before `--eval-only`, once it
+        has the weights to begin with.
+        """
+
     @abstractmethod
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Turns reduced sums (float64, CPU) into metrics. The trainer adds "weight", the number of loss terms.

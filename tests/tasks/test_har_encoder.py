@@ -106,8 +106,23 @@ def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run_here, train
     state["model"]["network.encoder.layers.0.weight"] *= 2
     state["model"]["mean"] += 1
     torch.save(state, encoder)
-    said = run_here(*argv, "--epochs", 2, status=2).err
-    assert "--encoder-path: is not the encoder that this run began with" in said
+    init = [*argv[:-1], tmp_path / "other", "--init-from", tmp_path / "run" / "best.pth"]
+    for changed in ([*argv, "--epochs", 2], [*argv, "--eval-only"], init):
+        said = run_here(*changed, status=2).err
+        assert "--encoder-path: is not the encoder that this run began with" in said
+
+
+def test_features_of_less_precision_are_taken(trained, cache_dir):
+    """As convolutions in TF32 on a GPU would compute them: the weights say whose they are, not their digits."""
+    task = frozen_task(cache_dir, trained, augmentation=False)
+    objective = task.build_objective().eval()
+    task.initialise(objective)
+    task.check_weights(objective)
+    keys = SampleKeys(np.arange(8), epoch=0)
+    batch = task.collate(task.splits()["val"].__getitems__(keys), keys)
+    expected = objective(batch)["loss"]
+    batch["features"] = batch["features"] * 1.01
+    torch.testing.assert_close(objective(batch)["loss"], expected, rtol=0.1, atol=0)
 
 
 def test_other_files_are_refused(trained, tmp_path, cache_dir):

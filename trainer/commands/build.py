@@ -137,6 +137,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
     """
     task, learner = run.task, run.learner
     check_blocks(task, learner.objective.model)
+    task.check_weights(learner.objective)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }

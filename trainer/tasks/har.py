@@ -39,7 +39,7 @@ from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.task import Objective, Picture, Sums, Task
 from trainer.tasks.confusion_matrix import draw_confusion_matrix
-from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_features
+from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_encoder
 from trainer.tasks.har_pictures import draw_windows
 
 
@@ -135,19 +135,15 @@ class HarObjective(Objective):
     def __init__(self, model: Standardised, label_smoothing: float) -> None:
         super().__init__(model)
         self.label_smoothing = label_smoothing
-        self._features_are_verified = False
 
     def member_logits(self, batch: Batch) -> Tensor:
         """(B, num_members, 6), from the signals, or from features of the frozen encoder where the batch brings them."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)
-        if "features" not in batch:
-            return network.member_logits(features_of(self.model, batch["signals"]))
-        if not self._features_are_verified:
-            refuse_other_features(self.model, batch)
-            self._features_are_verified = True
-        return network.member_logits(batch["features"])
+        return network.member_logits(
+            batch["features"] if "features" in batch else features_of(self.model, batch["signals"])
+        )
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         member_logits, label = self.member_logits(batch), batch["label"]
@@ -211,13 +207,20 @@ class HarTask(Task):
 
     @cached_property
     def _splits(self) -> Mapping[str, KeyedDataset]:
+        encoding = self._encoding
+        if encoding is None:
+            return self._windows
+        return {name: FeaturedDataset(dataset, encode(encoding, dataset)) for name, dataset in self._windows.items()}
+
+    @cached_property
+    def _encoding(self) -> Standardised | None:
+        """The model whose frozen encoder makes the features of all windows; None where they are not made beforehand."""
         config: HarFlags = self.config
         if config.augmentation or not config.freeze_encoder:
-            return self._windows
+            return None
         objective = self.build_objective()
         self.initialise(objective)
-        model = objective.eval().model
-        return {name: FeaturedDataset(dataset, encode(model, dataset)) for name, dataset in self._windows.items()}
+        return objective.eval().model
 
     @cached_property
     def _windows(self) -> Mapping[str, HarDataset]:
@@ -267,6 +270,12 @@ class HarTask(Task):
         objective.model.set_statistics(*self._windows["train"].statistics)
         if self.config.encoder_path is not None:
             load_encoder(objective.model, self.config.encoder_path)
+
+    def check_weights(self, objective: Objective) -> None:
+        """The encoder must be the one that made the features."""
+        assert isinstance(objective, HarObjective)
+        if self._encoding is not None:
+            refuse_other_encoder(objective.model, self._encoding)
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
         """`--val-subjects` with the people of each fold."""

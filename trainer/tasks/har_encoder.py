@@ -10,7 +10,6 @@ from data.har.windows import HarDataset
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from trainer.checkpoint.file import read_checkpoint
-from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
@@ -65,13 +64,18 @@ def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
     return torch.cat(parts).numpy()
 
 
-@torch.no_grad()
-def refuse_other_features(model: Standardised, batch: Batch) -> None:
-    """Raises BadInput where a checkpoint has brought another encoder than the one that the features are of."""
-    with torch.autocast(batch["signals"].device.type, enabled=False):
-        expected = features_of(model, batch["signals"])
-    if not torch.allclose(batch["features"], expected, rtol=1e-3, atol=1e-3):
+def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
+    """Raises BadInput where a checkpoint has brought another encoder than `encoding`, which made the features."""
+    own, expected = (_encoding_weights(each) for each in (model, encoding))
+    # Statistics that another machine has computed anew may differ in their last digits.
+    if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
         raise BadInput(
             "--encoder-path: is not the encoder that this run began with; give it that file again, or start over with "
             "--fresh"
         )
+
+
+def _encoding_weights(model: Standardised) -> dict[str, Tensor]:
+    """All that features depend on, float32 on the CPU."""
+    weights = {**harnet_of(model).encoder.state_dict(), "mean": model.mean, "std": model.std}
+    return {name: value.detach().to("cpu", torch.float32) for name, value in weights.items()}
