@@ -63,6 +63,8 @@ class Distributed(Parallel):
             self.local_world_size = environment.local_world_size or len(same_host)
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
             self.devices = [self.together(lambda: _rank_device(local_rank, gpus))]
+            if self.backend == "nccl":
+                self._refuse_shared_gpus()
         except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
             raise BadInput(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
@@ -93,6 +95,17 @@ class Distributed(Parallel):
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
         self._step_group = dist.new_group(backend="gloo", timeout=timeout)
         return store
+
+    def _refuse_shared_gpus(self) -> None:
+        """NCCL would do it in the middle of the first exchange, in its own words."""
+        gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
+        sharing = first_sharing_ranks([*zip(self._hosts, gpus, strict=True)])
+        if sharing:
+            raise BadInput(
+                f"--backend nccl: takes one process per GPU, and ranks {' and '.join(map(str, sharing))} have the same "
+                f"one on {self._hosts[sharing[0]]}; start fewer processes on it (--nproc, --nproc_per_node), or take "
+                "--backend gloo"
+            )
 
     def describe(self) -> str:
         num_hosts = len(set(self._hosts))
@@ -247,6 +260,12 @@ def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> 
     for work in (*sent, *received):
         work.wait(timeout)  # type: ignore[union-attr]
     values.copy_(reduce(torch.add, found))
+
+
+def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
+    """The ranks of the first GPU that is that of several. gpus: of each rank the host, and what identifies the GPU."""
+    ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
+    return next((sharing for sharing in ranks if len(sharing) > 1), [])
 
 
 def available_backends() -> list[str]:

@@ -1,0 +1,37 @@
+"""Two processes on one GPU: NCCL takes no such thing, gloo does."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from tests.conftest import TINY
+from tests.helpers import forks
+from trainer.parallel.ddp import first_sharing_ranks
+
+
+def test_ranks_that_share_a_gpu_are_found():
+    assert first_sharing_ranks([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2")]) == []
+    assert first_sharing_ranks([("a", "GPU-1"), ("b", "GPU-7"), ("b", "GPU-1"), ("b", "GPU-7")]) == [1, 3]
+
+
+def show_one_gpu():
+    """What a machine with one GPU tells; a build of torch without NCCL meets by gloo."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="GPU-1")
+    join = dist.init_process_group
+    dist.init_process_group = lambda backend, **how: join("gloo", **how)
+    return lambda: None
+
+
+def test_nccl_is_refused_before_it_begins(environment, tmp_path):
+    """By one message, of the ranks and of what to change."""
+    output = tmp_path / "out"
+    argv = ["--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
+    assert forks.run_group(argv, 2, environment, output, prepare=show_one_gpu) == [2, 2]
+    (error,) = [line for line in output.read_text().splitlines() if line.startswith("error")]
+    assert error.startswith("error: --backend nccl: takes one process per GPU, and ranks 0 and 1 have the same one on ")
+    assert error.endswith("; start fewer processes on it (--nproc, --nproc_per_node), or take --backend gloo")
+    assert not (tmp_path / "run").exists()
