@@ -91,7 +91,7 @@ class WeightedObjective(Objective):
         return {
             "loss": torch.where(counts, losses, 0.0).sum(),
             "hits": ((logits.argmax(-1) == batch["labels"]) & counts).sum(),
-            "num_samples": batch["length"].new_tensor(len(batch["length"])),
+            "num_samples": batch["length"].new_full((), len(batch["length"])),
         }
 
 

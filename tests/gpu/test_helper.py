@@ -1,0 +1,93 @@
+"""The imagined GPU notices what it is there for."""
+
+import pytest
+
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+
+@on_imagined_gpus(2)
+def test_devices_do_not_mix():
+    import torch
+
+    there, elsewhere, here = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"), torch.ones(3)
+    for other in (elsewhere, here):
+        for mix in (torch.add, torch.dot, lambda *both: torch.stack(both), lambda a, b: a[None] @ b):
+            with pytest.raises(RuntimeError, match="same device"):
+                mix(there, other)
+    assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number travels with the call
+    assert elsewhere.to("cuda:0").device == there.device
+
+
+@on_imagined_gpus(2)
+def test_a_copy_arrives_once_its_gpu_is_waited_for():
+    import torch
+
+    source, buffer = torch.arange(3.0, device="cuda:1"), torch.empty(3, pin_memory=True)
+    buffer.copy_(source, non_blocking=True)
+    source.zero_()  # what the copy is queued before
+    other, own = torch.cuda.Event(), torch.cuda.Event()
+    other.record()
+    own.record(torch.cuda.current_stream(1))
+    other.synchronize()
+    assert not GPUS.mistakes()
+    assert buffer.isnan().all()
+    (mistake,) = GPUS.mistakes()
+    assert "touched before" in mistake and "tests/gpu/test_helper.py" in mistake
+    own.synchronize()
+    assert buffer.tolist() == [0, 1, 2]
+    GPUS.forget_mistakes()
+
+
+@on_imagined_gpus()
+def test_waits_are_noted():
+    import torch
+
+    there, indices = torch.ones(3, device="cuda"), torch.tensor([1])
+    GPUS.forget_mistakes()
+    there.sum().item()
+    there.nonzero()
+    there[indices]
+    there.copy_(torch.zeros(3))
+    torch.zeros(3).to("cuda", non_blocking=True)
+    there.to("cpu", non_blocking=True)  # into page-locked memory, as torch does by itself
+    torch.zeros(3).pin_memory().to("cuda", non_blocking=True)
+    there.mul_(2).add_(torch.tensor(1.0))
+    assert [wait.what for wait in GPUS.waits] == [  # the third one sends the indices
+        "_local_scalar_dense",
+        "nonzero",
+        "copy from the host",
+        "copy from the host",
+        "copy from memory that is not page-locked",
+    ]
+    assert all(wait.place.startswith("tests/gpu/test_helper.py:") for wait in GPUS.waits)
+
+
+@on_imagined_gpus(2)
+def test_memory_is_counted_and_runs_out():
+    import torch
+
+    assert GPUS.memory_in_use(1) == 0
+    held = torch.zeros(1000, device="cuda:1")
+    assert (GPUS.memory_in_use(0), GPUS.memory_in_use(1)) == (0, 4000)
+    GPUS.limit_memory(10_000, device=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.cat([held, held])
+    assert GPUS.memory_in_use(1) == torch.cuda.memory_allocated(1) == 4000
+    assert torch.cuda.max_memory_allocated(1) <= 10_000
+    del held
+    assert GPUS.memory_in_use(1) == 0
+
+
+@on_imagined_gpus()
+def test_a_backward_runs_in_the_threads_of_the_gpus():
+    import threading
+
+    import torch
+
+    threads = []
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    doubled = weight * 2
+    doubled.register_hook(lambda gradient: threads.append(threading.get_ident()))
+    doubled.sum().backward()
+    assert weight.grad.tolist() == [2, 2, 2]
+    assert threads and threads != [threading.get_ident()]

@@ -1,0 +1,48 @@
+"""Tests of GPU branches on a machine without a GPU.
+
+    @on_imagined_gpus(2)
+    def test_learns_on_the_second_gpu(tmp_path):
+        assert main(["--task", "har", "--device", "cuda:1", ...], several_devices=False) == 0
+
+The body of such a test runs in a process of its own, in which there are `cuda:0` to `cuda:N`. Their tensors are real:
+the CPU's kernels compute on them, so what is learnt can be compared with the CPU to the last digits. It gets the
+test's fixtures and parameters, which have to be picklable (`tmp_path` is, `capsys` is not). What it prints is shown if
+it fails, and `GPUS.printed()` returns it so far.
+
+The test fails by itself if
+
+- an operator gets tensors of two devices: torch's own error;
+- memory of the host is touched that a copy from a GPU fills, before the right GPU has been waited for. Whoever looks
+  too early finds NaN there, or True, or 77;
+- the host waits for a GPU within an optimizer step (`may_wait=True` allows it), outside of logging and saving.
+
+`GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, and every wait with its place.
+
+What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has, streams beside each GPU's first one,
+and what a host changes too early of memory that is still to be copied to a GPU. It needs g++ and a CPU build of torch:
+without them these tests are skipped. The first use compiles for some ten seconds.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tests.helpers.imagined_gpu.machine import GPUS
+from tests.helpers.imagined_gpu.server import Settings, run_elsewhere
+
+__all__ = ["GPUS", "on_imagined_gpus"]
+
+
+def on_imagined_gpus(
+    num_gpus: int = 1, capability: tuple[int, int] = (9, 0), may_wait: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a test that runs where there are so many GPUs. capability: 9.0 computes in bf16, 7.5 does not."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            run_elsewhere(test.__module__, test.__qualname__, arguments, Settings(num_gpus, capability, may_wait))
+
+        return run
+
+    return decorate

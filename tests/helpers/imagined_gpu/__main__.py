@@ -1,0 +1,14 @@
+"""The process in which torch has imagined GPUs. Arguments: the pipe to pytest, and the library."""
+
+import importlib
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.helpers.imagined_gpu.machine import GPUS
+from tests.helpers.imagined_gpu.server import serve
+
+GPUS.load(Path(sys.argv[2]))
+for name in ("tests.conftest", "trainer.commands.train", "torch.utils.tensorboard", "torch._inductor.config"):
+    importlib.import_module(name)
+serve(Connection(int(sys.argv[1])))

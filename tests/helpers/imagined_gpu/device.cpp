@@ -1,0 +1,496 @@
+// A CUDA device for a CPU build of torch: its memory is host memory, and the CPU's kernels compute on it.
+//
+// Every operator that reaches the CUDA backend comes to `run_on_host`, which hands it to the CPU as tensors over the
+// same memory. Everything above a backend (autograd and its thread for each device, autocast, the dispatcher) is torch's
+// own. What the host must not do is modelled: it may not mix devices, and may not touch the page-locked target of a copy
+// before it has waited for it. Such a target is filled with what stands out, and its pages are closed until then.
+#include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::Storage;
+using c10::Stream;
+using at::Tensor;
+using torch::jit::Stack;
+
+constexpr int MOST_GPUS = 8;
+thread_local DeviceIndex current_device = 0;
+
+// --- what Python is told -------------------------------------------------------------------------------------------
+
+// kind: 'w' for a wait of the host, 'c' for a copy that it does not wait for; returns a number for the place in the code.
+int (*tell)(char kind, const char* what) = nullptr;
+int told(char kind, const std::string& what) { return tell ? tell(kind, what.c_str()) : 0; }
+
+// --- memory of the devices -----------------------------------------------------------------------------------------
+
+std::atomic<int64_t> used[MOST_GPUS], peak[MOST_GPUS], limits[MOST_GPUS];
+
+// What a storage on a device owns: the host's storage that it stands for.
+struct Block {
+  Storage host;
+  DeviceIndex device;
+  int64_t bytes = 0;
+
+  Block(Storage storage, DeviceIndex index) : host(std::move(storage)), device(index) { account(); }
+  ~Block() { used[device] -= bytes; }
+
+  void account() {
+    int64_t now = host.nbytes(), after = used[device] + now - bytes;
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, now <= bytes || after <= limits[device], "CUDA out of memory. Tried to allocate ", now,
+        " bytes on the imagined GPU ", int(device), ", which has ", limits[device] - used[device], " left");
+    used[device] = after;
+    bytes = now;
+    if (after > peak[device]) peak[device] = after;
+  }
+};
+
+void free_block(void* block) { delete static_cast<Block*>(block); }
+
+c10::DataPtr pointer_to(Block* block) {
+  return {block->host.mutable_data(), block, &free_block, Device(c10::kCUDA, block->device)};
+}
+
+Storage host_storage(size_t bytes) {
+  return Storage(Storage::use_byte_size_t(), bytes, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override { return pointer_to(new Block(host_storage(bytes), current_device)); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+} device_allocator;
+
+Block* block_of(const Storage& storage) {
+  TORCH_INTERNAL_ASSERT(storage.data_ptr().get_deleter() == &free_block, "memory that no imagined GPU has given");
+  return static_cast<Block*>(storage.data_ptr().get_context());
+}
+
+Storage device_storage(const Storage& host, DeviceIndex device) {
+  return Storage(
+      Storage::use_byte_size_t(), host.nbytes(), pointer_to(new Block(host, device)), &device_allocator, true);
+}
+
+Tensor tensor_over(Storage storage, DispatchKey key, const Tensor& shaped) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(key), shaped.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(shaped.sizes(), shaped.strides(), shaped.storage_offset());
+  return made;
+}
+
+// --- page-locked memory --------------------------------------------------------------------------------------------
+
+struct Pages {
+  size_t bytes;
+  bool closed = false;
+  int copy = 0;  // which filled them last
+};
+std::map<char*, Pages> pages;
+std::atomic_flag pages_in_use = ATOMIC_FLAG_INIT;  // no mutex: a signal handler takes it
+std::vector<int> touched(1 << 16);                 // copies whose target was touched too early
+std::atomic<int> num_touched{0};
+
+struct PagesLock {
+  PagesLock() { while (pages_in_use.test_and_set()) {} }
+  ~PagesLock() { pages_in_use.clear(); }
+};
+
+std::pair<char* const, Pages>* pages_at(const void* address) {
+  auto found = pages.upper_bound(const_cast<char*>(static_cast<const char*>(address)));
+  if (found == pages.begin()) return nullptr;
+  --found;
+  return address < found->first + found->second.bytes ? &*found : nullptr;
+}
+
+void close_pages(const void* address, bool closed, int copy = 0) {
+  PagesLock lock;
+  if (auto* found = pages_at(address)) {
+    found->second.closed = closed;
+    if (closed) found->second.copy = copy;
+    mprotect(found->first, found->second.bytes, closed ? PROT_NONE : PROT_READ | PROT_WRITE);
+  }
+}
+
+void free_pages(void* base) {
+  PagesLock lock;
+  munmap(base, pages.at(static_cast<char*>(base)).bytes);
+  pages.erase(static_cast<char*>(base));
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    size_t page = sysconf(_SC_PAGESIZE), whole = (bytes / page + 1) * page;
+    void* base = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(base != MAP_FAILED, "no room for page-locked memory");
+    PagesLock lock;
+    pages[static_cast<char*>(base)] = {whole};
+    return {base, base, &free_pages, Device(c10::kCPU)};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+} pinned_allocator;
+
+struct sigaction handler_before;
+
+void on_fault(int number, siginfo_t* info, void* context) {
+  {
+    PagesLock lock;
+    if (auto* found = pages_at(info->si_addr)) {
+      if (found->second.closed) {
+        touched[num_touched++ % touched.size()] = found->second.copy;
+        found->second.closed = false;
+        mprotect(found->first, found->second.bytes, PROT_READ | PROT_WRITE);
+      }
+      return;  // it gets what the copy has left there for those who do not wait
+    }
+  }
+  if (handler_before.sa_flags & SA_SIGINFO) return handler_before.sa_sigaction(number, info, context);
+  if (handler_before.sa_handler != SIG_DFL && handler_before.sa_handler != SIG_IGN)
+    return handler_before.sa_handler(number);
+  signal(number, SIG_DFL);
+}
+
+bool is_pinned(const void* address) {
+  PagesLock lock;
+  return pages_at(address) != nullptr;
+}
+
+// --- copies under way ----------------------------------------------------------------------------------------------
+
+struct Copy {
+  DeviceIndex device;
+  int64_t ticket;
+  Tensor target, values;
+};
+std::mutex copies_lock;
+std::vector<Copy> copies;
+std::atomic<int64_t> last_ticket{0}, done[MOST_GPUS];
+
+// What a device was asked for up to a ticket is done.
+void wait_for(DeviceIndex device, int64_t ticket) {
+  std::vector<Copy> arrived;
+  {
+    std::lock_guard<std::mutex> lock(copies_lock);
+    auto is_done = [&](const Copy& copy) { return copy.device == device && copy.ticket <= ticket; };
+    for (auto& copy : copies)
+      if (is_done(copy)) arrived.push_back(copy);
+    copies.erase(std::remove_if(copies.begin(), copies.end(), is_done), copies.end());
+  }
+  if (ticket > done[device]) done[device] = ticket;
+  at::AutoDispatchBelowADInplaceOrView below;
+  for (auto& copy : arrived) {
+    close_pages(copy.target.storage().data(), false);
+    copy.target.copy_(copy.values);
+  }
+}
+
+void wait_for_all(DeviceIndex device) { wait_for(device, last_ticket); }
+
+void spoil(const Tensor& target) {
+  if (at::isFloatingType(target.scalar_type())) target.fill_(std::numeric_limits<double>::quiet_NaN());
+  else if (target.scalar_type() == at::kBool) target.fill_(true);
+  else target.fill_(at::isIntegralType(target.scalar_type(), false) ? 77 : 0);
+}
+
+void copy_later(const Tensor& target, const Tensor& values, DeviceIndex device) {
+  int place = told('c', "aten::copy_");
+  close_pages(target.storage().data(), false);  // a copy may follow another one into the same memory
+  spoil(target);
+  std::lock_guard<std::mutex> lock(copies_lock);
+  copies.push_back({device, ++last_ticket, target, values.clone()});
+  close_pages(target.storage().data(), true, place);
+}
+
+// --- operators -----------------------------------------------------------------------------------------------------
+
+// The host learns a number or a size from the device, and waits for it.
+const std::set<std::string> WAITING = {
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount",
+    "unique_consecutive", "unique_dim_consecutive", "_coalesce", "_linalg_check_errors"};
+// They take tensors of the host beside those of a device, and wait where they have to be sent.
+const std::set<std::string> TAKING_HOST_TENSORS = {
+    "index", "index_put_", "_index_put_impl_", "index_put", "_ctc_loss", "_ctc_loss_backward"};
+const std::set<std::string> TAKING_HOST_LENGTHS = {"_pack_padded_sequence", "set_"};
+
+std::string base_name(const std::string& name) { return name.substr(name.find("::") + 2); }
+
+struct OnHost {
+  std::string name;
+  Device device = Device(c10::kCPU);  // where results are
+  bool has_host_tensor = false;
+  std::vector<std::pair<Tensor, Tensor>> known;       // on the device, on the host
+  std::vector<std::pair<Storage, Storage>> storages;  // the same of storages
+
+  void note(const Device& other) {
+    if (device.is_cuda() && device != other)
+      TORCH_CHECK(name == "copy_" || name.rfind("_foreach", 0) == 0,
+          "Expected all tensors to be on the same device, but found at least two devices, ", device, " and ", other,
+          "! (", name, ")");
+    device = other;
+  }
+
+  Storage lowered(const Storage& storage) {
+    if (storage.device_type() != c10::kCUDA) return storage;
+    auto host = block_of(storage)->host;
+    storages.emplace_back(storage, host);
+    return host;
+  }
+
+  Tensor lowered(const Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      has_host_tensor |= tensor.dim() > 0;
+      return tensor;
+    }
+    note(tensor.device());
+    if (tensor.is_sparse()) {
+      auto host = at::_sparse_coo_tensor_unsafe(
+          lowered(tensor._indices()), lowered(tensor._values()), tensor.sizes(), {}, {}, {}, {}, tensor.is_coalesced());
+      known.emplace_back(tensor, host);
+      return host;
+    }
+    auto host = tensor_over(lowered(tensor.storage()), DispatchKey::CPU, tensor);
+    known.emplace_back(tensor, host);
+    return host;
+  }
+
+  IValue lowered(const IValue& value) {
+    if (value.isTensor()) return lowered(value.toTensor());
+    if (value.isStorage()) return lowered(value.toStorage());
+    if (value.isDevice() && value.toDevice().is_cuda()) {
+      auto index = value.toDevice().index();
+      device = Device(c10::kCUDA, index < 0 ? current_device : index);
+      return Device(c10::kCPU);
+    }
+    if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& each : value.toTensorList()) list.push_back(lowered(each));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (const std::optional<Tensor>& each : value.toOptionalTensorList())
+        list.push_back(each ? std::optional<Tensor>(lowered(*each)) : std::nullopt);
+      return list;
+    }
+    return value;
+  }
+
+  Storage raised(const Storage& host) {
+    for (auto& [on_device, on_host] : storages)
+      if (on_host.unsafeGetStorageImpl() == host.unsafeGetStorageImpl()) return on_device;
+    storages.emplace_back(device_storage(host, device.index()), host);
+    return storages.back().first;
+  }
+
+  Tensor raised(const Tensor& host) {
+    if (!host.defined() || host.is_cuda()) return host;
+    for (auto& [on_device, on_host] : known)
+      if (on_host.unsafeGetTensorImpl() == host.unsafeGetTensorImpl()) return on_device;
+    if (host.is_sparse())
+      return at::_sparse_coo_tensor_unsafe(
+          raised(host._indices()), raised(host._values()), host.sizes(), {}, {}, device, {}, host.is_coalesced());
+    return tensor_over(raised(host.storage()), DispatchKey::CUDA, host);
+  }
+
+  IValue raised(const IValue& value) {
+    if (value.isTensor()) return raised(value.toTensor());
+    if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& each : value.toTensorList()) list.push_back(raised(each));
+      return list;
+    }
+    return value;
+  }
+
+  // What an operator changed of its arguments besides their numbers: shapes, and how much memory they have.
+  void follow() {
+    for (auto& [on_device, on_host] : known) {
+      if (on_host.is_sparse()) continue;
+      auto* block = block_of(on_device.storage());
+      if (on_host.storage().unsafeGetStorageImpl() != block->host.unsafeGetStorageImpl())
+        on_device.unsafeGetTensorImpl()->set_storage_keep_dtype(raised(on_host.storage()));
+      else if (int64_t(block->host.nbytes()) != block->bytes) {
+        auto* storage = on_device.storage().unsafeGetStorageImpl();
+        block->account();
+        storage->_mutable_data_ptr_no_checks().release_context();
+        storage->set_data_ptr_noswap(pointer_to(block));
+        storage->set_nbytes(block->bytes);
+      }
+      if (on_device.sizes() != on_host.sizes() || on_device.strides() != on_host.strides() ||
+          on_device.storage_offset() != on_host.storage_offset())
+        on_device.unsafeGetTensorImpl()->set_sizes_and_strides(
+            on_host.sizes(), on_host.strides(), on_host.storage_offset());
+    }
+  }
+};
+
+void copy(OnHost& call, Stack& stack) {
+  bool non_blocking = torch::jit::pop(stack).toBool();
+  Tensor source = torch::jit::pop(stack).toTensor(), target = torch::jit::pop(stack).toTensor();
+  Tensor from = call.lowered(source), to = call.lowered(target);
+  if (source.is_cuda() && target.is_cuda()) to.copy_(from);
+  else if (source.is_cuda()) {
+    if (non_blocking && target.is_pinned()) copy_later(to, from, source.device().index());
+    else {
+      told('w', non_blocking ? "copy into memory that is not page-locked" : "copy to the host");
+      wait_for_all(source.device().index());
+      to.copy_(from);
+    }
+  } else {
+    if (!(non_blocking && source.is_pinned()))
+      told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
+    to.copy_(from);
+  }
+  torch::jit::push(stack, target);
+}
+
+void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  OnHost call;
+  call.name = base_name(op.schema().name());
+  if (call.name == "copy_") return copy(call, *stack);
+  size_t count = op.schema().arguments().size();
+  if (call.name == "record_stream") return torch::jit::drop(*stack, count);
+  for (auto argument = stack->end() - count; argument != stack->end(); ++argument) *argument = call.lowered(*argument);
+  bool takes_host = TAKING_HOST_TENSORS.count(call.name);
+  TORCH_CHECK(
+      !call.has_host_tensor || !call.device.is_cuda() || takes_host || TAKING_HOST_LENGTHS.count(call.name),
+      "Expected all tensors to be on the same device, but found at least two devices, ", call.device, " and cpu! (",
+      call.name, ")");
+  if (WAITING.count(call.name) || (takes_host && call.has_host_tensor)) {
+    told('w', call.name);
+    wait_for_all(call.device.index());
+  }
+  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  call.follow();
+  for (auto result = stack->end() - op.schema().returns().size(); result != stack->end(); ++result)
+    *result = call.raised(*result);
+}
+
+// --- what torch asks of a backend ----------------------------------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::kCUDA; }
+  Device getDevice() const override { return Device(c10::kCUDA, current_device); }
+  void setDevice(Device device) const override { uncheckedSetDevice(device); }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.index() >= 0) current_device = device.index();
+  }
+  Device exchangeDevice(Device device) const override {
+    Device before = getDevice();
+    uncheckedSetDevice(device);
+    return before;
+  }
+  Stream getStream(Device device) const noexcept override {
+    return Stream(Stream::DEFAULT, Device(c10::kCUDA, device.index() < 0 ? current_device : device.index()));
+  }
+  Stream getDefaultStream(Device device) const override { return getStream(device); }
+  Stream getNewStream(Device device, int) const override { return getStream(device); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
+  Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
+  DeviceIndex deviceCount() const noexcept override { return MOST_GPUS; }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  bool queryStream(const Stream&) const override { return false; }
+  void synchronizeStream(const Stream& stream) const override {
+    told('w', "Stream.synchronize");
+    wait_for_all(stream.device().index());
+  }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    told('w', "synchronize");
+    wait_for_all(device);
+  }
+} guard;
+c10::impl::DeviceGuardImplRegistrar guard_registered(c10::kCUDA, &guard);
+
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  DeviceIndex deviceCount() const override { return MOST_GPUS; }
+  int getNumGPUs() const override { return MOST_GPUS; }
+  DeviceIndex current_device() const override { return current_device_(); }
+  DeviceIndex getCurrentDevice() const override { return current_device_(); }
+  void setCurrentDevice(DeviceIndex device) const override { guard.setDevice(Device(c10::kCUDA, device)); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    return guard.exchangeDevice(Device(c10::kCUDA, device)).index();
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
+  void deviceSynchronize(DeviceIndex device) const override { guard.synchronizeDevice(device); }
+  static DeviceIndex current_device_() { return ::current_device; }
+};
+
+}  // namespace
+
+namespace at {
+REGISTER_CUDA_HOOKS(CUDAHooks)  // torch looks it up by this name
+
+// In a CPU build torch's own says that there is none. This library is loaded first, so everybody finds this one.
+std::optional<c10::DeviceType> accelerator::getAccelerator(bool) { return c10::kCUDA; }
+}  // namespace at
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+TORCH_LIBRARY_IMPL(_, SparseCUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+
+// Compositions that would choose kernels which a CPU build does not have.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  for (const char* name : {"copy_", "convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+// --- for Python ----------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+void imagined_start(int (*callback)(char, const char*)) {
+  tell = callback;
+  for (auto& limit : limits) limit = std::numeric_limits<int64_t>::max() / 2;
+  c10::SetAllocator(c10::kCUDA, &device_allocator);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(
+      [](const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
+         bool) -> int64_t { return 0; });  // attention in the form of plain operators
+  struct sigaction action = {};
+  action.sa_sigaction = &on_fault;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &action, &handler_before);
+}
+
+int imagined_device() { return current_device; }
+void imagined_set_device(int device) { current_device = device; }
+int64_t imagined_ticket() { return ++last_ticket; }
+void imagined_wait(int device, int64_t ticket) { wait_for(device, ticket < 0 ? last_ticket.load() : ticket); }
+int64_t imagined_done(int device) { return done[device]; }
+int64_t imagined_used(int device) { return used[device]; }
+int64_t imagined_peak(int device) { return peak[device]; }
+void imagined_forget_peak(int device) { peak[device] = used[device].load(); }
+void imagined_limit(int device, int64_t bytes) { limits[device] = bytes; }
+int imagined_num_touched() { return num_touched; }
+void imagined_forget_touched() { num_touched = 0; }
+int imagined_touched(int i) { return touched[i]; }
+}

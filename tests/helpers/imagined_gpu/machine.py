@@ -1,0 +1,135 @@
+"""The imagined GPUs as Python sees them: `torch.cuda`, and what a test asks of them."""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from tests.helpers.imagined_gpu import library, torch_cuda
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Wait(NamedTuple):
+    """The host waited for a GPU. what: the operator. place: file and line of the program. in_step: in training."""
+
+    what: str
+    place: str
+    in_step: bool
+
+
+class Gpus:
+    """All of this process."""
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+        self._copies: list[str] = []
+        self._steps = 0  # how deep the program is within a step, or not if below 1
+        self._may_wait = False
+
+    def load(self, path: Path) -> None:
+        """Before torch is imported."""
+        self._library = library.load(path)
+        for name in ("ticket", "done", "used", "peak"):
+            getattr(self._library, f"imagined_{name}").restype = ctypes.c_int64
+
+    def start(self, output: TextIO, num_gpus: int, capability: tuple[int, int], may_wait: bool) -> None:
+        """Makes torch believe in them, and watches the training loop."""
+        self._output, self._may_wait = output, may_wait
+        self._told = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char, ctypes.c_char_p)(self._tell)
+        self._library.imagined_start(self._told)
+        torch_cuda.install(self._library, num_gpus, capability, self._wait_for)
+        self._watch_steps()
+
+    def printed(self) -> str:
+        """What the test has written to standard output and standard error so far."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._output.seek(0)
+        return self._output.read()
+
+    def memory_in_use(self, device: int = 0) -> int:
+        """Bytes of the tensors on a GPU."""
+        return int(self._library.imagined_used(device))
+
+    def limit_memory(self, num_bytes: int, device: int = 0) -> None:
+        """What the tensors on a GPU may take at most; without a limit there is always enough."""
+        self._library.imagined_limit(device, ctypes.c_int64(num_bytes))
+
+    def mistakes(self) -> list[str]:
+        """What a program must not do, with its places."""
+        too_early = {self._library.imagined_touched(i) for i in range(self._library.imagined_num_touched())}
+        found = [
+            f"touched before it is known to have arrived: what {self._copies[i]} copies" for i in sorted(too_early)
+        ]
+        if not self._may_wait:
+            places = dict.fromkeys((wait.what, wait.place) for wait in self.waits if wait.in_step)
+            found += [f"waited for a GPU within a step, at {place}: {what}" for what, place in places]
+        return found
+
+    def forget_mistakes(self) -> None:
+        """For a test that makes them on purpose."""
+        self._library.imagined_forget_touched()
+        self.waits.clear()
+
+    def _tell(self, kind: bytes, what: bytes) -> int:
+        place = _place()
+        if kind == b"w":
+            self.waits.append(Wait(what.decode(), place, self._steps > 0))
+            return 0
+        self._copies.append(place)
+        return len(self._copies) - 1
+
+    def _wait_for(self, device: int, ticket: int = -1, what: str = "") -> None:
+        """what: for a wait that counts as one, not one for an event of long ago."""
+        if what:
+            self._tell(b"w", what.encode())
+        self._library.imagined_wait(device, ctypes.c_int64(ticket))
+
+    def _watch_steps(self) -> None:
+        """Within a step, the host may wait where it logs or saves, or asks for that."""
+        from trainer.loop import train
+
+        loop: Any = train
+        loop.train_window = self._within(1, loop.train_window)
+        for name in ("log_step", "save"):
+            setattr(loop, name, self._within(-1, getattr(loop, name)))
+        check_steps = loop.check_steps
+        waiting = self._within(-1, check_steps)
+        loop.check_steps = lambda run, wait: (waiting if wait else check_steps)(run, wait)
+
+    def _within(self, depth: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._deeper(depth):
+                return function(*args, **kwargs)
+
+        return counted
+
+    @contextmanager
+    def _deeper(self, depth: int) -> Iterator[None]:
+        self._steps += depth
+        try:
+            yield
+        finally:
+            self._steps -= depth
+
+
+GPUS = Gpus()
+
+
+def _place() -> str:
+    """The line of the program that is being executed; of the main thread's, in a thread of torch's."""
+    frames = [sys._getframe(1), sys._current_frames()[threading.main_thread().ident or 0]]
+    for frame in frames:
+        at: Any = frame
+        while at is not None:
+            path = Path(at.f_code.co_filename)
+            if path.is_relative_to(ROOT) and "imagined_gpu" not in path.parts:
+                return f"{path.relative_to(ROOT)}:{at.f_lineno}"
+            at = at.f_back
+    return "an unknown place"
