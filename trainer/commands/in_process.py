@@ -46,13 +46,18 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
         afterwards.callback(sys.path.__setitem__, slice(None), list(sys.path))
         if CUBLAS_WORKSPACE not in os.environ:
             afterwards.callback(os.environ.pop, CUBLAS_WORKSPACE, None)
-        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        if gpus:
-            afterwards.callback(torch.cuda.set_device, torch.cuda.current_device())
-        afterwards.enter_context(torch.random.fork_rng(gpus))
+        uses_gpus = torch.cuda.is_initialized()
+        afterwards.callback(_make_current, torch.cuda.current_device() if uses_gpus else 0)
+        afterwards.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if uses_gpus else ()))
         afterwards.enter_context(handlers_restored())
         torch.set_default_dtype(torch.float32)
         afterwards.enter_context(torch.inference_mode(False))  # gradients too, also within torch.no_grad()
         if torch.get_default_device().type != "cpu":  # a context costs every operation some time
             afterwards.enter_context(torch.device("cpu"))
         yield
+
+
+def _make_current(gpu: int) -> None:
+    """For torch; 0 is its own choice. Nothing where this process has used none, which would begin to use one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(gpu)

@@ -76,7 +76,7 @@ class StepResults:
             self._alarms = torch.empty(alarms.shape, dtype=alarms.dtype, pin_memory=True)
             self._alarms.copy_(alarms, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(alarms.device))
         else:
             self._alarms = alarms
 

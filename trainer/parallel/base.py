@@ -37,9 +37,15 @@ class Parallel:
     is_launched: bool = False
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        self.devices = devices
+        self.use(devices)
         self.phase = CurrentPhase()
         self.diagnosis = Diagnosis(self.phase)
+
+    def use(self, devices: Sequence[torch.device]) -> None:
+        """Feeds these devices from now on. The first one is torch's current GPU, for what names none."""
+        self.devices = devices
+        if devices and devices[0].type == "cuda":
+            torch.cuda.set_device(devices[0])
 
     @property
     def device(self) -> torch.device:

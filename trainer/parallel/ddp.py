@@ -62,7 +62,7 @@ class Distributed(Parallel):
             same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
             self.local_world_size = environment.local_world_size or len(same_host)
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
-            self.devices = [self.together(lambda: _rank_device(local_rank, gpus))]
+            self.use([self.together(lambda: _rank_device(local_rank, gpus))])
             if self.backend == "nccl":
                 self._refuse_shared_gpus()
         except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
@@ -72,8 +72,6 @@ class Distributed(Parallel):
             ) from None
         except BadInput as error:
             raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
-        if gpus:
-            torch.cuda.set_device(self.device)
         names = [f"process {process} on {host}" for host, process in members]
         monitor = HeartbeatMonitor(store, self.shard, self.phase)
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}

@@ -1,0 +1,47 @@
+"""Whatever the current GPU is, a run works on its own ones, and waits for them."""
+
+from tests.helpers.imagined_gpu import on_imagined_gpus
+
+
+@on_imagined_gpus(2)
+def test_results_are_waited_for_on_the_gpu_that_they_are_on():
+    """A copy that has not arrived says that every step is alarming."""
+    import torch
+
+    from trainer.loop.step_results import GROUP_SIZE, StepRecord, StepResult, StepResults
+
+    results = StepResults(at_once=False)
+    assert torch.cuda.current_device() == 0
+    for number in range(1, 2 * GROUP_SIZE + 1):
+        alarm = torch.tensor(number == 3, device="cuda:1")
+        results.add(StepRecord(number, None, StepResult({}, alarm, ~alarm, alarm)))
+        found = results.take_alarms(wait=False)
+        assert [record.number for record in found] == ([3] if number == 2 * GROUP_SIZE else [])
+
+
+@on_imagined_gpus(3)
+def test_the_first_gpu_of_every_form_is_the_current_one():
+    """What allocates, or is queued, without naming one must not go to another one's memory and stream."""
+    import torch
+
+    from trainer.parallel.base import SingleDevice
+    from trainer.parallel.data_parallel import DataParallel
+
+    SingleDevice(torch.device("cuda", 2))
+    assert torch.cuda.current_device() == 2
+    DataParallel([torch.device("cuda", 1), torch.device("cuda", 2)])
+    assert torch.cuda.current_device() == 1
+
+
+@on_imagined_gpus(2)
+def test_a_process_that_goes_on_has_its_current_gpu_back():
+    import torch
+
+    from trainer.commands.in_process import process_restored
+    from trainer.parallel.base import SingleDevice
+
+    for before in (0, 1):
+        torch.cuda.set_device(before)
+        with process_restored():
+            SingleDevice(torch.device("cuda", 1 - before))
+        assert torch.cuda.current_device() == before
