@@ -69,10 +69,11 @@ def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
 def _forget_attempt(run: Run) -> None:
     run.learner.objective.zero_grad(set_to_none=True)
     run.learner.batch_norm.undo()
-    _free()
+    free_memory()
 
 
-def _free() -> None:
+def free_memory() -> None:
+    """Frees what only refers to itself, and gives the device what torch keeps of it for later."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing where no GPU is in use
 
@@ -143,7 +144,7 @@ def evaluate_within_memory(
             return [(part, forward(part.batch)) for part in _parts(batch, run.eval_micro_batch_size)]
         except torch.OutOfMemoryError:
             pass
-        _free()
+        free_memory()
         before = run.memory_limit.samples_per_eval_forward
         smaller = _half(run, before)
         _remember(run, replace(run.memory_limit, eval_batch_size=smaller))
@@ -189,7 +190,7 @@ def _fits(run: Run, phase: int) -> bool:
     except torch.OutOfMemoryError:
         fits = False
     run.learner.objective.zero_grad(set_to_none=True)
-    _free()
+    free_memory()
     return fits
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from trainer.commands.build import build_task, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.config import flag, names_given
+from trainer.loop.memory import free_memory
 from trainer.parallel.base import Parallel
 from trainer.profiling.measure import MeasuringFlags, measure, opened, ran_out_of_memory
 from trainer.profiling.report import save_results, table
@@ -115,7 +116,16 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
 
 
 def of_size(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, size: int) -> dict[str, float] | None:
-    """`samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit."""
+    """`samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit.
+
+    Nothing of it is left in the device's memory.
+    """
+    found = _measured(flags, argv, parallel, task, size)
+    free_memory()  # parts of a run refer to each other
+    return found
+
+
+def _measured(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, size: int) -> dict[str, float] | None:
     flags = replace(flags, batch=replace(flags.batch, batch_size=size))
     with opened(flags, argv, parallel, task, quiet=True) as run:
         # On a GPU it is known before the first step.
