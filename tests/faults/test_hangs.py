@@ -1,5 +1,6 @@
 """One rank fails, hangs, is stopped or killed: one message says so, and nothing is left behind."""
 
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, launcher
+from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, session_members, torchrun
+from trainer.loop.step_results import StepResults
+from trainer.parallel.ddp import Distributed
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.heartbeat import Heartbeat
 from trainer.parallel.phase import CurrentPhase
@@ -188,6 +192,32 @@ def test_a_killed_rank_is_named(world_size, rank, more, faulty_run):
     assert_one_message(run, f"{gone}; the same command goes on from the last checkpoint")
     assert run.status == 128 + signal.SIGKILL
     assert run.state["state"] == ("failed" if rank else "running")
+
+
+def let_the_device_wait():
+    """As GPUs do: the backward waits for nobody, and who asks the device about the third step waits for ever."""
+    Distributed.gradient_sync = lambda self, net, enabled: net.no_sync()
+    expect, take_alarms, asked = Distributed._expect_promptness, StepResults.take_alarms, itertools.count(1)
+
+    def expect_of_nccl(self):
+        expect(self)
+        self.backend = "nccl"
+
+    def wait_for_device(self, wait):
+        time.sleep(600 if wait and next(asked) == 3 else 0)
+        return take_alarms(self, wait)
+
+    Distributed._expect_promptness, StepResults.take_alarms = expect_of_nccl, wait_for_device
+    return lambda: None
+
+
+def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_path):
+    argv = ["--multi-gpu", "ddp", *TINY, "--log-interval", 1, "--save-dir", tmp_path / "run"]
+    variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "sleep forward 1"}
+    output = tmp_path / "out"
+    assert forks.run_group(argv, 2, variables, output, let_the_device_wait, timeout_s=60) == [1, 1]
+    (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: rank 1 of 2 is late: in forward at optimizer step 3 for ")
 
 
 # --- other launchers ---------------------------------------------------------------------------------------------

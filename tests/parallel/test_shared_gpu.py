@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.conftest import TINY
 from tests.helpers import forks
 from trainer.parallel.ddp import first_sharing_ranks
+from trainer.parallel.devices import MultiDeviceFlags
 
 
 def test_ranks_that_share_a_gpu_are_found():
@@ -22,7 +23,14 @@ def show_one_gpu():
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="GPU-1")
     join = dist.init_process_group
-    dist.init_process_group = lambda backend, **how: join("gloo", **how)
+
+    def join_by_gloo(backend, timeout, **how):
+        assert backend == "cpu:gloo,cuda:nccl"
+        # The ranks have missed each other when NCCL ends a process, without a word.
+        assert timeout.total_seconds() > MultiDeviceFlags().dist_timeout_s
+        join("gloo", timeout=timeout, **how)
+
+    dist.init_process_group = join_by_gloo
     return lambda: None
 
 

@@ -95,6 +95,9 @@ class Parallel:
         """The same for a few numbers, without waiting: the function that it returns waits for the sum."""
         return lambda: values
 
+    def meet(self) -> None:
+        """Before the host waits for the device, whose work may wait for that of other processes: all are there."""
+
     def sum_in_place(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
 

@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
 
+NCCL_PATIENCE = 2
+"""So many times `--dist-timeout-s` its kernels may wait for others."""
+
 _runs = itertools.count()
 """Of this process; those that meet have had equally many."""
 
@@ -87,7 +90,9 @@ class Distributed(Parallel):
         # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again, nor
         # the next run of the same ones.
         store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        # NCCL ends a process that has waited too long itself, and explains nothing: the ranks miss each other before.
+        patience = NCCL_PATIENCE if self.backend == "nccl" else 1
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience * timeout)
         # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
         # process does for all, which may take long.
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -173,13 +178,17 @@ class Distributed(Parallel):
     def _expect_promptness(self) -> None:
         """From the first step on the others are waited for no longer than `--hang-timeout-s`."""
         self._is_prompt = True
-        # NCCL ends a process that has waited too long itself, and explains nothing: it is given more time, in which
-        # the ranks miss each other in the exchange of the next step.
         groups = [(self._step_group, torch.device("cpu"))]
         groups += [(dist.group.WORLD, self.device)] if self.backend == "gloo" else []
         for group, device in groups:
             # Its public form, ProcessGroup.set_timeout, is not in torch 2.8.
             group._get_backend(device)._set_default_timeout(timedelta(seconds=self._flags.hang_timeout_s))
+
+    def meet(self) -> None:
+        # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
+        if self.backend == "nccl":
+            self.phase.enter(EXCHANGE)
+            dist.barrier(group=self._step_group)
 
     def sum_in_place(self, values: Tensor) -> None:
         self.phase.enter(EXCHANGE)
