@@ -241,6 +241,34 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     assert not any(optimizer.state for optimizer in run.learner.optimizers["train"])
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    ],
+)
+def test_libraries_that_find_no_room_count(message, tmp_path, monkeypatch):
+    """Their errors are plain RuntimeErrors; any other one is what it is."""
+    run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12")
+    forward = type(run.learner.objective).forward
+
+    def short_of_memory(self, batch, phase="train"):
+        if len(batch["index"]) > 3:
+            raise RuntimeError(message)
+        return forward(self, batch, phase)
+
+    monkeypatch.setattr(type(run.learner.objective), "forward", short_of_memory)
+    rehearse(run)
+    assert run.memory_limit.batch_size == 3
+    message = "CUDA error: an illegal memory access was encountered"
+    run.batches = tuple(replace(split, micro_batch_size=12) for split in run.batches)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        rehearse(run)
+
+
 def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
     """Where samples that grow from epoch to epoch are largest."""
     run = built(SingleDevice(CPU), tmp_path, "--fit", "4", "--epochs", "7")

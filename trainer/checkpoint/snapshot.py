@@ -13,7 +13,8 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> d
     """The state with every tensor copied into host memory; what was one tensor under two names stays one.
 
     reusable: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
-    memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once.
+    memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once;
+    what finds no room there is copied into other memory, which takes longer.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):
@@ -26,7 +27,7 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> d
         key = (tensor.device, tensor.data_ptr(), _kind(tensor))
         if key not in copies:
             fitting = buffers[_kind(tensor)]
-            buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            buffer = fitting.pop() if fitting else _new_buffer(tensor)
             copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copies[key]
 
@@ -35,6 +36,13 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> d
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     return copied
+
+
+def _new_buffer(tensor: Tensor) -> Tensor:
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    except RuntimeError:  # the system, or its administrator, bounds what may be locked
+        return torch.empty_like(tensor, device="cpu")
 
 
 def tensors_of(state: Any) -> list[Tensor]:

@@ -61,13 +61,12 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model's weights are the average."""
-        weights = {p: p.detach().clone() for p in self._average}
-        _copy(self._average)
+        """Within it the model's weights are the average, and the other way round: so it takes no further memory."""
+        _exchange(self._average)
         try:
             yield
         finally:
-            _copy(weights)
+            _exchange(self._average)
 
     def put_into(self, state: dict[str, Any]) -> None:
         """`model` becomes the average, which is what is worth deploying; `training_model` what training needs."""
@@ -89,6 +88,8 @@ class ExponentialMovingAverage:
 
 
 @torch.no_grad()
-def _copy(values: Mapping[nn.Parameter, Tensor]) -> None:
+def _exchange(values: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, value in values.items():
+        before = parameter.clone()
         parameter.copy_(value)
+        value.copy_(before)

@@ -4,6 +4,7 @@ The step rule is exact for any split of a global batch, so the run learns what i
 """
 
 import gc
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TypeVar
@@ -29,6 +30,15 @@ OPTIMIZER = "the optimizer"
 """The phase in which smaller micro-batches do not help: what they take is free again by then."""
 
 
+_OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory")
+"""What cuBLAS, cuDNN and the driver say, whose errors have no type of their own."""
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether it says that the device, or what computes on it, found no room."""
+    return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
+
+
 # --- training ----------------------------------------------------------------------------------------------------
 
 
@@ -44,7 +54,9 @@ def train_within_memory(run: Run, window: Window, step: Callable[[Sequence[Weigh
             is_short = run.memory_limit.batch_size is not None
             size = run.batches[window.step.phase].micro_batch_size
             return step(recut(window.micro_batches, size) if is_short else window.micro_batches)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             if run.parallel.phase.name == OPTIMIZER:
                 raise _hopeless(run, "for the moments of the optimizer") from None
         # Outside of the handler, because the frames of the exception hold what is to be freed.
@@ -142,8 +154,9 @@ def evaluate_within_memory(
     while True:
         try:
             return [(part, forward(part.batch)) for part in _parts(batch, run.eval_micro_batch_size)]
-        except torch.OutOfMemoryError:
-            pass
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
         free_memory()
         before = run.memory_limit.samples_per_eval_forward
         smaller = _half(run, before)
@@ -187,7 +200,9 @@ def _fits(run: Run, phase: int) -> bool:
     fits = True
     try:
         _forward_and_backward(run, phase)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
         fits = False
     run.learner.objective.zero_grad(set_to_none=True)
     free_memory()

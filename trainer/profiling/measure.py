@@ -112,7 +112,7 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     process its `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean`. Times at the top are of the main process.
     """
     train_steps(run, num_settling_steps)
-    forget_peak(run.parallel.device)
+    forget_peak(*run.parallel.devices)
     ms, num_samples = timed_steps(run, num_steps)
     if run.parallel.shard[1] > 1:
         exposed = exposed_share(run, len(ms)) * ms[:, PHASES.index(BACKWARD)]
@@ -175,7 +175,7 @@ def of_every_rank(parallel: Parallel, step_ms: float, means: np.ndarray) -> list
     """What `measure` tells of each process. means: this one's milliseconds by phase."""
     rank, world_size = parallel.shard
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
-    table[rank] = torch.tensor([step_ms, peak_memory_mib(parallel.device), *means])
+    table[rank] = torch.tensor([step_ms, peak_memory_mib(*parallel.devices), *means])
     return [
         {"step_ms_mean": row[0], "peak_memory_mib": row[1], "phases_ms_mean": dict(zip(PHASES, row[2:], strict=True))}
         for row in parallel.sum(table).tolist()

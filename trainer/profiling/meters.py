@@ -68,22 +68,25 @@ class Timer:
         return {name: {**spread("", ms), "ms_total": sum(ms), "count": len(ms)} for name, ms in durations.items()}
 
 
-def forget_peak(device: torch.device) -> None:
+def forget_peak(*devices: torch.device) -> None:
     """The memory in use now becomes the peak, from which `peak_memory_mib` goes up."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    gpus = [device for device in devices if device.type == "cuda"]
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    if gpus:
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
 
 
-def peak_memory_mib(device: torch.device) -> float:
+def peak_memory_mib(*devices: torch.device) -> float:
     """On a GPU what tensors occupied there at most; elsewhere all memory of this process, the libraries included.
 
-    NaN where the system does not say, as off Linux.
+    Of several GPUs that of the fullest, which bounds the batch. NaN where the system does not say, as off Linux.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / MIB
+    gpus = [device for device in devices if device.type == "cuda"]
+    if gpus:
+        return max(map(torch.cuda.max_memory_allocated, gpus)) / MIB
     with suppress(OSError, StopIteration):
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) / 1024

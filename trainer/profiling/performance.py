@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.loop.memory import lacks_memory
 from trainer.loop.precision import AMP_DTYPES
 from trainer.profiling import model_adapter
 from trainer.profiling.meters import MIB, Timer, forget_peak, peak_memory_mib, spread
@@ -139,7 +140,7 @@ class PerformanceProfiler:
                 rows.append({"batch_size": size, "fits": True, **found["float32"]})
             except RuntimeError as error:
                 # For the CPU's torch has no exception of its own, only the allocator's name.
-                if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+                if not lacks_memory(error) and "DefaultCPUAllocator" not in str(error):
                     raise
                 rows.append({"batch_size": size, "fits": False})
             torch.cuda.empty_cache()

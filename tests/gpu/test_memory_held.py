@@ -1,0 +1,56 @@
+"""What is held in the memory of a GPU, and in page-locked memory, beside the step itself."""
+
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+
+@on_imagined_gpus()
+def test_evaluating_and_saving_the_average_take_no_second_model():
+    """A step has gradients of that size then, so what fits into the rehearsal fits here."""
+    import torch
+    from torch import nn
+
+    from trainer.loop.ema import ExponentialMovingAverage
+
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to("cuda")
+    average = ExponentialMovingAverage(model, 0.5)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    weight, kept = model[0].weight.detach().clone(), average._average[model[0].weight].clone()
+    in_use = GPUS.memory_in_use()
+    torch.cuda.reset_peak_memory_stats()
+    with average.applied():
+        assert torch.equal(model[0].weight, kept)
+    assert torch.equal(model[0].weight, weight) and torch.equal(average._average[model[0].weight], kept)
+    assert torch.cuda.max_memory_allocated() - in_use <= 2 * weight.nbytes
+
+
+@on_imagined_gpus(2)
+def test_the_peak_is_that_of_the_fullest_gpu():
+    import torch
+
+    from trainer.profiling.meters import MIB, forget_peak, peak_memory_mib
+
+    devices = [torch.device("cuda", i) for i in (0, 1)]
+    held = [torch.zeros((1, 3)[i] * MIB, dtype=torch.uint8, device=device) for i, device in enumerate(devices)]
+    assert peak_memory_mib(*devices) == 3
+    del held
+    forget_peak(*devices)
+    assert peak_memory_mib(*devices) == 0
+
+
+@on_imagined_gpus()
+def test_a_snapshot_does_without_page_locked_memory():
+    import torch
+
+    from trainer.checkpoint.snapshot import snapshot
+
+    empty_like = torch.empty_like
+
+    def refusing(*args, pin_memory=False, **settings):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty_like(*args, **settings)
+
+    torch.empty_like = refusing
+    copy = snapshot({"weights": torch.arange(3.0, device="cuda")})["weights"]
+    assert copy.tolist() == [0, 1, 2] and not copy.is_pinned()
