@@ -2,12 +2,13 @@
 
     python benchmarks/tabular.py --data-dir tables
     python benchmarks/tabular.py --data-dir tables --methods --weights checkpoints/tables/best.pth --num-estimators 1 8
+    python benchmarks/tabular.py --data-dir tables --methods --num-estimators 4 --tune base lora
 
 512 rows are learned from and 512 others predicted, both stratified, for each of three seeds. Columns that leak the
 label are left out, and of some tables classes are joined; categories are numbered in the order of their names. The
 classical methods are those of scikit-learn, untuned: logistic regression on one-hot categories, 100 trees of a random
 forest, gradient boosting on histograms, and 15 nearest neighbours. Beside them the weights that come with --task
-tabular, or those of checkpoints. The last line is one JSON object.
+tabular, or those of checkpoints, also tuned on the rows that are learned from. The last line is one JSON object.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from data.tabular.table import Column
 from models.tabular.predictor import TabularModel, predict
 from trainer.checkpoint.weights import find_weights
 from trainer.commands.trained import model_of
+from trainer.estimators.tabular import Strategy, TabularClassifier
 from trainer.tasks.tabular import SHIPPED, TabularTask
 
 SEEDS = (0, 1, 2)
@@ -197,6 +199,18 @@ def in_context(model: TabularModel, num_estimators: int) -> Method:
     return method
 
 
+def tuned(strategy: Strategy, weights: Path, num_estimators: int) -> Method:
+    """The same, after tuning on the rows that are learned from; what does not help on some of them is undone."""
+
+    def method(problem: Problem) -> np.ndarray:
+        classifier = TabularClassifier(
+            strategy, num_estimators=num_estimators, weights=None if weights == SHIPPED else weights, device="cpu"
+        )
+        return classifier.fit(problem.features, problem.labels).predict_proba(problem.test_features)
+
+    return method
+
+
 def network(path: Path) -> TabularModel:
     """Of a checkpoint of --task tabular."""
     return cast(TabularModel, model_of(find_weights(path.parent, {"--weights": path}, print), TabularTask))
@@ -236,12 +250,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", choices=CLASSICAL, default=list(CLASSICAL), help="only these")
     parser.add_argument("--weights", nargs="*", type=Path, default=[SHIPPED], help="checkpoints of --task tabular")
     parser.add_argument("--num-estimators", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--tune", nargs="*", choices=["base", "lora"], default=[], help="these too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     methods = {name: CLASSICAL[name] for name in args.methods}
     for path in args.weights:
         model = network(path)
-        methods |= {f"{path.stem} x {number}": in_context(model, number) for number in args.num_estimators}
+        for number in args.num_estimators:
+            methods[f"{path.stem} x {number}"] = in_context(model, number)
+            methods |= {f"{path.stem} x {number}, {how}": tuned(how, path, number) for how in args.tune}
     found = measure(methods, args.data_dir)
     summaries = {name: summary(of_tables) for name, of_tables in found.items()}
     print(f"\n| mean | {' | '.join(summaries)} |\n| --- |{' --- |' * len(summaries)}")

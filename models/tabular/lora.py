@@ -21,8 +21,8 @@ class LoRALinear(nn.Linear):
     nothing changes. In a state dict they stand beside `weight` and `bias`, which keep their names.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
-        """base: whose parameters this layer holds from then on. dropout: of the adapter's x, in training."""
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+        """base: whose parameters this layer holds from then on."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -30,23 +30,20 @@ class LoRALinear(nn.Linear):
         self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         self.scale = alpha / rank
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        adapted = F.linear(F.linear(self.dropout(x), self.lora_a), self.lora_b)
+        adapted = F.linear(F.linear(x, self.lora_a), self.lora_b)
         return F.linear(x, self.weight, self.bias) + self.scale * adapted
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """A plain layer that does the same without dropout: its weight is W + alpha / rank * B A."""
+        """A plain layer that does the same: its weight is W + alpha / rank * B A."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         plain.weight, plain.bias = nn.Parameter(self.weight + self.scale * (self.lora_b @ self.lora_a)), self.bias
         return plain
 
 
-def add_adapters(
-    model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int = 8, alpha: float = 16.0, dropout: float = 0.0
-) -> list[str]:
+def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int = 8, alpha: float = 16.0) -> list[str]:
     """Puts adapters on linear layers of a model, freezes all else, and returns the names of these layers.
 
     targets: patterns as of file names, `*.query` for example; a layer is adapted if its name fits one. rank: at least
@@ -61,7 +58,7 @@ def add_adapters(
     model.requires_grad_(False)
     chosen = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in targets)]
     for name in chosen:
-        model.set_submodule(name, LoRALinear(layers[name], rank, alpha, dropout))
+        model.set_submodule(name, LoRALinear(layers[name], rank, alpha))
     return chosen
 
 

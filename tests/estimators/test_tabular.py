@@ -65,6 +65,7 @@ def test_texts_gaps_and_ids(fitted):
 def test_tuned_classifiers(strategy, tmp_path, capsys):
     x, y = moons(60, 0)
     classifier = TabularClassifier(strategy, num_estimators=1, epochs=1).fit(x, y)
+    assert capsys.readouterr().out == ""
     new, truth = moons(40, 1)
     assert classifier.score(new, truth) > 0.8
     classifier.save(tmp_path / "model.pth")

@@ -1,10 +1,12 @@
 """Tables from Python, in scikit-learn's convention, which is not needed."""
 
 import importlib
+import io
 import numbers
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext, redirect_stdout
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -61,6 +63,7 @@ class TabularClassifier:
         device: str = "auto",
         weights: str | Path | None = None,
         random_state: int = 0,
+        verbose: bool = False,
     ) -> None:
         """strategy: what of the network learns from the table: nothing, which takes no time; all weights ("base"); or
             adapters of low rank ("lora"). Tuning that does not help on rows held out is undone.
@@ -68,6 +71,7 @@ class TabularClassifier:
         temperature: divides the logits.
         epochs, learning_rate, num_devices: of tuning; on several devices it runs in processes of its own.
         device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular; None takes those that come with it.
+        verbose: tuning prints its log; the processes of several devices always do.
         """
         self.strategy = strategy
         self.num_estimators = num_estimators
@@ -79,6 +83,7 @@ class TabularClassifier:
         self.device = device
         self.weights = weights
         self.random_state = random_state
+        self.verbose = verbose
 
     # --- scikit-learn's convention -------------------------------------------------------------------------------
 
@@ -213,7 +218,8 @@ class TabularClassifier:
     def _tuned(self, table: Table, labels: np.ndarray) -> TrainedRun:
         """By `trainer.fit`, in a folder that is gone afterwards."""
         several = {"multi_gpu": "ddp", "nproc": self.num_devices} if self.num_devices > 1 else {}
-        with tempfile.TemporaryDirectory() as folder:
+        quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
+        with tempfile.TemporaryDirectory() as folder, quiet:
             path = Path(folder) / "table.npz"
             np.savez(path, X=np.stack([column.as_texts() for column in table.columns], axis=1), y=labels)
             fitted = fit(
