@@ -114,7 +114,7 @@ def _tells_the_user(environment: RankEnvironment | None) -> bool:
 
 def starts_processes(flags: Flags, environment: RankEnvironment | None) -> bool:
     """Whether the run is one of several processes that nobody has started."""
-    return flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None
+    return flags.multi is not None and flags.multi.has_processes and environment is None
 
 
 def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) -> int:

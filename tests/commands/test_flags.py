@@ -91,12 +91,19 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        ("", ["--multi-gpu: needs a value, dp or ddp"]),
+        ("", ["--multi-gpu: needs a value, dp, ddp or fsdp"]),
         ("--multi-gpu dp --gpu-ids 0,9", ["--gpu-ids 0,9: there is no GPU"]),
         ("--multi-gpu dp --nproc 2", ["--nproc 2: is for --multi-gpu ddp"]),
         ("--multi-gpu ddp --nproc 0 --batch-size 0", ["--nproc 0: must be at least 1", "--batch-size 0: must be"]),
         ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
         ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
+        ("--multi-gpu fsdp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
+        ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: is for --multi-gpu ddp"]),
+        ("--multi-gpu fsdp --optimizer muon", ["--optimizer muon: orthogonalises whole matrices"]),
+        (
+            "--multi-gpu ddp --reshard never --shard-size 2",
+            ["--reshard never: is for --multi-gpu fsdp", "--shard-size 2: is for --multi-gpu fsdp"],
+        ),
         ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
     ],
 )

@@ -22,7 +22,13 @@ Preparation = Callable[[], Callable[[], None]]
 _context = multiprocessing.get_context("forkserver")
 # torch's compiler is of no use here, but every optimizer imports it.
 _context.set_forkserver_preload(
-    ["tests.helpers.forks", "torch.utils.tensorboard", "torch._inductor.config", "torch.testing"]
+    [
+        "tests.helpers.forks",
+        "trainer.parallel.fsdp",
+        "torch.utils.tensorboard",
+        "torch._inductor.config",
+        "torch.testing",
+    ]
 )
 
 

@@ -38,7 +38,7 @@ def test_state_goes_through_a_checkpoint():
             model.weight.add_(1)
         average.update(torch.tensor(True), "train", list(model.parameters()))
     state = {"model": model.state_dict()}
-    average.put_into(state)
+    average.put_into(state, nn.Module.state_dict)
     other.load_state_dict(state["model"])
     restored.restore(state)
     other.load_state_dict(state["training_model"])
@@ -55,7 +55,7 @@ def test_off_is_the_identity():
     average = ExponentialMovingAverage(model, 0)
     average.update(torch.tensor(True), "train", list(model.parameters()))
     state = {"model": model.state_dict()}
-    average.put_into(state)
+    average.put_into(state, nn.Module.state_dict)
     assert list(state) == ["model"]
 
 

@@ -337,7 +337,7 @@ def test_the_average_advances_on_applied_steps_only(without_waiting):
             expected.update(True, "train", list(model.parameters()))
     states = [{"model": model.state_dict()} for _ in range(2)]
     for state, each in zip(states, (average, expected), strict=True):
-        each.put_into(state)
+        each.put_into(state, nn.Module.state_dict)
     assert states[0]["average_updates"] == states[1]["average_updates"] == {"train": 12}
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-14, atol=0)
 

@@ -38,7 +38,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
-from trainer.task import Task, validation_sets
+from trainer.task import Objective, Task, validation_sets
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -50,6 +50,10 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
     if flags.multi.multi_gpu == "dp":
         return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
+    if flags.multi.multi_gpu == "fsdp":
+        from trainer.parallel.fsdp import Sharded
+
+        return Sharded(environment, flags.multi, flags.devices)
     return Distributed(environment, flags.multi, flags.devices)
 
 
@@ -89,9 +93,9 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
 
     All processes call it; a BadInput is raised on all of them.
     """
-    state = parallel.on_main(lambda: choose_start(directory, flags))
+    state = parallel.load_on_main(lambda: choose_start(directory, flags))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, parallel, directory, before)
+    run = assemble_run(flags, task, parallel, directory, before, is_new=state is None)
     run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
     run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, flags, state))
     unknown = run.memory_limit
@@ -136,7 +140,6 @@ def prepare_training(run: Run, flags: Flags) -> None:
     All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
     """
     task, learner = run.task, run.learner
-    check_blocks(task, learner.objective.model)
     task.check_weights(learner.objective)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
@@ -148,6 +151,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
         check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
         try_phase(learner, run.parallel, phase, example)
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
+        run.parallel.check_optimizers(learner.optimizers[phase])
 
 
 def assemble_run(
@@ -156,10 +160,12 @@ def assemble_run(
     parallel: Parallel,
     directory: RunDirectory | None = None,
     before: Mapping[str, Any] | None = None,
+    is_new: bool = False,
 ) -> Run:
-    """The parts, with fresh weights and a silent log; nothing is read or written.
+    """The parts, with fresh weights and a silent log; nothing is written.
 
     directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
+    is_new: it does not go on, and no checkpoint brings what the task gives a new model.
     """
     directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
     values = flags.values()
@@ -170,7 +176,7 @@ def assemble_run(
     return Run(
         task=task,
         parallel=parallel,
-        learner=build_learner(flags, task, parallel),
+        learner=build_learner(flags, task, parallel, is_new),
         plan=plan,
         batches=batches,
         memory_limit=MemoryLimit.unknown(flags.batch, parallel.device),
@@ -225,15 +231,24 @@ def _logged(run: Run) -> LoggedRun:
 # --- the parts ---------------------------------------------------------------------------------------------------
 
 
-def build_learner(flags: Flags, task: Task, parallel: Parallel) -> Learner:
+def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) -> Learner:
     """The model with its loss on this process's device, initialised alike on every process."""
     precision = choose_precision(flags.precision, parallel.device)
-    torch.manual_seed(flags.run.seed)
-    objective = task.build_objective()
-    stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
-    if stray:
-        raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
-    objective = objective.to(parallel.device, precision.dtype)
+
+    def build() -> Objective:
+        torch.manual_seed(flags.run.seed)
+        objective = task.build_objective()
+        stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
+        if stray:
+            raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
+        check_blocks(task, objective.model)
+        return objective.to(precision.dtype)
+
+    def complete(objective: Objective) -> None:
+        if is_new:
+            task.initialise(objective)
+
+    objective = parallel.place(build, task.blocks, complete)
     return Learner(
         objective,
         in_precision(objective, precision),

@@ -47,7 +47,7 @@ def score(run: Run, on_test: bool) -> None:
 
 
 def _take_best_weights(run: Run) -> bool:
-    best = run.parallel.on_main(lambda: (run.directory.load_best() or {}).get("model"))
+    best = run.parallel.load_on_main(lambda: {"model": (run.directory.load_best() or {}).get("model")})["model"]
     if best is None:
         run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
         return False
@@ -85,7 +85,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.on_main(lambda: find_run(flags, files, task.shipped_weights(), print))
+    trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), print))
     label, state = trained.label, trained.state
     with closing(assemble_run(flags, task, parallel)) as run:
         if not trained.comes_with_task:

@@ -203,6 +203,11 @@ def contradictions(flags: Flags) -> list[str]:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; take torch 2.9, or another optimizer")
+    if flags.learning.optimizer == "muon" and flags.multi is not None and flags.multi.multi_gpu == "fsdp":
+        found.append(
+            "--optimizer muon: orthogonalises whole matrices, of which a process of --multi-gpu fsdp has a part; take "
+            "--multi-gpu ddp, or another optimizer"
+        )
     if flags.prediction.predict is not None:
         given = flags.checkpoint
         others = {

@@ -64,11 +64,10 @@ def go_on_with_weights(run: Run, state: Mapping[str, Any], source: str, hint: st
 
 
 def initialise(run: Run, flags: Flags) -> list[str]:
-    """Completes fresh weights, by those of a file if the flags name one; returns what the user should know.
+    """Begins with fresh weights, or those of a file if the flags name one; returns what the user should know.
 
     Raises BadInput when they do not fit.
     """
-    run.parallel.together(lambda: run.task.initialise(run.learner.objective))
     notes = _take_from_file(run, flags.checkpoint)
     run.learner.ema.restart()
     return notes
@@ -102,7 +101,8 @@ def _take_from_file(run: Run, given: CheckpointFlags) -> list[str]:
 
 
 def _read(parallel: Parallel, path: Path, label: str) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = parallel.on_main(lambda: read_checkpoint(path, label, only_weights=True)["model"])
+    state = parallel.load_on_main(lambda: {"model": read_checkpoint(path, label, only_weights=True)["model"]})
+    weights: dict[str, Tensor] = state["model"]
     return weights
 
 

@@ -30,8 +30,15 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     run.progress.totals = _shares(run, totals)
     run.parallel.phase.enter("saving")
     state = run.parallel.full_state(run.learner.objective, run.learner.optimizers)
+    weights = state["model"]
+    run.learner.ema.put_into(state, run.parallel.full_weights)
     verdict = {"value": value, "is_best": is_best}
-    run.parallel.on_main(lambda: _save_in_background(run, _state(run, state, totals) | verdict))
+
+    def save_on_main() -> None:
+        _refuse_non_finite(run, weights)
+        _save_in_background(run, _state(run, state, totals) | verdict)
+
+    run.parallel.on_main(save_on_main)
 
 
 def _shares(run: Run, totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Totals]:
@@ -61,8 +68,6 @@ def finish_saving(run: Run) -> None:
 def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
     """What a checkpoint holds of the run. state: weights and moments."""
     progress, learner = run.progress, run.learner
-    _refuse_non_finite(run, state["model"])
-    learner.ema.put_into(state)
     return state | {
         "scaler": learner.precision.scaler.state_dict(),
         "position": asdict(progress.position),

@@ -1,12 +1,14 @@
 """An exponential moving average of the weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.parallel.base import own_parts
 
 
 class ExponentialMovingAverage:
@@ -38,23 +40,24 @@ class ExponentialMovingAverage:
             self._update(applied, phase, params)
 
     @torch.no_grad()
-    def _update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
-        average, updates = [self._average[p] for p in params], self._updates.get(phase, self._updates_before)
+    def _update(self, applied: bool | Tensor, phase: str, trained: Sequence[nn.Parameter]) -> None:
+        updates = self._updates.get(phase, self._updates_before)
+        average, params = own_parts([self._average[p] for p in trained]), own_parts(trained)
         if isinstance(applied, Tensor):
             self._updates[phase] = self._update_without_waiting(average, params, updates, applied)
         elif applied:
             decay = min(self._decay, (1 + updates) / (10 + updates))
-            get_ema_multi_avg_fn(decay)(average, list(params), updates)
+            get_ema_multi_avg_fn(decay)(average, params, updates)
             self._updates[phase] = updates + 1
 
     def _update_without_waiting(
-        self, average: list[Tensor], params: Sequence[nn.Parameter], updates: int | Tensor, applied: Tensor
+        self, average: list[Tensor], params: list[Tensor], updates: int | Tensor, applied: Tensor
     ) -> Tensor:
         """The same where the host does not know whether: the number of updates is kept on the device."""
         if not isinstance(updates, Tensor):
             updates = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
-        changes = torch._foreach_sub(list(params), average)
+        changes = torch._foreach_sub(params, average)
         torch._foreach_mul_(changes, weight.to(changes[0].dtype))
         torch._foreach_add_(average, changes)
         return updates + applied
@@ -68,12 +71,15 @@ class ExponentialMovingAverage:
         finally:
             _exchange(self._average)
 
-    def put_into(self, state: dict[str, Any]) -> None:
-        """`model` becomes the average, which is what is worth deploying; `training_model` what training needs."""
+    def put_into(self, state: dict[str, Any], full_weights: Callable[[nn.Module], dict[str, Tensor]]) -> None:
+        """`model` becomes the average, which is what is worth deploying; `training_model` what training needs.
+
+        full_weights: see `Parallel.full_weights`, which all processes call.
+        """
         if self.enabled:
             state["training_model"] = state["model"]
             with self.applied():
-                state["model"] = {name: value.clone() for name, value in self._model.state_dict().items()}
+                state["model"] = {name: value.clone() for name, value in full_weights(self._model).items()}
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

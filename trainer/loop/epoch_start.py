@@ -6,6 +6,7 @@ import torch
 
 from trainer.loading.errors import BadInput
 from trainer.loop.run import Run
+from trainer.parallel.base import is_sharded
 from trainer.task import Task
 
 
@@ -16,7 +17,7 @@ def start_epoch(run: Run) -> None:
     if method is Task.on_epoch_start:
         return
     run.parallel.phase.enter("the start of the epoch")
-    with torch.no_grad(), learner.precision.autocast(device.type):
+    with torch.no_grad(), run.parallel.whole(learner.objective), learner.precision.autocast(device.type):
         task.on_epoch_start(learner.objective, run.progress.position.epoch, run.log.progress)
     digests = run.parallel.gather(_digest(learner.objective))
     if len(set(digests)) > 1:
@@ -30,5 +31,7 @@ def start_epoch(run: Run) -> None:
 def _digest(objective: torch.nn.Module) -> bytes:
     digest = blake2b()
     for value in objective.state_dict().values():
+        if is_sharded(value):  # each process has its own
+            continue
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.digest()

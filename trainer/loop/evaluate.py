@@ -9,7 +9,7 @@ from trainer.loop.per_sample import PerSampleOutputs
 from trainer.loop.run import Run
 from trainer.loop.totals import Totals, counted
 from trainer.loop.windows import agree_ahead, evaluation_batches
-from trainer.task import Outputs, Sums, validation_sets
+from trainer.task import Objective, Outputs, Sums, validation_sets
 
 
 def validate(run: Run) -> dict[str, Sums]:
@@ -19,9 +19,12 @@ def validate(run: Run) -> dict[str, Sums]:
 
 def start_evaluation(run: Run) -> None:
     """Lets the objective, in eval mode, compute what all batches of an evaluation share."""
+    objective = run.learner.objective
+    if type(objective).start_evaluation is Objective.start_evaluation:
+        return
     run.parallel.phase.enter("the start of the evaluation")
-    with run.learner.precision.autocast(run.parallel.device.type):
-        run.learner.objective.start_evaluation()
+    with run.parallel.whole(objective), run.learner.precision.autocast(run.parallel.device.type):
+        objective.start_evaluation()
 
 
 @torch.no_grad()

@@ -176,6 +176,8 @@ def rehearse(run: Run) -> None:
     Nothing is left of it. All processes call it. Raises BadInput when not even one sample fits. A model whose forward
     has exchanges with other processes is left out: one that finds no room would leave the others waiting.
     """
+    if run.parallel.exchanges_in_forward:
+        return
     if any(isinstance(module, nn.SyncBatchNorm) for module in run.learner.net.modules()):
         return
     while (phase := _first_too_large(run)) is not None:

@@ -1,7 +1,7 @@
 """What TensorBoard shows of an evaluation besides metrics: asked of the task."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ import torch
 from trainer.loading.order import SampleKeys
 from trainer.loop.precision import of_dtype
 from trainer.loop.run import Run
-from trainer.task import Picture, Sums
+from trainer.task import Picture, Sums, Task
 
 NUM_EXAMPLES = 6
 
@@ -19,7 +19,16 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 
     sums: of `evaluate`, by data set.
     """
-    run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, sums)))
+    has_examples = type(run.task).example_pictures is not Task.example_pictures
+    with _weights_of_evaluation(run) if has_examples else nullcontext():
+        run.parallel.on_main(lambda: run.log.pictures(run.progress.step, _pictures(run, sums)))
+
+
+@contextmanager
+def _weights_of_evaluation(run: Run) -> Iterator[None]:
+    """Within it the main process alone can use the model, with the weights that are evaluated."""
+    with run.learner.ema.applied(), run.parallel.whole(run.learner.objective):
+        yield
 
 
 def _pictures(run: Run, sums: Mapping[str, Sums]) -> dict[str, Picture]:
@@ -38,7 +47,7 @@ def _example_pictures(run: Run, split: str) -> Mapping[str, Picture]:
     device = run.parallel.device
     examples = run.loaders[split].one(keys)
     batch = of_dtype({name: tensor.to(device) for name, tensor in examples.items()}, run.learner.precision.dtype)
-    with run.learner.ema.applied(), _training_undisturbed(run), run.learner.precision.autocast(device.type):
+    with _training_undisturbed(run), run.learner.precision.autocast(device.type):
         return run.task.example_pictures(run.learner.objective, batch)
 
 

@@ -1,7 +1,7 @@
 """Number formats: the type of the parameters, autocast, and the gradient scaler."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
+from trainer.parallel.base import own_parts
 from trainer.task import Objective, Sums
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,11 +93,16 @@ class Precision:
         (self.scaler.scale(loss) * coefficient).backward()
 
     def step(
-        self, optimizers: Sequence[torch.optim.Optimizer], params: Sequence[Tensor], max_grad_norm: float
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        params: Sequence[Tensor],
+        max_grad_norm: float,
+        whole_norm: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> StepOutcome:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
         params: all that the optimizers train; the norm is that of their whole gradient. max_grad_norm: 0 does not clip.
+        whole_norm: see `Parallel.whole_norm`.
 
         A step that was not applied raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
         waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,
@@ -107,8 +113,9 @@ class Precision:
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if any(grad.is_sparse for grad in grads):
             grads = _coalesced_values(params)
+        grads = own_parts(grads)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
-        grad_norm = gradient_norm(grads) if grads else torch.zeros((), device=params[0].device)
+        grad_norm = whole_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
         step = _step_on_host if grad_norm.device.type == "cpu" else _step_on_device
         applied = step(optimizers, grads, grad_norm, max_grad_norm)
         alarm = applied.logical_not() if isinstance(applied, Tensor) else not applied

@@ -152,7 +152,9 @@ def train_step(
             sums[name] = sums[name] + value if name in sums else value
     learner.batch_norm.agree()
     parallel.phase.enter(OPTIMIZER)
-    outcome = learner.precision.step(learner.optimizers[phase], learner.params[phase], learner.max_grad_norm)
+    outcome = learner.precision.step(
+        learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.whole_norm
+    )
     learner.batch_norm.undo_unless(outcome.applied)
     learner.ema.update(outcome.applied, phase, learner.params[phase])
     return StepResult(sums, *outcome)

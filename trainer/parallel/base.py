@@ -26,13 +26,15 @@ class Parallel:
     """How the run is spread over devices. Everything outside sees only this interface.
 
     devices: those that this process feeds; the model lives on the first one. shard: (rank, world_size) of this process,
-    for splitting data. gradient_divisor: what the wrapper divides summed gradients by. local_world_size: processes of
+    for splitting data. gradient_divisor: what the wrapper divides summed gradients by. exchanges_in_forward: whether
+    every forward waits for the other processes, so that all must make equally many. local_world_size: processes of
     this run on this machine. is_launched: whether a launcher waits for the exit status of this process, and starts it
     again with the others, without whom it cannot try a step again. phase: what this process is doing; the loop says so.
     """
 
     shard: tuple[int, int] = (0, 1)
     gradient_divisor: int = 1
+    exchanges_in_forward: bool = False
     local_world_size: int = 1
     is_launched: bool = False
 
@@ -67,6 +69,21 @@ class Parallel:
         """The devices, in a few words. All processes call it."""
         return ", ".join(map(device_label, self.devices))
 
+    def place(
+        self,
+        build: Callable[[], Objective],
+        blocks: Callable[[nn.Module], Sequence[nn.Module]],
+        complete: Callable[[Objective], None],
+    ) -> Objective:
+        """A new objective, alike on every process and where training needs it. All processes call it.
+
+        build: makes it on the CPU, alike everywhere. blocks: of its model; see `Task.blocks`. complete: gives it what
+        it takes from elsewhere. Raises BadInput.
+        """
+        objective = build().to(self.device)
+        self.together(lambda: complete(objective))
+        return objective
+
     def wrap(self, net: nn.Module) -> nn.Module:
         """The module that training calls in a phase, whose parameters alone require gradients now."""
         return net
@@ -77,6 +94,13 @@ class Parallel:
     def evaluation_module(self, net: nn.Module) -> nn.Module:
         """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
         return net
+
+    def whole(self, objective: Objective) -> AbstractContextManager[None]:
+        """Within it every process has the whole parameters, for what computes with the model in its own ways.
+
+        It may read them, and without exchanges. Whoever calls it has all processes call it.
+        """
+        return nullcontext()
 
     def to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -128,6 +152,13 @@ class Parallel:
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers of the main one, before evaluating and saving."""
 
+    def whole_norm(self, own: Tensor) -> Tensor:
+        """The norm of the whole gradient from that of the `own_parts` of this process. All processes call it."""
+        return own
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raises BadInput for one that cannot train what this process has of the parameters."""
+
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
         """Makes what follows on the devices' generators a function of the key, of this process and of the device.
 
@@ -140,14 +171,33 @@ class Parallel:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
+    def load_on_main(self, function: Callable[[], T]) -> T:
+        """As `on_main`, for what holds checkpoints: of their tensors the others need not get more than the shapes."""
+        return self.on_main(function)
+
+    def full_weights(self, model: nn.Module) -> dict[str, Any]:
+        """The state of a model, whole on the main process. All processes call it."""
+        return model.state_dict()
+
     def full_state(
         self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
     ) -> dict[str, Any]:
-        """Weights and moments, whole and without any wrapper's prefix. All processes call it."""
+        """Weights and moments, without any wrapper's prefix, whole on the main process. All processes call it."""
         return {
-            "model": objective.model.state_dict(),
-            "optimizers": {phase: [each.state_dict() for each in several] for phase, several in optimizers.items()},
+            "model": self.full_weights(objective.model),
+            "optimizers": {
+                phase: [self.full_moments(each.state_dict()) for each in several]
+                for phase, several in optimizers.items()
+            },
         }
+
+    def full_moments(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of an optimizer, whole on the main process."""
+        return state
+
+    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What an optimizer of this process takes of `full_moments`."""
+        return state
 
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
         """Those of a `full_state`, or some of them; the others stay as they are. All processes call it."""
@@ -166,7 +216,7 @@ class Parallel:
                     "begin with its weights alone by --init-from"
                 )
             for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
-                optimizer.load_state_dict(_with_settings_of(its_own, its_saved))
+                optimizer.load_state_dict(self.own_moments(_with_settings_of(its_own, its_saved), optimizer))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -193,6 +243,16 @@ class SingleDevice(Parallel):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([device])
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds a part of it alone."""
+    return hasattr(tensor, "to_local")  # of a DTensor, whose module takes seconds to import
+
+
+def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this process holds of tensors, in the same memory: of sharded ones a part, which may be empty."""
+    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def _shapes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:

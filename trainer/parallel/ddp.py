@@ -41,6 +41,7 @@ DIRECT_BYTES = 3 * 2**18
 class Distributed(Parallel):
     """One process per device; gradients are averaged by DistributedDataParallel."""
 
+    wrapper = "DistributedDataParallel"
     is_launched = True
     diagnosis: GroupDiagnosis
 
@@ -115,7 +116,7 @@ class Distributed(Parallel):
         places = f" on {num_hosts} hosts" if num_hosts > 1 else ""
         labels = self.gather(device_label(self.device))
         kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
-        return f"DistributedDataParallel over {self.backend}{places}: {kinds}"
+        return f"{self.wrapper} over {self.backend}{places}: {kinds}"
 
     def wrap(self, net: nn.Module) -> nn.Module:
         has_sparse = bool(sparse_parameters(net))

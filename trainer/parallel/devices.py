@@ -40,14 +40,15 @@ class DeviceFlags(FlagGroup):
 class MultiDeviceFlags(FlagGroup):
     """Several devices"""
 
-    multi_gpu: Literal["dp", "ddp"] | None = flag(
-        None, "dp: one process drives several GPUs (nn.DataParallel); ddp: one process per device (faster)"
-    )
+    multi_gpu: Literal["dp", "ddp", "fsdp"] | None = flag(
+        None, "dp: one process drives several GPUs (nn.DataParallel); ddp: one process per device (faster); fsdp: so "
+        "too, each of which keeps a part of the model (for what does not fit)",
+    )  # fmt: skip
     gpu_ids: tuple[int, ...] | None = flag(
         None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID"
     )
     nproc: int | None = flag(
-        None, "ddp without torchrun: start this many processes (default: one per GPU, or 1 on CPU)", at_least=1
+        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)", at_least=1
     )
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
@@ -59,13 +60,21 @@ class MultiDeviceFlags(FlagGroup):
     hang_timeout_s: float = flag(120.0, "the same within training and evaluation, once the first step is done", above=0)
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
     find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
+    reshard: Literal["always", "never"] = flag(
+        "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward (faster, but "
+        "only gradients and moments stay in parts)",
+    )  # fmt: skip
+    shard_size: int | None = flag(
+        None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others "
+        "(default: among all)", at_least=1,
+    )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True)
 
     def problems(self) -> list[str]:
         found = []
         num_gpus = torch.cuda.device_count()
         if self.multi_gpu is None:
-            found.append("--multi-gpu: needs a value, dp or ddp; to train on one device run main.py")
+            found.append("--multi-gpu: needs a value, dp, ddp or fsdp; to train on one device run main.py")
         if self.gpu_ids is not None:
             shown = f"--gpu-ids {','.join(map(str, self.gpu_ids))}"
             absent = [i for i in self.gpu_ids if not 0 <= i < num_gpus]
@@ -74,12 +83,22 @@ class MultiDeviceFlags(FlagGroup):
             if len(set(self.gpu_ids)) < len(self.gpu_ids):
                 found.append(f"{shown}: names a GPU twice")
         if self.nproc is not None and self.multi_gpu == "dp":
-            found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp; dp is a single process")
+            found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp and fsdp; dp is a single process")
         if self.backend == "nccl" and not num_gpus:
             found.append("--backend nccl: needs a GPU and a CUDA build of torch; use --backend gloo")
         if self.sync_bn and (self.multi_gpu != "ddp" or not num_gpus):
             found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
+        if self.find_unused_parameters and self.multi_gpu == "fsdp":
+            found.append("--find-unused-parameters: is for --multi-gpu ddp; leave it out")
+        if self.multi_gpu != "fsdp":
+            sharding = {"--reshard": self.reshard != "always" and self.reshard, "--shard-size": self.shard_size}
+            found += [f"{name} {value}: is for --multi-gpu fsdp" for name, value in sharding.items() if value]
         return found
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether each device has a process of its own."""
+        return self.multi_gpu in ("ddp", "fsdp")
 
 
 def _visible_gpus(count: int) -> str:

@@ -89,7 +89,7 @@ def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironme
         environment, contradictions = identified(environment, flags.multi)
         problems += contradictions
     refuse([*problems, *not_measured(flags), *command.problems(flags, argv[1:])])
-    if flags.multi is not None and flags.multi.multi_gpu == "ddp" and environment is None:
+    if flags.multi is not None and flags.multi.has_processes and environment is None:
         return launch(partial(main, list(argv)), num_processes(flags.multi, flags.devices.device))
     parallel = start_parallel(flags, environment)
     with in_use(parallel):

@@ -1,0 +1,218 @@
+"""A model in parts learns what it learns whole, and its checkpoints are those of any other form."""
+
+import gc
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.helpers import forks
+from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
+from tests.helpers.weights import difference
+from trainer.loading.errors import BadInput
+from trainer.loop.precision import Precision
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.fsdp import Sharded, refuse_what_cannot_be_cut
+
+TOLERANCE = 1e-9
+PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
+# Global batches of 5, the last of an epoch 3: with micro-batches of 1 most ranks have one to spare, or none at all.
+RUN = [
+    *PIECES, "--device", "cpu", "--num-threads", 1, "--dtype", "float64", "--epochs", 2, "--batch-size", 1,
+    "--global-batch-size", 5, "--lr", 0.02, "--max-grad-norm", 0.3, "--ema-decay", 0.9, "--poisoned",
+    "--on-nonfinite", "skip", "--save-every-steps", 3, "--keep-checkpoints", 20,
+]  # fmt: skip
+
+
+@dataclass
+class Starter:
+    """Starts runs that end well. form: `main.py` where there is none."""
+
+    environment: dict[str, str]
+    folder: object
+
+    def __call__(self, name, *more, form=None, world_size=1, base=RUN, prepare=None):
+        directory, output = self.folder / name, self.folder / f"{name}.txt"
+        argv = [*base, "--save-dir", directory, *more]
+        if form is None:
+            process = forks.start(argv, self.environment, output, output)
+            process.join(120)
+            statuses = [process.exitcode]
+        else:
+            statuses = forks.run_group(["--multi-gpu", form, *argv], world_size, self.environment, output, prepare)
+        assert statuses == [0] * world_size, output.read_text()
+        return directory
+
+
+@pytest.fixture(scope="module")
+def start(environment, tmp_path_factory):
+    return Starter(environment, tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.fixture(scope="module")
+def one_device(start):
+    return start("one")
+
+
+def loaded(path):
+    return torch.load(path, weights_only=True)
+
+
+def tensors(value, path=""):
+    """Those of a checkpoint, by their place in it."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {name: t for key, item in items for name, t in tensors(item, f"{path}/{key}").items()}
+
+
+def assert_same(directory, expected, checkpoint="final.pth"):
+    """The same entries, types, shapes and, but for the order of sums, values."""
+    found, wanted = (loaded(folder / checkpoint) for folder in (directory, expected))
+    assert found.keys() == wanted.keys()
+    for name in ("model", "training_model", "optimizers"):
+        own, others = tensors(found[name]), tensors(wanted[name])
+        assert list(own) == list(others)  # in one order too
+        for place, value in own.items():
+            other = others[place]
+            assert (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape), place
+            torch.testing.assert_close(value, other, rtol=TOLERANCE, atol=TOLERANCE, msg=place)
+    assert difference(found["model"], wanted["model"]) < TOLERANCE
+    its_metrics, metrics = (json.loads((folder / "results.json").read_text()) for folder in (directory, expected))
+    assert its_metrics["metrics"] == pytest.approx(metrics["metrics"], rel=TOLERANCE)
+    assert found["skipped_steps"] == wanted["skipped_steps"] == 2
+
+
+def test_goes_on_in_any_form_in_mid_epoch(start, one_device):
+    """One device -> 3 processes with parts -> 2 with the whole -> one device."""
+    resume = "--resume-from"
+    sharded = start("fsdp", resume, one_device / "checkpoint_0_0_10.pth", form="fsdp", world_size=3)
+    assert_same(sharded, one_device)
+    assert_same(sharded, one_device, "checkpoint_1_0_5.pth")
+    copied = start("ddp", resume, sharded / "checkpoint_1_0_5.pth", form="ddp", world_size=2)
+    assert_same(copied, one_device)
+    again = start("again", resume, copied / "checkpoint_1_0_15.pth")
+    assert_same(again, one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "more"),
+    [
+        (1, []),
+        (2, []),
+        (2, ["--reshard", "never"]),
+        (3, ["--batch-size", 2, "--names-blocks", "false"]),
+        (4, ["--shard-size", 2]),
+    ],
+    ids=["1", "2", "2-never", "3-one-unit", "2x2"],
+)
+def test_learns_what_one_device_learns(world_size, more, start, one_device):
+    name = "-".join(map(str, [world_size, *more])).replace("--", "")
+    assert_same(start(name, *more, form="fsdp", world_size=world_size), one_device)
+
+
+@pytest.mark.slow
+def test_a_task_that_builds_with_content_is_built_on_every_process(start, one_device):
+    assert_same(start("eager", "--eager", form="fsdp", world_size=2), one_device)
+
+
+# --- what cannot be divided ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"sparse": True}, "carries no sparse gradients"),
+        ({"ties": True}, "blocks.0.up.weight and outer.weight are one parameter, and a block of Task.blocks has it"),
+        ({"scalar": True}, "offset is a single number without a dimension"),
+    ],
+)
+def test_refuses_what_cannot_be_divided(more, message):
+    model = Words(PiecesFlags(**more))
+    with pytest.raises(BadInput, match=f"^--multi-gpu fsdp: .*{message}"):
+        refuse_what_cannot_be_cut(PiecesObjective(model), list(model.blocks))
+
+
+def test_takes_ties_within_a_unit():
+    model = Words(PiecesFlags(ties=True))
+    refuse_what_cannot_be_cut(PiecesObjective(model), [])
+
+
+def test_refuses_other_processes_than_shards():
+    with pytest.raises(BadInput, match="--shard-size 2: the 3 processes of this run cannot be divided"):
+        Sharded(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
+
+
+def test_refuses_an_own_optimizer_of_whole_matrices():
+    """torch 2.8 has no Muon."""
+    muon = type("Muon", (torch.optim.SGD,), {})([torch.zeros(2, 2)])
+    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):
+        Sharded.check_optimizers(None, [muon])
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+NUM_BLOCKS = 4
+SEQREC = [
+    "--task", "seqrec", "--hidden-units", 192, "--num-blocks", NUM_BLOCKS, "--no-mhc", "--no-time", "--maxlen", 4,
+    "--device", "cpu", "--num-threads", 1, "--batch-size", 2, "--eval-batch-size", 500, "--max-steps", 2, "--no-test",
+]  # fmt: skip
+
+
+def live_bytes():
+    """Of all tensors of this process, each memory once."""
+    plain = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
+
+
+def watch_memory():
+    """Writes down, in bytes: what a process holds in an optimizer step, and at most in blocks; what the whole takes."""
+    seen = {"step": 0, "peak": 0}
+    step, place = Precision.step, Sharded.place
+
+    def held():
+        return live_bytes() - seen["before"]
+
+    def note(*_):
+        if torch.is_grad_enabled():
+            seen["peak"] = max(seen["peak"], held())
+
+    def counting_step(self, optimizers, params, *more):
+        seen["step"] = max(seen["step"], held())  # the second one has moments
+        seen["whole"] = 4 * sum(p.numel() * p.itemsize for p in params)
+        return step(self, optimizers, params, *more)
+
+    def counting_place(self, build, blocks, complete):
+        seen["before"] = live_bytes()
+        objective = place(self, build, blocks, complete)
+        for block in blocks(objective.model):
+            seen["block"] = sum(p.nbytes for p in block.parameters())
+            block.register_forward_hook(note)
+            block.register_full_backward_pre_hook(note)
+        return objective
+
+    Precision.step, Sharded.place = counting_step, counting_place
+    gc.collect()
+    return lambda: (Path(os.environ["MEMORY"]) / f"{os.getpid()}.json").write_text(json.dumps(seen))
+
+
+def memory_of_ranks(start, tmp_path, world_size, *more):
+    """What `watch_memory` saw on each rank."""
+    start.environment = start.environment | {"MEMORY": str(tmp_path)}
+    start(f"memory{world_size}", *more, form="fsdp", world_size=world_size, base=SEQREC, prepare=watch_memory)
+    return [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_process_holds_its_share(world_size, start, tmp_path):
+    for seen in memory_of_ranks(start, tmp_path, world_size):
+        share = seen["whole"] / world_size
+        print(f"{seen['step'] / share:.3f} of its share, peak {(seen['peak'] - share) / seen['block']:.1f} blocks more")
+        assert 0.9 * share < seen["step"] <= 1.1 * share + seen["block"]

@@ -1,0 +1,325 @@
+"""Fully sharded: one process per device, which keeps a part of each parameter, of its gradient and of its moments.
+
+On `torch.distributed.fsdp.fully_shard`. The blocks of a model, and what is left around them, are its units. A unit's
+parameters are gathered for its forward and its backward, and its gradients leave in parts: what a process holds whole
+is a unit or two. Importing this takes seconds, so it is imported where it is used.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from trainer.loading.errors import BadInput
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
+from trainer.parallel.phase import EXCHANGE
+from trainer.task import Objective, sparse_parameters
+
+T = TypeVar("T")
+
+ENTRIES_OF_WEIGHTS = ("model", "training_model", "optimizers")
+"""Of a checkpoint: what only the main process reads."""
+
+
+class Sharded(Distributed):
+    """One process per device; each keeps a part of every parameter, along its first dimension.
+
+    Optimizers train the parts, as DTensors. Autocast and the types of parameters are as everywhere, so the exchanges
+    are in the parameters' own type.
+    """
+
+    wrapper = "Fully sharded"
+    exchanges_in_forward = True
+
+    def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
+        num_parts = flags.shard_size or environment.world_size
+        if environment.world_size % num_parts:
+            problem = (
+                f"--shard-size {num_parts}: the {environment.world_size} processes of this run cannot be divided into "
+                "groups of so many; take a divisor"
+            )
+            raise BadInput(problem) if environment.rank == 0 else Failure(problem, EXIT_BAD_INPUT)
+        super().__init__(environment, flags, devices)
+        self._num_parts = num_parts
+        shape = (environment.world_size // num_parts, num_parts)
+        names = ("replicate", "shard")
+        is_flat = shape[0] == 1
+        self._mesh = init_device_mesh(self.device.type, shape[is_flat:], mesh_dim_names=names[is_flat:])
+        self._set_timeouts(flags.dist_timeout_s)
+        self._is_whole = False
+
+    def _set_timeouts(self, limit_s: float) -> None:
+        """Of the exchanges within the mesh, unless that is all processes, whose group is `Distributed`'s."""
+        for group in self._mesh.get_all_groups() if self._mesh.ndim > 1 else []:
+            group._get_backend(self.device)._set_default_timeout(timedelta(seconds=limit_s))
+
+    def _expect_promptness(self) -> None:
+        super()._expect_promptness()
+        if self.backend == "gloo":
+            self._set_timeouts(self._flags.hang_timeout_s)
+
+    def describe(self) -> str:
+        copies = self.shard[1] // self._num_parts
+        among = f", {copies} copies of the model" if copies > 1 else ""
+        return f"{super().describe()}{among}, each in {self._num_parts} parts"
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        build: Callable[[], Objective],
+        blocks: Callable[[nn.Module], Sequence[nn.Module]],
+        complete: Callable[[Objective], None],
+    ) -> Objective:
+        """The main process builds the model in host memory, the others an outline of it, where the task allows that.
+
+        Then unit by unit is sent to all, and cut: no device, and no process but the main one, ever holds the whole.
+        """
+        objective = self._built(build, complete)
+        its_blocks = list(blocks(objective.model))
+        refuse_what_cannot_be_cut(objective, its_blocks)
+        for unit in [*its_blocks, objective]:
+            self._send_parameters(unit)
+            # By default what is around the blocks is kept until its backward, which comes at once.
+            reshards = False if self._flags.reshard == "never" else None if unit is objective else True
+            fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshards)
+        self._send_buffers(objective)
+        # Or the first unit that runs would take itself for the outermost one, as in `Objective.start_evaluation`.
+        objective._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        objective.register_forward_hook(self._free_after_evaluation)
+        return objective
+
+    def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:
+        built: list[Objective] = []
+
+        def build_whole() -> list[tuple[str, torch.Size, torch.dtype]]:
+            built.append(build())
+            complete(built[0])
+            return _outline(built[0])
+
+        outline = self.on_main(build_whole)
+        return built[0] if self.is_main else _built_as_outline(build, outline)
+
+    def _send_parameters(self, unit: nn.Module) -> None:
+        """Gives every process the main one's parameters of a unit, but for those that are cut already."""
+        sent: dict[Tensor, nn.Parameter] = {}  # a tied one stays one
+        for module in unit.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if isinstance(parameter, DTensor):
+                    continue
+                if parameter not in sent:
+                    sent[parameter] = nn.Parameter(self._from_main(parameter.detach()), parameter.requires_grad)
+                setattr(module, name, sent[parameter])
+
+    def _send_buffers(self, objective: nn.Module) -> None:
+        sent: dict[Tensor, Tensor] = {}
+        for module in objective.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if buffer not in sent:
+                    sent[buffer] = self._from_main(buffer)
+                setattr(module, name, sent[buffer])
+
+    def _from_main(self, value: Tensor) -> Tensor:
+        """The main process's value on this process's device. Of the others' only shape and type count."""
+        self.phase.enter(EXCHANGE)
+        whole = value.to(self.device).contiguous() if self.is_main else _empty(value, self.device)
+        if whole.numel():
+            dist.broadcast(whole, src=0)
+        return whole
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return net
+
+    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """After every backward: until they are exchanged, gradients are as large as the model."""
+        return nullcontext()
+
+    def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
+        """Without a backward the outermost unit stays whole, and misses that the weights change."""
+        if not torch.is_grad_enabled() and not self._is_whole:
+            for unit in _units(objective):
+                unit.reshard()
+
+    @contextmanager
+    def whole(self, objective: Objective) -> Iterator[None]:
+        self.phase.enter(EXCHANGE)
+        self._is_whole = True
+        units = _units(objective)
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            for unit in units:
+                unit.reshard()
+                frees = self._flags.reshard == "always" and unit is not objective
+                unit.set_reshard_after_forward(frees, recurse=False)
+
+    # --- what a step needs -------------------------------------------------------------------------------------------
+
+    def whole_norm(self, own: Tensor) -> Tensor:
+        norms = [torch.empty_like(own) for _ in range(self._num_parts)]
+        dist.all_gather(norms, own, group=self._mesh.get_group(self._mesh.ndim - 1))
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if any(kind.__name__ == "Muon" for each in optimizers for kind in type(each).__mro__):
+            raise BadInput(
+                "--multi-gpu fsdp: Muon orthogonalises whole matrices, of which a process has a part; take --multi-gpu "
+                "ddp, or another optimizer"
+            )
+
+    # --- a checkpoint and back ---------------------------------------------------------------------------------------
+
+    def full_weights(self, model: nn.Module) -> dict[str, Any]:
+        weights = model.state_dict(keep_vars=True)
+        gathered: dict[Tensor, Tensor] = {}  # a tied one stays one
+        for name, value in weights.items():
+            if value not in gathered:
+                gathered[value] = self._gathered(value.detach())
+            weights[name] = gathered[value]
+        return weights
+
+    def full_moments(self, state: dict[str, Any]) -> dict[str, Any]:
+        return _mapped(state, self._gathered)
+
+    def _gathered(self, value: Tensor) -> Tensor:
+        """Whole, in the main process's host memory. One at a time is whole on a device."""
+        if not isinstance(value, DTensor):
+            return value
+        whole = value.full_tensor()
+        return whole.cpu() if self.is_main else value
+
+    def load_on_main(self, function: Callable[[], T]) -> T:
+        loaded: list[T] = []
+
+        def load() -> T:
+            loaded.append(function())
+            return _without_weights(loaded[0])
+
+        outlined = self.on_main(load)
+        return loaded[0] if self.is_main else outlined
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+        own = model.state_dict()
+        for name, value in weights.items():
+            mine, whole = own[name], self._from_main(value)
+            mine.copy_(_part_like(whole, mine) if isinstance(mine, DTensor) else whole)
+
+    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        of_number = dict(zip(numbers, params, strict=True))
+        moments = {
+            number: _mapped(kept, partial(self._own_moment, parameter=of_number[number]))
+            for number, kept in state["state"].items()
+        }
+        return state | {"state": moments}
+
+    def _own_moment(self, value: Tensor, parameter: Tensor) -> Tensor:
+        if value.dim() == 0:  # a number of steps, which every process was given
+            return value
+        whole = self._from_main(value)
+        if value.shape == parameter.shape and isinstance(parameter, DTensor):
+            return _part_like(whole, parameter)
+        return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+
+def _units(objective: nn.Module) -> list[FSDPModule]:
+    return [module for module in objective.modules() if isinstance(module, FSDPModule)]
+
+
+def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module]) -> None:
+    """Raises BadInput."""
+    if sparse_parameters(objective):
+        raise BadInput(
+            "--multi-gpu fsdp: carries no sparse gradients, as those of nn.Embedding(sparse=True); take --multi-gpu "
+            "ddp, or build those embeddings without sparse=True"
+        )
+    unit_of = {module: number for number, block in enumerate(blocks, 1) for module in block.modules()}
+    found: dict[Tensor, dict[str, int]] = {}
+    for path, module in objective.model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            label = f"{path}.{name}".lstrip(".")
+            if parameter.dim() == 0:
+                raise BadInput(
+                    f"--multi-gpu fsdp: {label} is a single number without a dimension, which cannot be divided; "
+                    "give it the shape (1,)"
+                )
+            found.setdefault(parameter, {})[label] = unit_of.get(module, 0)
+    split = [names for names in found.values() if len(set(names.values())) > 1]
+    if split:
+        raise BadInput(
+            f"--multi-gpu fsdp: {' and '.join(split[0])} are one parameter, and a block of Task.blocks has it without "
+            "the other; leave that block out of Task.blocks, or do not tie them"
+        )
+
+
+def _outline(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Every parameter and buffer."""
+    params = objective.named_parameters(remove_duplicate=False)
+    buffers = objective.named_buffers(remove_duplicate=False)
+    return [(name, value.shape, value.dtype) for name, value in [*params, *buffers]]
+
+
+def _built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
+    """A model whose tensors have no content, on the meta device; with some where a task cannot build one of that kind.
+
+    outline: of the main process's.
+    """
+    try:
+        with torch.device("meta"):
+            objective = build()
+        if _outline(objective) == outline:
+            return objective
+    except Exception:  # whatever a task does that needs content
+        pass
+    return build()
+
+
+def _empty(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _part_like(whole: Tensor, own: DTensor) -> DTensor:
+    """The part of a tensor that this process has of another one of its shape."""
+    mesh = own.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=own.placements)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same with another tensor for each."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _mapped(item, function) for name, item in value.items()}
+    return [_mapped(item, function) for item in value] if isinstance(value, list) else value
+
+
+def _without_weights(value: Any, is_weight: bool = False) -> Any:
+    """What the main process loaded, with outlines of its weights and moments; single numbers stay."""
+    if isinstance(value, Tensor):
+        return _empty(value, torch.device("meta")) if is_weight and value.dim() else value
+    if isinstance(value, dict):
+        return {name: _without_weights(item, is_weight or name in ENTRIES_OF_WEIGHTS) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_weights(item, is_weight) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _without_weights(getattr(value, field.name)) for field in fields(value)})
+    return value
