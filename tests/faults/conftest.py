@@ -14,6 +14,12 @@ def forked(environment):
 
 
 @pytest.fixture(scope="session")
+def forked_in_parts(environment):
+    """The same, with several processes under fsdp."""
+    return partial(Forks, environment=environment, form="fsdp")
+
+
+@pytest.fixture(scope="session")
 def typed(environment):
     """Starts a real command line."""
     return partial(CommandLine, environment=environment)

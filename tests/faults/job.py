@@ -85,7 +85,7 @@ class CommandLine(Job):
 
 
 class Forks(Job):
-    """The same command line in forked processes, one for each rank. prepare: for all ranks."""
+    """The same command line in forked processes, one for each rank. prepare: for all ranks. form: of several."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class Forks(Job):
         folder: Path,
         environment: Mapping[str, str],
         prepare: forks.Preparation | None = None,
+        form: str = "ddp",
     ) -> None:
         super().__init__(folder, world_size)
         variables = {**environment, "LOCKSTEP_RECORD": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
@@ -103,7 +104,7 @@ class Forks(Job):
             if world_size == 1
             else [
                 forks.start(
-                    ["--multi-gpu", "ddp", *argv],
+                    ["--multi-gpu", form, *argv],
                     variables,
                     output,
                     output,

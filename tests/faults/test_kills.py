@@ -2,10 +2,11 @@
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 
-from tests.faults.lives import DOUBLE, FIRST_SEED, HARD, IN_STEPS, assert_as_unbroken, broken_life
+from tests.faults.lives import DOUBLE, FIRST_SEED, HARD, IN_STEPS, assert_as_unbroken, broken_life, unbroken_life
 
 
 def live_and_compare(base, recipe, start, worlds, seed, unbroken):
@@ -35,6 +36,15 @@ def test_a_run_in_steps_killed_at_random(tmp_path, forked, unbroken):
 def test_runs_in_steps_killed_at_random(world_size, tmp_path, forked, unbroken):
     for seed in range(FIRST_SEED + 1, FIRST_SEED + 6):
         live_and_compare(tmp_path / str(seed), IN_STEPS, forked, [world_size], seed, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [[2], [3], [1, 2, 3, 1]], ids=str)
+def test_models_in_parts_killed_at_random(worlds, tmp_path, forked_in_parts, unbroken):
+    recipe = HARD if len(worlds) == 1 else DOUBLE
+    in_parts = partial(unbroken_life, tmp_path / "unbroken", start=forked_in_parts)
+    known = unbroken if len(worlds) > 1 else lambda recipe, world_size: in_parts(recipe, world_size=world_size)
+    assert live_and_compare(tmp_path, recipe, forked_in_parts, worlds, FIRST_SEED, known).total() > 0
 
 
 def live_until(num_kills, worlds, base, start, unbroken):
