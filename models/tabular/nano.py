@@ -70,7 +70,7 @@ class NanoTabular(nn.Module):
         self.embed_labels = nn.Embedding(max_classes, width)
         self.no_label = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, num_heads, hidden_width) for _ in range(num_blocks - 1))
-        self.last_block = Block(width, num_heads, hidden_width)
+        self.last_block = LastBlock(width, num_heads, hidden_width)
         self.decode = nn.Sequential(
             nn.LayerNorm(width, bias=False),
             nn.Linear(width, hidden_width),
@@ -97,7 +97,7 @@ class NanoTabular(nn.Module):
         cells = self.embed(context, labels, queries, num_context, num_features)
         for block in self.blocks:
             cells = block(cells, layout)
-        decided = self.last_block.query_labels(cells, layout)
+        decided = self.last_block(cells, layout)
         return of_present_classes(self.decode(decided.view(*queries.shape[:2], -1)), num_classes)
 
     def embed(
@@ -160,14 +160,6 @@ class Block(nn.Module):
         cells = cells + self.attend_over_rows([context, queries], context, layout)
         return cells + self.feed_forward(cells)
 
-    def query_labels(self, cells: Tensor, layout: Layout) -> Tensor:
-        """What `forward` makes of the label tokens of the query rows, (query rows, 1, width), and nothing else."""
-        x = self.feature_norm(cells)
-        labels = cells[:, :1] + self.attend_over_features(x[:, :1], x, layout)
-        context, queries = labels.tensor_split([layout.num_context])
-        queries = queries + self.attend_over_rows([self.row_norm(queries)], self.row_norm(context), layout)
-        return queries + self.feed_forward(queries)
-
     def attend_over_features(self, x: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
         """x: (rows, any, width), the tokens of each row that attend to all of its tokens."""
         attention = self.over_features
@@ -186,3 +178,15 @@ class Block(nn.Module):
             query = attention.queries(part)
             attended.append(attend(layout.by_problem(query), key, value, layout.real_context).reshape(query.shape))
         return attention.merge(torch.cat(attended))
+
+
+class LastBlock(Block):
+    """A block of which the label tokens of the query rows are all that is wanted, and computed."""
+
+    def forward(self, cells: Tensor, layout: Layout) -> Tensor:
+        """(rows, tokens, width) -> (query rows, 1, width)."""
+        x = self.feature_norm(cells)
+        labels = cells[:, :1] + self.attend_over_features(x[:, :1], x, layout)
+        context, queries = labels.tensor_split([layout.num_context])
+        queries = queries + self.attend_over_rows([self.row_norm(queries)], self.row_norm(context), layout)
+        return queries + self.feed_forward(queries)

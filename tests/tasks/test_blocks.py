@@ -9,6 +9,8 @@ from trainer.loop.contract import check_blocks
 
 HAR = ["--model", "harnet", "--num-members", "2"]
 HAR_BLOCKS = ["network.encoder", "network.heads.0", "network.heads.1"]
+SPEECH = ["--task", "speech", "--num-blocks", "2"]
+SMALL_LMU = ["--model", "lmu", "--num-layers", "2", "--hidden-size", "16", "--num-heads", "2"]
 SMALL = ["--task", "seqrec", "--hidden-units", "8", "--maxlen", "8"]
 
 
@@ -22,6 +24,9 @@ SMALL = ["--task", "seqrec", "--hidden-units", "8", "--maxlen", "8"]
         ([*SMALL, "--no-time", "--no-mhc", "--num-blocks", "3"], ["blocks.0", "blocks.1", "blocks.2"]),
         ([*SMALL, "--no-mhc"], ["blocks.0", "blocks.1"]),
         ([*SMALL], ["blocks.0", "blocks.1"]),
+        (SPEECH, ["encoder.blocks.0", "encoder.blocks.1"]),
+        ([*SPEECH[:2], *SMALL_LMU], ["encoder.blocks.0", "encoder.blocks.1"]),
+        (["--task", "tabular"], ["blocks.0", "blocks.1", "last_block"]),
     ],
 )  # fmt: skip
 def test_blocks_are_submodules_that_a_forward_calls_in_order(argv, names, cache_dir):
