@@ -188,25 +188,27 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
 
 def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: SavedRun) -> Fitted:
     """Raises BadInput for a class that other processes cannot import, and when they refuse; Failure when they fail."""
+    assert flags.multi is not None
+    form = f"multi_gpu {flags.multi.multi_gpu}"
     if not _is_importable(task):
         raise BadInput(
-            f"multi_gpu ddp: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
+            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
             "or a function; move it into a file and import it from there, or leave multi_gpu out"
         )
     status = start_processes(flags, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
         raise BadInput(
-            "multi_gpu ddp: the processes that it starts import this script, and came upon this call of fit again; "
+            f"{form}: the processes that it starts import this script, and came upon this call of fit again; "
             'put it below `if __name__ == "__main__":`'
         )
     if status == EXIT_BAD_INPUT:
-        raise BadInput("multi_gpu ddp: the processes that it started refused to train, and said why on standard error")
+        raise BadInput(f"{form}: the processes that it started refused to train, and said why on standard error")
     # What ends otherwise, as by SIGKILL, may have left the state of a start before it.
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
     if status != 0 and not was_stopped:
-        raise Failure(f"the processes that multi_gpu ddp started ended with status {status}", status)
+        raise Failure(f"the processes that {form} started ended with status {status}", status)
     return Fitted(_metrics_at_end(run), run)
 
 

@@ -25,6 +25,7 @@ from trainer.parallel.phase import CurrentPhase
 FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
 TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
         "--hang-timeout-s", 3, "--save-every-steps", 2]  # fmt: skip
+FSDP = ["--multi-gpu", "fsdp"]
 TRACEBACK = "Traceback (most recent call last)"
 PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"
 slow = pytest.mark.slow
@@ -103,6 +104,7 @@ def assert_failed(run, status=1):
         (2, "forward", "forward at optimizer step 3", [], 1),
         pytest.param(3, "forward", "forward at optimizer step 3", [], 1, marks=slow),
         pytest.param(2, "evaluation", "evaluation at optimizer step 6", ["--num-workers", 1], 1, marks=slow),
+        pytest.param(3, "forward", "forward at optimizer step 3", FSDP, 1, marks=slow),
     ],
 )
 def test_an_exception_is_told_once(world_size, where, phase, more, tracebacks, faulty_run):
@@ -154,6 +156,7 @@ def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
     [
         (2, "forward", 1, "forward at optimizer step 3", []),
         (3, "forward", 0, "forward at optimizer step 3", []),
+        (3, "forward", 1, "forward at optimizer step 3", FSDP),
         (2, "data", 1, "data loading at optimizer step 1", []),
         (2, "data", 1, "data loading at optimizer step 1", ["--num-workers", 1]),
         (3, "evaluation", 2, "evaluation at optimizer step 4", ["--num-workers", 1]),
@@ -183,6 +186,8 @@ def test_a_stopped_rank_is_named(rank, faulty_run):
         (2, 1, ["--num-workers", 1]),
         (3, 1, []),
         (3, 0, ["--num-workers", 2]),
+        (2, 1, FSDP),
+        (3, 0, FSDP),
     ],
 )
 @slow

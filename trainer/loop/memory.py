@@ -16,6 +16,7 @@ from trainer.checkpoint.records import write_json
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
+from trainer.loop.memory_advice import advice
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.optimizers import moments_of
 from trainer.loop.plan import BatchSplit, split_batch
@@ -129,8 +130,8 @@ def _change(before: BatchSplit, after: BatchSplit) -> str:
 
 def _hopeless(run: Run, what: str) -> BadInput:
     return BadInput(
-        f"out of memory in {run.parallel.phase} {what}: a smaller --batch-size cannot help; take a smaller "
-        "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
+        f"out of memory in {run.parallel.phase} {what}: a smaller --batch-size cannot help; {advice(run)}; or take a "
+        "smaller model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
     )
 
 
@@ -149,7 +150,8 @@ def evaluate_within_memory(
 ) -> list[tuple[WeightedBatch, T]]:
     """Each part of a batch with forward(part); a single part unless memory is short.
 
-    The parts add up to the whole, whatever they are, so each process does this by itself.
+    The parts add up to the whole, whatever they are, so each process does this by itself. Where others wait for it
+    within its forward, RestartNeeded is raised.
     """
     while True:
         try:
@@ -160,7 +162,12 @@ def evaluate_within_memory(
         free_memory()
         before = run.memory_limit.samples_per_eval_forward
         smaller = _half(run, before)
-        _remember(run, replace(run.memory_limit, eval_batch_size=smaller))
+        limit = replace(run.memory_limit, eval_batch_size=smaller)
+        if run.parallel.exchanges_in_forward:
+            account = f"out of memory in {run.parallel.phase} with {before} samples per forward"
+            change = f"the same command goes on from the last checkpoint with {smaller}"
+            raise RestartNeeded(f"{account}: {change}", asdict(limit))
+        _remember(run, limit)
         run.log.say(
             f"Out of memory in {run.parallel.phase} with {before} samples per forward: going on with {smaller}. "
             f"--eval-batch-size {smaller} spares the attempt."

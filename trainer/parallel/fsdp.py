@@ -72,8 +72,8 @@ class Sharded(Distributed):
 
     def describe(self) -> str:
         copies = self.shard[1] // self._num_parts
-        among = f", {copies} copies of the model" if copies > 1 else ""
-        return f"{super().describe()}{among}, each in {self._num_parts} parts"
+        models = f"{copies} copies of the model, each" if copies > 1 else "the model"
+        return f"{super().describe()}, {models} in {self._num_parts} part(s)"
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
