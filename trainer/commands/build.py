@@ -140,7 +140,8 @@ def prepare_training(run: Run, flags: Flags) -> None:
     All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
     """
     task, learner = run.task, run.learner
-    task.check_weights(learner.objective)
+    with run.parallel.whole(learner.objective):
+        task.check_weights(learner.objective)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }

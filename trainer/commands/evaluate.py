@@ -92,7 +92,8 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
             refuse_other_data(run, state, f"the checkpoint ({label})")
         hint = "leave out the flags that change the model" if trained.comes_with_task else undo_hint(run, state)
         use_weights(run, state["model"], f"the checkpoint ({label})", hint)
-        task.check_weights(run.learner.objective)
+        with parallel.whole(run.learner.objective):
+            task.check_weights(run.learner.objective)
         lines = [*describe_run(run, flags), f"Evaluating {label}."]
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]

@@ -142,6 +142,9 @@ class Sharded(Distributed):
     def wrap(self, net: nn.Module) -> nn.Module:
         return net
 
+    def settle(self, net: nn.Module) -> None:
+        """Nothing is regrouped."""
+
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """After every backward: until they are exchanged, gradients are as large as the model."""
         return nullcontext()

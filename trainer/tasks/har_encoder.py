@@ -77,5 +77,6 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
 
 def _encoding_weights(model: Standardised) -> dict[str, Tensor]:
     """All that features depend on, float32 on the CPU."""
-    weights = {**harnet_of(model).encoder.state_dict(), "mean": model.mean, "std": model.std}
+    encoder = harnet_of(model).encoder
+    weights = dict([*encoder.named_parameters(), *encoder.named_buffers(), ("mean", model.mean), ("std", model.std)])
     return {name: value.detach().to("cpu", torch.float32) for name, value in weights.items()}
