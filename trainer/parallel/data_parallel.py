@@ -1,6 +1,8 @@
 """nn.DataParallel: one process for several GPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,29 @@ from trainer.task import Outputs, PerSample
 
 
 class SummedReplicas(nn.DataParallel):
-    """Adds up the sums of its replicas, where nn.DataParallel would concatenate them, as here what is per sample."""
+    """Adds up the sums of its replicas, where nn.DataParallel would concatenate them, as here what is per sample.
+
+    What a replica raises is raised as it is, where nn.DataParallel would make a text of it and its traceback.
+    """
+
+    def parallel_apply(
+        self, replicas: Sequence[Callable[..., Outputs]], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        results = super().parallel_apply([partial(_result_or_error, each) for each in replicas], inputs, kwargs)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
 
     def gather(self, outputs: Sequence[Outputs], output_device: int | torch.device) -> Outputs:
         return {name: _together([part[name] for part in outputs], output_device) for name in outputs[0]}
+
+
+def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs | Exception:
+    try:
+        return replica(*args, **kwargs)
+    except Exception as error:
+        return error
 
 
 def _together(parts: Sequence[Tensor | PerSample], device: int | torch.device) -> Tensor | PerSample:

@@ -412,6 +412,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
   DeviceIndex deviceCount() const noexcept override { return MOST_GPUS; }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
   bool queryStream(const Stream&) const override { return false; }
   void synchronizeStream(const Stream& stream) const override {
     told('w', "Stream.synchronize");
