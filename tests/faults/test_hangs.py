@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,14 +200,17 @@ def test_a_killed_rank_is_named(world_size, rank, more, faulty_run):
     assert run.state["state"] == ("failed" if rank else "running")
 
 
-def let_the_device_wait():
-    """As GPUs do: the backward waits for nobody, and who asks the device about the third step waits for ever."""
+def let_the_device_wait(meets):
+    """As GPUs do: the backward waits for nobody, and who asks the device about the third step waits for ever.
+
+    meets: the ranks do on the host before.
+    """
     Distributed.gradient_sync = lambda self, net, enabled: net.no_sync()
     expect, take_alarms, asked = Distributed._expect_promptness, StepResults.take_alarms, itertools.count(1)
 
     def expect_of_nccl(self):
         expect(self)
-        self.backend = "nccl"
+        self.backend = "nccl" if meets else "gloo"
 
     def wait_for_device(self, wait):
         time.sleep(600 if wait and next(asked) == 3 else 0)
@@ -220,9 +224,22 @@ def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_
     argv = ["--multi-gpu", "ddp", *TINY, "--log-interval", 1, "--save-dir", tmp_path / "run"]
     variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "sleep forward 1"}
     output = tmp_path / "out"
-    assert forks.run_group(argv, 2, variables, output, let_the_device_wait, timeout_s=60) == [1, 1]
+    assert forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, True), timeout_s=60) == [1, 1]
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 of 2 is late: in forward at optimizer step 3 for ")
+
+
+@slow
+def test_a_rank_that_dies_while_the_device_is_waited_for_is_named(environment, tmp_path):
+    argv = ["--multi-gpu", "ddp", *TINY, "--log-interval", 1, "--save-dir", tmp_path / "run"]
+    variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "kill forward 1"}
+    output = tmp_path / "out"
+    statuses = forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, False), timeout_s=100)
+    assert statuses == [1, -signal.SIGKILL], output.read_text()
+    (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: rank 1 of 2 gives no sign of life (process ")
+    state = json.loads((tmp_path / "run" / "state.json").read_text())
+    assert (state["state"], f"error: {state['message']}") == ("failed", error)
 
 
 # --- other launchers ---------------------------------------------------------------------------------------------

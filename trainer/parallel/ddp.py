@@ -81,6 +81,7 @@ class Distributed(Parallel):
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.phase, monitor, rank, names, limits_s, reports_lost_store)
+        monitor.on_silence = self.diagnosis.consider_silence
 
     def _meet(self, environment: RankEnvironment, backend: str) -> dist.Store:
         """Joins the others; returns the store at which they met."""

@@ -1,6 +1,7 @@
 """Why a run ends that nobody asked to end: one message about it, which one process prints."""
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from trainer.loading.errors import BadInput
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error, reason
-from trainer.parallel.heartbeat import Heartbeat, HeartbeatMonitor
+from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
 from trainer.parallel.phase import CurrentPhase
 
 GOES_ON = "the same command goes on from the last checkpoint"
@@ -71,6 +72,7 @@ class GroupDiagnosis(Diagnosis):
     limits_s: Mapping[str, float]
     reports_lost_store: bool
     exit_status: int | None = None
+    _has_missed: bool = field(default=False, init=False)
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         self.monitor.before_forced_end = record
@@ -99,6 +101,22 @@ class GroupDiagnosis(Diagnosis):
         self.exit_status = reported.status
         # The process that reports has told the user, but of a BadInput the main one does.
         return BadInput(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
+
+    def consider_silence(self, silent_s: float) -> None:
+        """Reports the end of the next rank once it has been silent for too long; the monitor then ends this process.
+
+        A training thread that waits for its GPU, whose kernels wait for that rank, would not notice.
+        """
+        limit_s = self.limits_s["--hang-timeout-s" if self.phase.step > 0 else "--dist-timeout-s"]
+        if silent_s > limit_s + 2 * BEAT_S and not self._has_missed:
+            self._has_missed = True
+            # Not by the monitor's own thread, which has to answer the ping.
+            threading.Thread(target=self._report_silence, args=(silent_s,), name="silence", daemon=True).start()
+
+    def _report_silence(self, silent_s: float) -> None:
+        answer = self.monitor.report_end(lambda: Failure(self.diagnose(silent_s, "silence", self.monitor.ping())))
+        if answer is not None and answer[1]:
+            print_error(str(answer[0]))
 
     def _own_failure(self, error: BaseException) -> Failure:
         if isinstance(error, BadInput):

@@ -18,6 +18,7 @@ from trainer.parallel.phase import CurrentPhase
 
 TICK_S = 0.5
 TICKS_PER_BEAT = 10
+BEAT_S = TICK_S * TICKS_PER_BEAT
 ANSWER_WITHIN_S = 3.0
 REPORT_WITHIN_S = 18.0
 LEAVE_WITHIN_S = 5.0
@@ -55,6 +56,8 @@ class HeartbeatMonitor:
         """Whether the training thread may be given up on: not while it does what all wait for, nor when it leaves."""
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
         """Called when this process is ended because its training thread does not notice."""
+        self.on_silence: Callable[[float], None] = lambda silent_s: None
+        """Called at each beat with the seconds for which the next rank, which this one watches, has sent none."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -103,14 +106,20 @@ class HeartbeatMonitor:
     # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ticks_since_end = 0
+        ticks_since_end = silent_beats = 0
+        seen = b""
         with suppress(Exception):  # a store that is gone says nothing, and its process is missed elsewhere
             for tick in itertools.count():
                 if self._closed.wait(TICK_S):
+                    self._store.set(f"closed {self._rank}", "")
                     return
                 is_pinged = self._store.check([PING])
                 if is_pinged or tick % TICKS_PER_BEAT == 0:
                     self._send_heartbeat(is_pinged)
+                if tick % TICKS_PER_BEAT == 0:
+                    before, seen = seen, self._heartbeat_of_next()
+                    silent_beats = silent_beats + 1 if seen == before else 0
+                    self.on_silence(silent_beats * BEAT_S)
                 is_over = self.may_force_end and self._store.check([END_REPORT])
                 ticks_since_end = ticks_since_end + 1 if is_over else 0
                 if ticks_since_end * TICK_S > LEAVE_WITHIN_S:
@@ -118,6 +127,12 @@ class HeartbeatMonitor:
                     with suppress(Exception):
                         self.before_forced_end(failure)
                     exit_at_once(failure.status)
+
+    def _heartbeat_of_next(self) -> bytes:
+        """Another one at each call before the next rank's first, and after its last."""
+        rank = (self._rank + 1) % self._world_size
+        is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
+        return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()
 
     def _send_heartbeat(self, is_pinged: bool) -> None:
         phase = self._phase
