@@ -107,7 +107,7 @@ def test_goes_on_in_any_form_in_mid_epoch(start, one_device):
         (1, []),
         (2, []),
         (2, ["--reshard", "never"]),
-        (3, ["--batch-size", 2, "--names-blocks", "false"]),
+        (3, ["--batch-size", 2, "--no-names-blocks"]),
         (4, ["--shard-size", 2]),
     ],
     ids=["1", "2", "2-never", "3-one-unit", "2x2"],
@@ -120,6 +120,27 @@ def test_learns_what_one_device_learns(world_size, more, start, one_device):
 @pytest.mark.slow
 def test_a_task_that_builds_with_content_is_built_on_every_process(start, one_device):
     assert_same(start("eager", "--eager", form="fsdp", world_size=2), one_device)
+
+
+SHIPPED = {
+    "har": ["--dropout", 0],
+    "seqrec": ["--dropout", 0, "--no-mhc"],
+    "kgat": ["--dropout", 0, "--node-dropout", 0],
+    "speech": ["--dropout", 0],
+    "tabular": ["--num-blocks", 1, "--width", 16, "--num-heads", 2],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", SHIPPED)
+def test_trains_every_task_that_comes_with_it(task, start):
+    base = [
+        "--task", task, *SHIPPED[task], "--device", "cpu", "--num-threads", 1, "--dtype", "float64", "--max-steps", 3,
+        "--batch-size", 4, "--global-batch-size", 8, "--eval-batch-size", 200, "--no-test",
+    ]  # fmt: skip
+    whole = start(f"{task}-one", base=base)
+    found = start(f"{task}-fsdp", base=base, form="fsdp", world_size=2)
+    assert difference(loaded(found / "final.pth")["model"], loaded(whole / "final.pth")["model"]) < TOLERANCE
 
 
 # --- what cannot be divided ------------------------------------------------------------------------------------------
