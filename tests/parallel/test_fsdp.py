@@ -13,11 +13,12 @@ from tests.conftest import ROOT
 from tests.helpers import forks
 from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
+from trainer.checkpoint.weights import TrainedRun
 from trainer.loading.errors import BadInput
 from trainer.loop.precision import Precision
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.fsdp import Sharded, refuse_what_cannot_be_cut
+from trainer.parallel.fsdp import Sharded, built_as_outline, outline_of, refuse_what_cannot_be_cut, without_weights
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
@@ -175,6 +176,36 @@ def test_refuses_an_own_optimizer_of_whole_matrices():
     muon = type("Muon", (torch.optim.SGD,), {})([torch.zeros(2, 2)])
     with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):
         Sharded.check_optimizers(None, [muon])
+
+
+# --- what only the main process holds ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_outline_has_no_content_where_a_task_allows_that(eager):
+    def build():
+        return PiecesObjective(Words(PiecesFlags(eager=eager)))
+
+    objective = built_as_outline(build, outline_of(build()))
+    assert {value.is_meta for value in objective.state_dict().values()} == {not eager}
+
+
+def test_others_get_outlines_of_weights_and_everything_else():
+    weights = {"w": torch.ones(3, dtype=torch.float64)}
+    state = {
+        "model": weights,
+        "optimizers": {"train": [{"state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.ones(3)}}}]},
+        "totals": {"train": {"loss": torch.ones(2)}},
+        "step": 7,
+    }
+    got = without_weights(TrainedRun("the weights", state, Path("run"))).state
+    assert (got["model"]["w"].device.type, got["model"]["w"].dtype, got["model"]["w"].shape) == (
+        "meta", torch.float64, (3,)
+    )  # fmt: skip
+    moments = got["optimizers"]["train"][0]["state"][0]
+    assert (moments["exp_avg"].is_meta, moments["step"].item()) == (True, 2)
+    assert torch.equal(got["totals"]["train"]["loss"], torch.ones(2))
+    assert (got["step"], state["model"]) == (7, weights)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

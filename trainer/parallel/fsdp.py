@@ -107,10 +107,10 @@ class Sharded(Distributed):
         def build_whole() -> list[tuple[str, torch.Size, torch.dtype]]:
             built.append(build())
             complete(built[0])
-            return _outline(built[0])
+            return outline_of(built[0])
 
         outline = self.on_main(build_whole)
-        return built[0] if self.is_main else _built_as_outline(build, outline)
+        return built[0] if self.is_main else built_as_outline(build, outline)
 
     def _send_parameters(self, unit: nn.Module) -> None:
         """Gives every process the main one's parameters of a unit, but for those that are cut already."""
@@ -143,7 +143,7 @@ class Sharded(Distributed):
         return net
 
     def settle(self, net: nn.Module) -> None:
-        """Nothing is regrouped."""
+        """There are no buckets of gradients to arrange."""
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """After every backward: until they are exchanged, gradients are as large as the model."""
@@ -212,7 +212,7 @@ class Sharded(Distributed):
 
         def load() -> T:
             loaded.append(function())
-            return _without_weights(loaded[0])
+            return without_weights(loaded[0])
 
         outlined = self.on_main(load)
         return loaded[0] if self.is_main else outlined
@@ -273,14 +273,14 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
         )
 
 
-def _outline(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+def outline_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
     """Every parameter and buffer."""
     params = objective.named_parameters(remove_duplicate=False)
     buffers = objective.named_buffers(remove_duplicate=False)
     return [(name, value.shape, value.dtype) for name, value in [*params, *buffers]]
 
 
-def _built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
+def built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
     """A model whose tensors have no content, on the meta device; with some where a task cannot build one of that kind.
 
     outline: of the main process's.
@@ -288,7 +288,7 @@ def _built_as_outline(build: Callable[[], Objective], outline: object) -> Object
     try:
         with torch.device("meta"):
             objective = build()
-        if _outline(objective) == outline:
+        if outline_of(objective) == outline:
             return objective
     except Exception:  # whatever a task does that needs content
         pass
@@ -315,14 +315,14 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return [_mapped(item, function) for item in value] if isinstance(value, list) else value
 
 
-def _without_weights(value: Any, is_weight: bool = False) -> Any:
+def without_weights(value: Any, is_weight: bool = False) -> Any:
     """What the main process loaded, with outlines of its weights and moments; single numbers stay."""
     if isinstance(value, Tensor):
         return _empty(value, torch.device("meta")) if is_weight and value.dim() else value
     if isinstance(value, dict):
-        return {name: _without_weights(item, is_weight or name in ENTRIES_OF_WEIGHTS) for name, item in value.items()}
+        return {name: without_weights(item, is_weight or name in ENTRIES_OF_WEIGHTS) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_weights(item, is_weight) for item in value]
+        return [without_weights(item, is_weight) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _without_weights(getattr(value, field.name)) for field in fields(value)})
+        return replace(value, **{field.name: without_weights(getattr(value, field.name)) for field in fields(value)})
     return value
