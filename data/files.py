@@ -169,19 +169,21 @@ class TarGz(Source):
                 pass
 
 
-def source_at(path: Path, depth: int, advice: str) -> Source | None:
-    """What the path of --data-dir leads to, or None where that is a single file.
+def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> Source | None:
+    """What a path leads to, or None where that is a single file.
 
-    depth: see Folder. advice: what to give where there is nothing, for which BadInput is raised.
+    depth: see Folder. advice: what to give where there is nothing, for which BadInput is raised. flag: by which the
+    path was given.
     """
-    with reading_errors(f"--data-dir {path}"):
+    where = f"{flag} {path}"
+    with reading_errors(where):
         if not path.exists():
-            raise BadInput(f"--data-dir {path}: no such file or folder; {advice}")
+            raise BadInput(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
-            return Folder(path, depth=depth)
+            return Folder(path, where, depth=depth)
     if path.suffix == ".zip":
-        return Zip(path)
-    return TarGz(path) if path.name.endswith((".tar.gz", ".tgz")) else None
+        return Zip(path, where)
+    return TarGz(path, where) if path.name.endswith((".tar.gz", ".tgz")) else None
 
 
 @contextmanager

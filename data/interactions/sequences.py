@@ -268,7 +268,7 @@ def _load_split(interactions: Interactions, cache_dir: Path) -> _Split:
         arrays = {"num_train": num_train}
         arrays |= _item_sets(interactions, users, in_training).arrays
         if interactions.times is not None:
-            arrays["scaled_times"] = _scaled_times(interactions, interactions.times, users, in_training)
+            arrays["scaled_times"] = scaled_times(interactions, interactions.times, in_training)
         return arrays
 
     key = f"{interactions.key}-leave_one_out-{_FORMAT_VERSION}"
@@ -296,18 +296,20 @@ def _users_and_positions(interactions: Interactions) -> tuple[np.ndarray, np.nda
     return users, np.arange(len(users)) - interactions.offsets[users]
 
 
-def _scaled_times(
-    interactions: Interactions, times: np.ndarray, users: np.ndarray, in_training: np.ndarray
-) -> np.ndarray:
-    """Times since the user's first in units of the user's smallest gap, rounded, plus 1: (n,) int32.
+def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Times (n,) since the user's first in units of the user's smallest gap, rounded, plus 1: (n,) int32.
 
-    The gap is the smallest that is not 0 between interactions trained on, or 1 s: nothing of the future enters. After
-    Li, Wang and McAuley, "Time interval aware self-attention for sequential recommendation", WSDM 2020.
+    The gap is the smallest that is not 0 between interactions that count, (n,) bool, or 1 s; None: all count. Where
+    those do that are trained on, nothing of the future enters. After Li, Wang and McAuley, "Time interval aware
+    self-attention for sequential recommendation", WSDM 2020.
     """
+    users, _ = _users_and_positions(interactions)
     gaps = np.diff(times)
-    counts = (users[1:] == users[:-1]) & in_training[1:] & (gaps > 0)
+    chosen = (users[1:] == users[:-1]) & (gaps > 0)
+    if counts is not None:
+        chosen &= counts[1:]
     smallest = np.full(interactions.num_users, np.iinfo(np.int64).max)
-    np.minimum.at(smallest, users[1:][counts], gaps[counts])
+    np.minimum.at(smallest, users[1:][chosen], gaps[chosen])
     smallest[smallest == np.iinfo(np.int64).max] = 1
     scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
     return np.minimum(scaled, _LARGEST_SCALED_TIME).astype(np.int32)

@@ -61,7 +61,9 @@ _USER_STREAM, _STEP_STREAM, _GAP_STREAM = range(3)
 def load_synthetic_interactions(cache_dir: Path) -> Interactions:
     """About 56,000 interactions of 1,500 users with 400 items, always the same; kept in the cache."""
     key = f"interactions_synthetic-{_FORMAT_VERSION}"
-    return Interactions(**cached_arrays(cache_dir, key, generate), num_items=NUM_ITEMS, key=key)
+    arrays = cached_arrays(cache_dir, key, generate)
+    item_ids = tuple(map(str, range(1, NUM_ITEMS + 1)))
+    return Interactions(arrays["offsets"], arrays["items"], arrays["times"], NUM_ITEMS, key, item_ids)
 
 
 def generate() -> Arrays:

@@ -1,6 +1,5 @@
 """A user's table: CSV as programs and people write it, or arrays in a .npz."""
 
-import csv
 import gzip
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,19 +9,16 @@ from typing import IO, cast
 
 import numpy as np
 
+from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
 from data.files import reading_errors
 from data.tabular.table import Column, Table, table_of_array
 from trainer.loading.errors import BadInput
 
 MOST_COLUMNS = 1000
-DELIMITERS = (",", ";", "\t")
 
 _ROWS_AT_ONCE = 4096
 _SHOWN_WIDTH = 40
 _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
-
-Line = tuple[int, list[str]]
-"""The number of a line in its file, from 1, and its fields."""
 
 
 def read_table(path: Path, flag: str = "--data-dir") -> Table:
@@ -56,12 +52,8 @@ def _check_width(num_columns: int, where: str) -> None:
 
 
 def _read_csv(path: Path, where: str) -> Table:
-    with reading_errors(where), _opened(path) as file:
-        try:
-            return _parse_csv(file, where)
-        except UnicodeDecodeError as error:
-            byte = f"0x{error.object[error.start]:02x}"
-            raise BadInput(f"{where}: is not text in UTF-8, but has the byte {byte}; save it as CSV in UTF-8") from None
+    with reading_errors(where), reading_utf8(where, "save it as CSV in UTF-8"), _opened(path) as file:
+        return _parse_csv(file, where)
 
 
 def _opened(path: Path) -> IO[str]:
@@ -74,24 +66,15 @@ def _parse_csv(file: Iterable[str], where: str) -> Table:
     num_blank, first = next(((i, line) for i, line in enumerate(file) if not line.isspace()), (0, ""))
     if not first:
         raise BadInput(f"{where}: is empty; {_ADVICE}")
-    delimiter = _delimiter(first)
-    reader = csv.reader(chain([first], file), delimiter=delimiter, skipinitialspace=True, strict=True)
-    try:
-        lines = ((num_blank + reader.line_num, fields) for fields in reader if fields)
-        names = _column_names(next(lines)[1], f"{where}, line {num_blank + 1}")
-        columns = [_Texts() for _ in names]
-        for rows in _blocks(lines, len(names), where):
-            for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
-                column.add(texts)
-    except csv.Error as error:
-        raise BadInput(f"{where}, line {num_blank + reader.line_num}: {error}; mend the line") from None
+    delimiter = delimiter_of(first)
+    lines = csv_lines(chain([first], file), delimiter, where, num_blank)
+    names = _column_names(next(lines)[1], f"{where}, line {num_blank + 1}")
+    columns = [_Texts() for _ in names]
+    for rows in _blocks(lines, len(names), where):
+        for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
+            column.add(texts)
     decimal_comma = delimiter == ";"
     return Table(where, tuple(c.column(name, decimal_comma) for name, c in zip(names, columns, strict=True)))
-
-
-def _delimiter(line: str) -> str:
-    """The one that makes most columns of the line of names."""
-    return max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([line], delimiter=delimiter))))
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:

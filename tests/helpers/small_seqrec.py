@@ -33,7 +33,7 @@ def write_interactions(path):
     lines = [
         f"{user} {item} {time}\n" for user, row in enumerate(ITEMS) for item, time in zip(row, TIMES[user], strict=True)
     ]
-    path.write_text("".join(lines))
+    path.write_text("user item time\n" + "".join(lines))
     return path
 
 

@@ -139,6 +139,8 @@ def test_replicas_equal_one_device(more, argv, tmp_path):
 
 # --- bad input ---------------------------------------------------------------------------------------------------
 
+HEAD = "user item time\n"
+
 
 @pytest.fixture
 def refused(capsys, tmp_path, cache_dir):
@@ -189,12 +191,15 @@ def test_one_mistake(args, part, refused, data_file):
     ("text", "args", "part"),
     [
         ("a 1\na 2\na 3\n", "--k-core 0", "has no times, which TiSASRec needs; add --no-time"),
-        ("a 1 10\na 2 20\na 3 noon\n", "", "line 3: 'a 3 noon': 'noon' is not a time in seconds"),
-        ("a 1 10\na 2\n", "", "line 2: 'a 2': 2 columns instead of 3"),
+        (f"{HEAD}a 1 10\na 2 20\na 3 noon\n", "", "line 4: 'a 3 noon': 'noon' is not a time"),
+        (f"{HEAD}a 1 10\na 2\n", "", "line 3: 'a 2': 2 columns instead of 3"),
         ("", "", "is empty"),
-        ("a 1 10\na 2 20\nb 1 5\nb 3 5\n", "--k-core 0", "its data set 'val' is empty"),
-        ("a 1 1\na 2 2\na 3 3\na 4 4\n", "--k-core 0 --eval-negatives clean", "--eval-negatives clean: "),
-        ("a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "one user leaves 0 of the 2 items"),
+        ("a 1 5\na 2 4\n", "", "the time is not known; say it by --time-column"),
+        ("a,b,c\na,2,4\n", "", "none is known as the user or the item or the time: name it by --user-column"),
+        (f"{HEAD}a 1 10\n", "--time-column at", "--time-column at: "),
+        (f"{HEAD}a 1 10\na 2 20\nb 1 5\nb 3 5\n", "--k-core 0", "its data set 'val' is empty"),
+        (f"{HEAD}a 1 1\na 2 2\na 3 3\na 4 4\n", "--k-core 0 --eval-negatives clean", "--eval-negatives clean: "),
+        (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "one user leaves 0 of the 2 items"),
     ],
 )
 def test_unusable_data(text, args, part, refused, tmp_path):
@@ -205,7 +210,7 @@ def test_unusable_data(text, args, part, refused, tmp_path):
 
 def test_data_without_times_trains_without_them(argv, data_file, tmp_path, signals_restored):
     path = tmp_path / "pairs.txt"
-    path.write_text("".join(" ".join(line.split()[:2]) + "\n" for line in data_file.read_text().splitlines()))
+    path.write_text("".join(" ".join(line.split()[:2]) + "\n" for line in data_file.read_text().splitlines()[1:]))
     results = run_main(argv, tmp_path / "run", "--data-dir", str(path), "--no-time")
     assert_complete(results, tmp_path / "run")
 

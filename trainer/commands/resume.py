@@ -24,6 +24,7 @@ START_FLAGS = (
     "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--eval-only"
 )  # fmt: skip
 RUN_ID = "[0-9a-f]{12}"
+_SHOWN_WIDTH = 60
 
 
 def take_over(run: Run, source: Path) -> None:
@@ -106,8 +107,15 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike
         name = different[0]
         raise BadInput(
             f"the training data have another {name} than those that {source} was trained on: "
-            f"{shown(now.get(name))}, not {shown(then.get(name))}; give it the same data, or start over with --fresh"
+            f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; give it the same data, or start over with "
+            "--fresh"
         )
+
+
+def _beginning(value: Any) -> str:
+    """A fact as a message shows it: of many names the first ones, in one line."""
+    text = " ".join(shown(value).split())
+    return text if len(text) <= _SHOWN_WIDTH else f"{text[:_SHOWN_WIDTH]}..."
 
 
 def resume(run: Run, state: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.interactions.reader import load_interactions
+from data.interactions.columns import ColumnChoice
+from data.interactions.histories import Histories
+from data.interactions.reader import Interactions, load_interactions
 from data.interactions.sequences import EvaluationSequences, Negatives, TrainSequences, leave_one_out
 from data.interactions.synthetic import load_synthetic_interactions
 from models.sequential.mhc import hyper_connections
@@ -41,11 +43,24 @@ _LENGTHS_PER_BATCH = 4
 
 @dataclass
 class SeqrecFlags(FlagGroup):
-    """Task: sequential recommendation (--task seqrec)"""
+    """Task: sequential recommendation (--task seqrec)
+
+    --predict takes histories, a file of interactions like that of --data-dir: the table has the --top-k items that
+    come next for each user in it, with their scores.
+    """
 
     data_dir: Path | None = flag(
-        None, "interactions, 'user item [rating] timestamp' a line: text or CSV, also .gz, or MovieLens' folder or zip "
-        "(default: a generated catalogue; nothing to download)",
+        None, "interactions, one a line: columns named user, item, time, or the like, or without names 'user item "
+        "[rating] time'; text or CSV, also .gz, or MovieLens' folder or zip (default: a generated catalogue; nothing "
+        "to download)",
+    )  # fmt: skip
+    user_column: str | None = flag(
+        None, "column of the user, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"
+    )
+    item_column: str | None = flag(None, "column of the item", metavar="COLUMN")
+    time_column: str | None = flag(
+        None, "column of the time: numbers or ISO dates; 'none': no times, the order of the file counts",
+        metavar="COLUMN",
     )  # fmt: skip
     k_core: int = flag(5, "drop users and items with fewer interactions, until none is left; 0 keeps all", at_least=0)
     time: bool = flag(True, "SASRec: ignore the time between items (default: TiSASRec)")
@@ -80,7 +95,10 @@ class SeqrecFlags(FlagGroup):
         "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in the papers' code, with "
         "repetition, any but the user's training items; clean: distinct, none of the user's",
     )  # fmt: skip
-    mask_seen: bool = flag(True, "rank items that the user has already seen too; by default the rest is ranked")
+    mask_seen: bool = flag(
+        True, "rank, and recommend, items that the user has already seen too; by default the rest is ranked"
+    )
+    top_k: int = flag(10, "--predict: items for each user", at_least=1)
 
     def problems(self) -> list[str]:
         found = []
@@ -93,6 +111,10 @@ class SeqrecFlags(FlagGroup):
         if self.num_negatives is not None and self.loss not in _USUAL_NEGATIVES:
             found.append(f"--num-negatives {self.num_negatives}: --loss {self.loss} has no use for it; leave it out")
         return found
+
+    @property
+    def columns(self) -> ColumnChoice:
+        return ColumnChoice(self.user_column, self.item_column, self.time_column)
 
     @property
     def negatives(self) -> Negatives | None:
@@ -134,16 +156,30 @@ class SeqrecObjective(Objective):
             return sampled_softmax(states, targets, negatives, table)
         return generalised_binary_cross_entropy(states, targets, negatives, table, self.config.gbce_calibration)
 
+    def _scores(self, batch: Batch) -> Tensor:
+        """Of all items as the next one, (B, num_items + 1); that of the padding is -inf."""
+        scores: Tensor = self.model(batch["items"], batch["length"], batch.get("times"))
+        return scores
+
+    def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
+        """Scores, falling, and numbers of the best items for each history, but for those seen: (B, num_items) each."""
+        best = without_seen(self._scores(batch), batch).topk(num_items)
+        return best.values, best.indices
+
     def _places(self, batch: Batch) -> Sums:
         """Both protocols: among all items, and among the 100 candidates."""
-        scores = self.model(batch["items"], batch["length"], batch.get("times"))
+        scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)
         sampled = place_of_target(of_target, scores.gather(1, batch["candidates"]))
-        if "seen" in batch:
-            scores.scatter_(1, batch["seen"], -torch.inf)
+        without_seen(scores, batch)
         full = place_of_target(of_target, scores.scatter_(1, target, -torch.inf))
         return {"full": ranking_metrics(full, CUTOFFS), "sampled": ranking_metrics(sampled, CUTOFFS)}
+
+
+def without_seen(scores: Tensor, batch: Batch) -> Tensor:
+    """Scores (B, num_items + 1), in place with -inf for the items of the batch's "seen", if it has them."""
+    return scores.scatter_(1, batch["seen"], -torch.inf) if "seen" in batch else scores
 
 
 def by_length(batch: Batch) -> Iterator[Batch]:
@@ -178,22 +214,48 @@ class SeqrecTask(Task):
     monitor = ("val/ndcg@10", "max")
     defaults = {"lr": 2e-3, "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 256}
     headline = ("loss", "hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
+    predict_flags = ("user_column", "item_column", "time_column", "top_k")
+
+    _histories: Histories | None = None
+    """What `new_data` has read."""
 
     def splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
         return self._splits
 
     @cached_property
-    def _splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
+    def _interactions(self) -> Interactions:
         config: SeqrecFlags = self.config
         if config.data_dir is None:
-            interactions = load_synthetic_interactions(self.cache_dir)
-        else:
-            interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir)
+            return load_synthetic_interactions(self.cache_dir)
+        interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns)
         if config.time and interactions.times is None:
             raise BadInput(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --no-time")
-        self.num_items = interactions.num_items
+        return interactions
+
+    @cached_property
+    def item_ids(self) -> Sequence[str]:
+        """What items 1, 2, ... are called; of a trained run without its data."""
+        if self.data_facts and "items" in self.data_facts:
+            return str(self.data_facts["items"]).split("\n")
+        return self._interactions.item_ids
+
+    @property
+    def num_items(self) -> int:
+        return len(self.item_ids)
+
+    def describe_data(self) -> Mapping[str, Any]:
+        """The items' names, one a line."""
+        return {"items": "\n".join(self.item_ids)}
+
+    def remarks(self) -> Sequence[str]:
+        """On columns of files, and items and users that are left out."""
+        return self._interactions.remarks if self._histories is None else self._histories.remarks
+
+    @cached_property
+    def _splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
+        config: SeqrecFlags = self.config
         return leave_one_out(
-            interactions,
+            self._interactions,
             self.cache_dir,
             seed=self.seed,
             maxlen=config.maxlen,
@@ -218,7 +280,6 @@ class SeqrecTask(Task):
 
     def build_objective(self) -> Objective:
         config: SeqrecFlags = self.config
-        self.splits()  # finds the number of items
         connections: Sequence[nn.Module]
         if config.mhc:
             connections = hyper_connections(
@@ -259,4 +320,34 @@ class SeqrecTask(Task):
             for protocol, prefix in (("full", ""), ("sampled", "sampled_"))
             for i, metric in enumerate(METRICS)
             for j, cutoff in enumerate(CUTOFFS)
+        }
+
+    # --- recommending -------------------------------------------------------------------------------------------
+
+    def new_data(self, path: Path) -> Histories:
+        """See `data.interactions.histories`."""
+        config: SeqrecFlags = self.config
+        self._histories = Histories(
+            path,
+            config.columns,
+            self.item_ids,
+            maxlen=config.maxlen,
+            num_places=config.top_k,
+            with_times=config.time,
+            mask_seen=config.mask_seen,
+        )
+        return self._histories
+
+    def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """A line for each user and rank: the item and its score."""
+        assert isinstance(objective, SeqrecObjective) and self._histories is not None
+        _, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
+        of_users = {name: tensor[count.cumsum(0) - 1] for name, tensor in batch.items()}
+        scores, items = objective.recommend(of_users, self.config.top_k)
+        place = batch["place"]
+        return {
+            "user": [self._histories.user_ids[user] for user in batch["user"].tolist()],
+            "rank": (place + 1).tolist(),
+            "item": [self.item_ids[item - 1] for item in items[row, place].tolist()],
+            "score": [f"{score:.6g}" for score in scores[row, place].tolist()],
         }

@@ -9,23 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.interactions import reader as module
+from data.interactions import table as module
+from data.interactions.columns import ColumnChoice
 from data.interactions.reader import Interactions, load_interactions
 from tests.helpers.tar_archives import tarred
 from trainer.loading.errors import BadInput
 
 # User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
+NOON = 978_300_000
 LINES = [
-    (10, 30, 5, 300),
-    (2, 200, 4, 150),
-    (10, 200, 3, 100),
-    (2, 7, 1, 150),
-    (2, 30, 2, 50),
-    (10, 30, 5, 200),
+    (10, 30, 5, NOON + 300),
+    (2, 200, 4, NOON + 150),
+    (10, 200, 3, NOON + 100),
+    (2, 7, 1, NOON + 150),
+    (2, 30, 2, NOON + 50),
+    (10, 30, 5, NOON + 200),
 ]
 # By user; items renamed 7 -> 1, 30 -> 2, 200 -> 3.
 ITEMS = [[2, 3, 1], [3, 2, 2]]
-TIMES = [[50, 150, 150], [100, 200, 300]]
+TIMES = [[NOON + t for t in row] for row in ([50, 150, 150], [100, 200, 300])]
 
 
 @pytest.fixture
@@ -37,10 +39,10 @@ def fresh_cache(tmp_path: Path) -> Path:
 def load(tmp_path: Path, fresh_cache: Path):
     """Writes a file and reads it as interactions."""
 
-    def run(content: str | bytes, name: str = "file.txt", k_core: int = 1) -> Interactions:
+    def run(content: str | bytes, name: str = "file.txt", k_core: int = 1, **columns: str) -> Interactions:
         path = tmp_path / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return load_interactions(path, k_core, fresh_cache)
+        return load_interactions(path, k_core, fresh_cache, ColumnChoice(**columns))
 
     return run
 
@@ -87,6 +89,8 @@ def test_two_columns_are_in_the_order_of_the_file(load) -> None:
         ("user item time", "uit", " "),
         ("user_id:token\titem_id:token\trating:float\ttimestamp:float", "uirt", "\t"),
         ("reviewer product when", "uit", " "),
+        ("timestamp;rating;product_id;CustomerID", "triu", ";"),
+        ("rating,item,time,visitor", "ritu", ","),
     ],
 )
 def test_a_line_of_column_names(load, header, columns, separator) -> None:
@@ -103,31 +107,33 @@ def test_blank_lines_a_missing_last_line_end_and_a_byte_order_mark(load) -> None
 
 
 def test_lines_across_blocks(load, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 20)
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     assert_are_the_lines(load("user item time\n" + text("uit")))
 
 
 def test_names_that_are_not_all_numbers_are_in_order_of_text(load) -> None:
-    interactions = load("b 10 1\nb 9 2\na 10 1\nb x 3\n")
+    interactions = load("user item time\nb 10 1\nb 9 2\na 10 1\nb x 3\n")
     assert by_user(interactions, interactions.items) == [[1], [1, 2, 3]]
-    names = load("1 007 1\n1 7 2\n1 10 3\n1 9 4\n", "zeros.txt")  # 007 and 7 are two names
+    assert list(interactions.item_ids) == ["10", "9", "x"]
+    names = load("user item time\n1 007 1\n1 7 2\n1 10 3\n1 9 4\n", "zeros.txt")  # 007 and 7 are two names
     assert names.items.tolist() == [1, 2, 4, 3]
+    assert list(names.item_ids) == ["007", "7", "9", "10"]
 
 
 def test_fractions_of_a_second_count_for_the_order(load) -> None:
-    interactions = load("1 1 7.75\n1 2 7.5\n1 3 -0.5\n1 4 8\n")
+    interactions = load("user item time\n1 1 7.75\n1 2 7.5\n1 3 -0.5\n1 4 8\n")
     assert interactions.items.tolist() == [3, 2, 1, 4]
     assert interactions.times.tolist() == [-1, 7, 7, 8]
 
 
 def test_repeated_interactions_stay(load) -> None:
-    assert load("1 1 1\n1 1 1\n1 1 2\n").items.tolist() == [1, 1, 1]
+    assert load("user item time\n1 1 1\n1 1 1\n1 1 2\n").items.tolist() == [1, 1, 1]
 
 
 def test_equal_times_keep_the_order_of_the_file(load) -> None:
     rng = np.random.default_rng(0)
     lines = [(user, item, time) for item, (user, time) in enumerate(rng.integers(0, (5, 4), (400, 2)), start=1)]
-    interactions = load("".join(f"{u} {i} {t}\n" for u, i, t in lines))
+    interactions = load("user item time\n" + "".join(f"{u} {i} {t}\n" for u, i, t in lines))
     expected = [[i for u, i, t in sorted(lines, key=lambda line: line[2]) if u == user] for user in range(5)]
     assert by_user(interactions, interactions.items) == expected
 
@@ -169,7 +175,85 @@ def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_p
     ] == []
 
 
+# Which column is what
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ("customer,product,timestamp,price\n1,2,30,4\n1,3,20,9\n", [[20, 30], [2, 1]]),
+        ("1,2,5,978300030\n1,3,4,978300020\n", [[978300020, 978300030], [2, 1]]),
+        ("1,2,978300030,5\n1,3,978300020,4\n", [[978300020, 978300030], [2, 1]]),
+        ("1 2 978300030000\n1 3 978300020000\n", [[978300020000, 978300030000], [2, 1]]),
+        ("user,item,rating\n1,2,4\n1,3,9\n", [None, [1, 2]]),
+        ('"user";"item";"time"\n1;"a;b";7\n1;"c ""d""";6\n', [[6, 7], [2, 1]]),
+        ("1,2,1970-01-02T00:00:10\n1,3,1970-01-02 00:00:00Z\n", [[86400, 86410], [2, 1]]),
+        ("when\tuid\tasin\n1970-01-02 00:00:00 UTC\t1\t2\n1970-01-01T23:00:00+01:00\t1\t3\n", [[79200, 86400], [2, 1]]),
+        ("user,item,date,unixReviewTime\n1,2,x,30\n1,3,y,20\n", [[20, 30], [2, 1]]),
+    ],
+)  # fmt: skip
+def test_columns_are_found_by_name_and_without_names_by_what_they_hold(load, content, read) -> None:
+    interactions = load(content)
+    times, items = read
+    assert (interactions.times is None) if times is None else interactions.times.tolist() == times
+    assert interactions.items.tolist() == items
+
+
+@pytest.mark.parametrize(
+    ("content", "chosen"),
+    [
+        ("who,what,at,price\n1,2,30,4\n1,3,20,9\n", {"user": "who", "item": "what", "time": "at"}),
+        ("who,what,at,price\n1,2,30,4\n1,3,20,9\n", {"user": "1", "item": "2", "time": "3"}),
+        ("user,buyer,item,time\n7,1,2,30\n7,1,3,20\n", {"user": "buyer"}),
+        ("1,2,30\n1,3,20\n", {"time": "3"}),
+        ("9,20,2,8,1\n9,30,3,8,1\n", {"user": "5", "item": "3", "time": "none"}),
+    ],
+)
+def test_columns_are_those_that_are_named(load, content, chosen) -> None:
+    interactions = load(content, **chosen)
+    in_time = chosen.get("time") == "none"
+    assert interactions.items.tolist() == ([1, 2] if in_time else [2, 1])
+    assert (interactions.times is None) if in_time else interactions.times.tolist() == [20, 30]
+    assert list(interactions.item_ids) == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "chosen", "message"),
+    [
+        ("abonnent,title,timestamp\n1,2,3\n", {}, "title, timestamp none is known as "
+         "the user or the item: name it by --user-column and --item-column$"),
+        ("user,item,price\n1,2,3\n", {}, "none is known as the time: name it by --time-column; --time-column none"),
+        ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3': there are no names of columns, and no column after the item begins "
+         "with a date or .*say it by --time-column, counted from 1, or --time-column none"),
+        ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
+        ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
+        ("abonnent,title\n1,2\n", {}, "abonnent, title: not known as names of columns, and unlike"),
+        ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; there are: "),
+        ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has the columns 1 to 3"),
+        ("user,item,time\n1,2,3\n", {"item": "user"}, "the user is column 1, the item is column 1, the time is column"),
+    ],
+)  # fmt: skip
+def test_columns_that_are_not_known_are_refused_with_the_flags(load, content, chosen, message) -> None:
+    with pytest.raises(BadInput, match=message):
+        load(content, **chosen)
+
+
+def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) -> None:
+    lines = "".join(f"{i % 9},{i % 7},{i % 5},{i}\n" for i in range(60))
+    doubted = load("user,item,time,price\n" + lines)
+    assert (
+        doubted.remarks[0] == "Interactions: user from 'user', item from 'item', time from 'time'; not read: 'price'."
+    )
+    assert "only 5 distinct times in 60 interactions" in doubted.remarks[1] and "--time-column" in doubted.remarks[1]
+    assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 1
+    assert load("1,2,978300030\n", "bare.csv").remarks == ("Interactions: user from column 1, item from column 2, "
+                                                           "time from column 3.",)  # fmt: skip
+
+
 # Mistakes
+
+
+HEAD = "user item time\n"
 
 
 @pytest.mark.parametrize(
@@ -178,20 +262,21 @@ def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_p
         ("", r"file.txt: is empty"),
         ("\n  \n", r"file.txt: is empty"),
         ("user item time\n", r"file.txt: is empty"),
-        ("1 2 3\n\n1 2\n", r"line 3: '1 2': 2 columns instead of 3"),
-        ("user item time\n1 2 3\n1 2 3 4\n", r"line 3: '1 2 3 4': 4 columns instead of 3"),
+        (HEAD + "1 2 3\n\n1 2\n", r"line 4: '1 2': 2 columns instead of 3"),
+        (HEAD + "1 2 3\n1 2 3 4\n", r"line 3: '1 2 3 4': 4 columns instead of 3"),
         ("7\n", r"line 1: '7': 1 column, not `user item`"),
-        ("1 2 3 4 5\n", r"line 1: '1 2 3 4 5': 5 columns, not `user item`"),
-        ("1 2 3\n1 2 soon\n", r"line 2: '1 2 soon': 'soon' is not a time in seconds"),
-        ("1,2,3\n1,2,\n", r"line 2: '1,2,': '' is not a time"),
-        ("1 2 nan\n", r"line 1: '1 2 nan': 'nan' is not a time"),
-        ("1 2 3\n1 2 -inf\n", r"line 2: .*'-inf' is not a time"),
-        ("1 2 99999999999999999999\n", r"line 1: .*'99999999999999999999' is not a time"),
-        ("1,2,3\n1,,3\n", r"line 2: '1,,3': the user or the item has no name"),
-        ("1\t2\t3\n \t2\t3\n", r"line 2: .*has no name"),
-        ("item,user,rating,timestamp\n1,2,3,4\n", r"line 1: .*not in the order user, item, rating, time"),
-        ("user,item,rating\n1,2,3\n", r"line 1: .*not in the order user, item, rating, time"),
-        ("1 2 3\n" + 300 * "x", r"line 2: 'x{77}\.\.\.': 1 column instead of 3"),
+        ("1 2 3 4 5\n", r"line 1: '1,2,3,4,5': 5 columns, not `user item`.* --user-column and --item-column"),
+        (HEAD + "1 2 soon\n", r"line 2: '1 2 soon': 'soon' is not a time: a number, or a date such as 2024-05-31"),
+        ("1,2,978300000\n1,2,\n", r"line 2: '1 2 ': '' is not a time"),
+        (HEAD + "1 2 nan\n", r"line 2: '1 2 nan': 'nan' is not a time"),
+        (HEAD + "1 2 3\n1 2 -inf\n", r"line 3: .*'-inf' is not a time"),
+        (HEAD + "1 2 99999999999999999999\n", r"line 2: .*'99999999999999999999' is not a time"),
+        ("user,item,time\n1,,3\n", r"line 2: '1  3': the user or the item has no name"),
+        ("user\titem\ttime\n \t2\t3\n", r"line 2: .*has no name"),
+        ('user,item,time\n1,"2\n2",3\n', r"line 3: .*has no name, or one with a line break"),
+        ('user,item,time\n1,"2,3\n', r"line 2: unexpected end of data; mend the line"),
+        (HEAD + "1 2 3\n1 2 2024-05-31\n", r"file.txt: its times are numbers in some lines and dates in others"),
+        (HEAD + 300 * "x", r"line 2: 'x{77}\.\.\.': 1 column instead of 3"),
         (b"1 2 3\n1 \xff\xfe 3\n", r"file.txt: is not text in UTF-8"),
     ],
 )
@@ -202,9 +287,9 @@ def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(load, content,
 
 
 def test_line_numbers_count_through_all_blocks(load, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 30)
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 7)
     with pytest.raises(BadInput, match=r"line 101: '1 2'"):
-        load("1 2 3\n" * 100 + "1 2\n")
+        load(HEAD + "1 2 3\n" * 99 + "1 2\n")
 
 
 def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
@@ -224,7 +309,7 @@ def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
 
 def test_damaged_archives_are_named(load) -> None:
     rng = np.random.default_rng(0)
-    lines = "".join(f"{u} {i} {t}\n" for u, i, t in rng.integers(0, 1000, (2000, 3))).encode()
+    lines = HEAD.encode() + "".join(f"{u} {i} {t}\n" for u, i, t in rng.integers(0, 1000, (2000, 3))).encode()
     packed, archive = gzip.compress(lines), zipped({"a.txt": lines})
     for whole, suffix in (packed, "gz"), (archive, "zip"):
         flipped = bytearray(whole)
@@ -279,7 +364,7 @@ def test_the_cache_tells_files_and_cores_apart_and_is_shared(load, tmp_path, fre
     again = load_interactions(tmp_path / "file.txt", 0, fresh_cache)
     assert again.key == first.key and not again.items.flags.writeable
     assert load_interactions(tmp_path / "file.txt", 2, fresh_cache).key != first.key
-    changed = load(text("uit") + "3 7 1\n")
+    changed = load(text("uit") + "3 7 978300000\n")
     assert changed.key != first.key and changed.num_users == 3
 
 

@@ -1,0 +1,41 @@
+"""Lines of CSV files as programs and people write them, with their numbers for messages."""
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from trainer.loading.errors import BadInput
+
+DELIMITERS = (",", ";", "\t")
+
+Line = tuple[int, list[str]]
+"""The number of a line in its file, from 1, and its fields."""
+
+
+def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
+    """The one that makes most columns of a line."""
+    return max(delimiters, key=lambda delimiter: len(next(csv.reader([line], delimiter=delimiter), [])))
+
+
+def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int = 0) -> Iterator[Line]:
+    """The lines that are not blank. Quotes, and spaces before a value, do not belong to it.
+
+    where: the file as messages call it. num_before: lines of the file before the text. Raises BadInput.
+    """
+    reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
+    try:
+        for fields in reader:
+            if fields:
+                yield num_before + reader.line_num, fields
+    except csv.Error as error:
+        raise BadInput(f"{where}, line {num_before + reader.line_num}: {error}; mend the line") from None
+
+
+@contextmanager
+def reading_utf8(where: str, advice: str) -> Iterator[None]:
+    """Makes a BadInput of bytes that are no UTF-8. where: as the message calls the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        byte = f"0x{error.object[error.start]:02x}"
+        raise BadInput(f"{where}: is not text in UTF-8, but has the byte {byte}; {advice}") from None

@@ -1,0 +1,179 @@
+"""Which columns of a file of interactions are the user, the item and the time."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.interactions.times import is_calendar_time, is_time
+from trainer.loading.errors import BadInput
+
+NO_TIMES = "none"
+ROLES = ("user", "item", "time")
+NAMES = {
+    "user": ("user", "customer", "client", "visitor", "member", "reviewer", "account", "person", "session", "u"),
+    "item": (
+        *("item", "product", "movie", "article", "asin", "isbn", "book", "track", "song", "artist", "sku", "video"),
+        *("content", "game", "business", "i"),
+    ),
+    "time": (
+        *("timestamp", "time", "unixtime", "unixreviewtime", "eventtime", "datetime", "date", "createdat", "ts"),
+        *("orderdate", "purchasedate", "reviewtime", "when"),
+    ),
+    "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
+}
+"""Usual names, those that are taken rather coming first; as `_core` leaves them."""
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """Columns as a user names them: by the line of names, or counted from 1; None: to be found out.
+
+    time: may be NO_TIMES.
+    """
+
+    user: str | None = None
+    item: str | None = None
+    time: str | None = None
+
+    def of(self, role: str) -> str | None:
+        chosen: str | None = getattr(self, role)
+        return chosen
+
+
+FIND_OUT = ColumnChoice()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is where in a line. user, item, time: columns from 0; time None without times. remark: for the user."""
+
+    num_columns: int
+    user: int
+    item: int
+    time: int | None
+    has_names: bool
+    remark: str
+
+
+def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
+    """The layout of a file from its first two lines.
+
+    first, second: their fields; second is empty where there is no such line. where: the first line as messages call it.
+
+    With a line of names columns are found by them: those that are chosen, else the usual ones. Without it the first two
+    are user and item, and the time is the one of the others that begins with a date or with seconds, or milliseconds,
+    since 1970 that lie between 1973 and 2099: ratings, prices and counts do not.
+
+    Raises BadInput, which names the flags, where that does not tell.
+    """
+    has_names = _are_names(first, choice)
+    found = _by_name(first, choice, where) if has_names else _by_place(first, second, choice, where)
+    columns = [column for column in found.values() if column is not None]
+    if len(set(columns)) < len(columns):
+        places = ", ".join(f"the {role} is column {column + 1}" for role, column in found.items() if column is not None)
+        raise BadInput(f"{where}: {places}; each needs a column of its own: say it by {_flags(found)}")
+    user, item = found["user"], found["item"]
+    assert user is not None and item is not None
+    return Layout(len(first), user, item, found["time"], has_names, _remark(first, found, has_names))
+
+
+def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
+    """Whether a line holds the names of columns: one that is chosen or usual, or no number or date in three columns."""
+    chosen = [choice.of(role) for role in ROLES]
+    if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
+        return True
+    if any(_core(name) in NAMES["user"] + NAMES["item"] for name in first if len(name) > 1):
+        return True
+    return len(first) > 2 and not any(is_time(field) for field in first)
+
+
+def _by_name(names: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
+    found: dict[str, int | None] = {}
+    for role in ROLES:
+        chosen = choice.of(role)
+        found[role] = _usual(role, names) if chosen is None else _chosen(role, chosen, names, where)
+    missing = [role for role in ROLES if found[role] is None and choice.of(role) is None]
+    rest = [name for i, name in enumerate(names) if i not in found.values() and _core(name) not in NAMES["rating"]]
+    if missing == ["time"] and not rest:
+        missing = []  # the ratings, if any, are all that is left
+    if missing:
+        advice = f"; --time-column {NO_TIMES} where there are no times" if "time" in missing else ""
+        raise BadInput(
+            f"{where}: of the columns {', '.join(names)} none is known as the {' or the '.join(missing)}: "
+            f"name it by {_flags(missing)}{advice}"
+        )
+    return found
+
+
+def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
+    if not 2 <= len(first) <= 4 and any(choice.of(role) is None for role in ROLES):
+        columns = f"{len(first)} column{'s' * (len(first) != 1)}"
+        raise BadInput(
+            f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
+            f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"
+        )
+    is_unlike_the_next = not any(map(is_time, first)) and len(second) == 2 and all(map(is_time, second))
+    if choice == FIND_OUT and len(first) == 2 and is_unlike_the_next:
+        raise BadInput(
+            f"{where}: {', '.join(first)}: not known as names of columns, and unlike the numbers below; say by "
+            "--user-column and --item-column which is which"
+        )
+    usual = {"user": 0, "item": 1}
+    found: dict[str, int | None] = {}
+    for role, column in usual.items():
+        chosen = choice.of(role)
+        found[role] = column if chosen is None else _numbered(role, chosen, first, where)
+    if choice.time is not None:
+        found["time"] = None if choice.time == NO_TIMES else _numbered("time", choice.time, first, where)
+        return found
+    others = [column for column in range(len(first)) if column not in found.values()]
+    times = [column for column in others if is_calendar_time(first[column])]
+    if others and len(times) != 1:
+        which = "several columns begin" if times else "no column after the item begins"
+        raise BadInput(
+            f"{where}: {' '.join(first)[:80]!r}: there are no names of columns, and {which} with a date or with "
+            f"seconds since 1970, so that the time is not known; say it by --time-column, counted from 1, or "
+            f"--time-column {NO_TIMES} where there are no times"
+        )
+    found["time"] = times[0] if times else None
+    return found
+
+
+def _usual(role: str, names: Sequence[str]) -> int | None:
+    cores = [_core(name) for name in names]
+    return next((cores.index(name) for name in NAMES[role] if name in cores), None)
+
+
+def _chosen(role: str, chosen: str, names: Sequence[str], where: str) -> int | None:
+    if role == "time" and chosen == NO_TIMES:
+        return None
+    if chosen in names:
+        return names.index(chosen)
+    if chosen.isdecimal():
+        return _numbered(role, chosen, names, where)
+    raise BadInput(f"--{role}-column {chosen}: {where} has no such column; there are: {', '.join(names)}")
+
+
+def _numbered(role: str, chosen: str, fields: Sequence[str], where: str) -> int:
+    if not chosen.isdecimal() or not 1 <= int(chosen) <= len(fields):
+        raise BadInput(f"--{role}-column {chosen}: {where} has the columns 1 to {len(fields)}")
+    return int(chosen) - 1
+
+
+def _core(name: str) -> str:
+    """A name of a column without what does not matter: user_id:token -> user, CustomerID -> customer."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
+    return letters.removesuffix("id") or letters
+
+
+def _flags(roles: Sequence[str] | dict[str, int | None]) -> str:
+    return " and ".join(f"--{role}-column" for role in roles)
+
+
+def _remark(first: Sequence[str], found: dict[str, int | None], has_names: bool) -> str:
+    def called(column: int) -> str:
+        return f"'{first[column]}'" if has_names else f"column {column + 1}"
+
+    read = ", ".join(f"{role} from {called(column)}" for role, column in found.items() if column is not None)
+    left_out = [called(column) for column in range(len(first)) if column not in found.values()]
+    return f"Interactions: {read}" + (f"; not read: {', '.join(left_out)}." if left_out else ".")

@@ -1,0 +1,108 @@
+"""Histories of users that items are recommended to: the file of `--predict`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.files import shown
+from data.interactions.columns import ColumnChoice
+from data.interactions.item_sets import ragged
+from data.interactions.reader import Interactions, find_file, in_time_order
+from data.interactions.sequences import scaled_times
+from data.interactions.table import Table, read_table
+from trainer.loading.cache import Arrays
+from trainer.loading.errors import BadInput
+from trainer.loading.order import SampleKeys
+
+
+class Histories:
+    """The places of a ranking for each user, one after another: row i is place i % num_places of user i // num_places.
+
+    user_ids: what the users are called in the file, in the order of `Table.user_ids`.
+    remarks: what the user should know of how the file was read.
+    """
+
+    def __init__(
+        self, path: Path, columns: ColumnChoice, item_ids: Sequence[str], *, maxlen: int, num_places: int,
+        with_times: bool, mask_seen: bool,
+    ) -> None:  # fmt: skip
+        """Reads a file of interactions as `load_interactions` does, with items that a trained model knows.
+
+        item_ids: what its items 1, 2, ... are called; others are left out, with a remark. maxlen: as in training.
+        with_times: the model needs times. mask_seen: what a user has had is not recommended.
+
+        Raises BadInput where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
+        """
+        file = find_file(path, "--predict")
+        table = read_table(file, columns)
+        if with_times and table.times is None:
+            raise BadInput(f"{file.where}: has no times, which the run was trained with; add a column of times")
+        self.remarks = list(table.remarks)
+        self._interactions, self.user_ids = self._known(table, item_ids, file.where)
+        self._maxlen, self.num_places, self._mask_seen = maxlen, num_places, mask_seen
+        times = self._interactions.times
+        self._times = None if times is None or not with_times else scaled_times(self._interactions, times)
+        self._refuse_too_many_places(file.where)
+
+    def _known(self, table: Table, item_ids: Sequence[str], where: str) -> tuple[Interactions, list[str]]:
+        number_of = {name: number for number, name in enumerate(item_ids, start=1)}
+        numbers = np.array([number_of.get(name, 0) for name in table.item_ids])
+        kept = np.flatnonzero(numbers[table.items])
+        if not len(kept):
+            raise BadInput(f"{where}: holds no item that the run was trained on, such as {shown(item_ids[:3])}")
+        if len(kept) < len(table.items):
+            unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
+            self.remarks.append(
+                f"Warning: {len(table.items) - len(kept):,} of {len(table.items):,} interactions are with items that "
+                f"the run was not trained on, and are left out: {shown(unknown)}."
+            )
+        users, counts = np.unique(table.users[kept], return_counts=True)
+        if len(users) < len(table.user_ids):
+            missing = np.delete(np.arange(len(table.user_ids)), users)
+            names = shown(table.user_ids[user] for user in missing)
+            self.remarks.append(f"Warning: nothing can be recommended to users without a known item: {names}.")
+        times = None if table.times is None else table.times[kept]
+        order = in_time_order(table.users[kept], times)
+        return Interactions(
+            np.concatenate([[0], np.cumsum(counts)]),
+            numbers[table.items[kept]][order].astype(np.int32),
+            None if times is None else np.floor(times[order]).astype(np.int64),
+            len(item_ids),
+            "",
+        ), [table.user_ids[user] for user in users]
+
+    def _refuse_too_many_places(self, where: str) -> None:
+        offsets, items = self._interactions.offsets, self._interactions.items
+        for user, name in enumerate(self.user_ids):
+            history = items[offsets[user] : offsets[user + 1]]
+            num_seen = len(np.unique(history)) if self._mask_seen else 0
+            num_left = self._interactions.num_items - num_seen
+            if num_left < self.num_places:
+                raise BadInput(
+                    f"--top-k {self.num_places}: {where}: user {name} has only {num_left} items left; choose fewer"
+                )
+
+    def __len__(self) -> int:
+        return len(self.user_ids) * self.num_places
+
+    def __getitems__(self, keys: SampleKeys) -> Arrays:
+        """The last maxlen items of each history, in the order of time.
+
+        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent where the model
+        needs none), "seen": (B, S) int64, the whole history (absent unless it is masked), "user", "place": (B,) int64}.
+        """
+        users, place = np.divmod(keys.index, self.num_places)
+        start, end = self._interactions.offsets[users], self._interactions.offsets[users + 1]
+        length = np.minimum(end - start, self._maxlen)
+        batch: Arrays = {
+            "items": ragged(self._interactions.items, end - length, length).astype(np.int64),
+            "length": length,
+            "user": users,
+            "place": place,
+        }
+        if self._times is not None:
+            batch["times"] = ragged(self._times, end - length, length)
+        if self._mask_seen:
+            batch["seen"] = ragged(self._interactions.items, start, end - start).astype(np.int64)
+        return batch

@@ -1,0 +1,181 @@
+"""A file of interactions taken apart: who, what and when, in the order of its lines."""
+
+import io
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+
+from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
+from data.files import DataFile
+from data.interactions.columns import ColumnChoice, Layout, find_layout
+from data.interactions.times import EXPECTED, parse_times
+from trainer.loading.errors import BadInput
+
+_ROWS_AT_ONCE = 1 << 16
+"""So many lines at a time are taken apart, which bounds the memory that it takes."""
+_SHOWN_WIDTH = 80
+_FEW_TIMES, _MANY_INTERACTIONS = 100, 10
+"""Fewer distinct times than the first, and for each more interactions than the second, are doubted."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Interactions in the order of the file.
+
+    users, items: (n,) int64, positions in user_ids and item_ids. times: (n,) int64 or float64, or None.
+    user_ids, item_ids: names as they stand in the file, in order: whole numbers by value if all are, else by text.
+    remarks: what the user should know.
+    """
+
+    users: np.ndarray
+    items: np.ndarray
+    times: np.ndarray | None
+    user_ids: list[str]
+    item_ids: list[str]
+    remarks: list[str]
+
+
+def read_table(file: DataFile, choice: ColumnChoice) -> Table:
+    """Raises BadInput, naming file, line and reason, for whatever cannot be read. choice: columns that are given."""
+    advice = "convert it, or give another file"
+    with file.open() as content, reading_utf8(file.where, advice), io.TextIOWrapper(content, "utf-8-sig") as text:
+        lines = _fields(text, file.where)
+        head = list(islice(lines, 2))
+        if not head:
+            raise BadInput(f"{file.where}: is empty; give a file of interactions")
+        first, second = ([field.strip() for field in fields] for _, fields in [*head, (0, [])][:2])
+        layout = find_layout(first, second, choice, f"{file.where}, line {head[0][0]}")
+        return _Parser(file.where, layout).table(chain(head[layout.has_names :], lines))
+
+
+def _fields(text: Iterable[str], where: str) -> Iterator[Line]:
+    """The lines that are not blank, with their fields, which tabs, `::`, semicolons, commas or blanks separate."""
+    numbered = enumerate(text, start=1)
+    number, first = next(((i, line) for i, line in numbered if not line.isspace()), (0, ""))
+    everything = chain([(number, first)] if first else [], numbered)
+    if "\t" in first:
+        delimiter = "\t"
+    elif "::" in first:
+        yield from ((i, line.split("::")) for i, line in everything if not line.isspace())
+        return
+    elif "," in first or ";" in first:
+        delimiter = delimiter_of(first, (",", ";"))
+    else:
+        yield from ((i, line.split()) for i, line in everything if not line.isspace())
+        return
+    for i, fields in csv_lines((line for _, line in everything), delimiter, where, number - 1):
+        if len(fields) > 1 or fields[0].strip():
+            yield i, fields
+
+
+class _Parser:
+    """Takes lines of one layout apart, many at a time."""
+
+    def __init__(self, where: str, layout: Layout) -> None:
+        self._where = where
+        self._layout = layout
+        self._users, self._items = _Codes(), _Codes()
+
+    def table(self, lines: Iterable[Line]) -> Table:
+        lines, blocks = iter(lines), []
+        while some := list(islice(lines, _ROWS_AT_ONCE)):
+            block = self._columns([fields for _, fields in some])
+            if block is None:
+                raise self._mistake(some)
+            blocks.append(block)
+        if not blocks:
+            raise BadInput(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
+        users, items, *times = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        user_ids, item_ids = self._users.in_order(), self._items.in_order()
+        remarks = [self._layout.remark, *(_doubts(times[0], len(users)) if times else [])]
+        return Table(
+            self._users.places(user_ids)[users],
+            self._items.places(item_ids)[items],
+            times[0] if times else None,
+            user_ids,
+            item_ids,
+            remarks,
+        )
+
+    def _columns(self, rows: list[list[str]]) -> tuple[np.ndarray, ...] | None:
+        """User codes, item codes and, where there are any, times; None when a line is not as it should be."""
+        layout = self._layout
+        if any(length != layout.num_columns for length in map(len, rows)):
+            return None
+        users = self._users.of([row[layout.user].strip() for row in rows])
+        items = self._items.of([row[layout.item].strip() for row in rows])
+        if any(map(_is_no_name, (*self._users.newest, *self._items.newest))):
+            return None
+        if layout.time is None:
+            return users, items
+        times = parse_times([row[layout.time] for row in rows])
+        return None if times is None else (users, items, times)
+
+    def _mistake(self, lines: Sequence[Line]) -> BadInput:
+        """Says slowly and precisely what is wrong with the first wrong line."""
+        layout = self._layout
+        for number, unstripped in lines:
+            fields, reason = [field.strip() for field in unstripped], None
+            if len(fields) != layout.num_columns:
+                reason = f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {layout.num_columns}"
+            elif _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
+                reason = "the user or the item has no name, or one with a line break"
+            elif layout.time is not None and parse_times([fields[layout.time]]) is None:
+                reason = f"{_shorten(fields[layout.time])!r} is not {EXPECTED}"
+            if reason is not None:
+                shown = _shorten(" ".join(fields))
+                return BadInput(f"{self._where}, line {number}: {shown!r}: {reason}; mend it, or give another file")
+        return BadInput(f"{self._where}: its times are numbers in some lines and dates in others; mend it")
+
+
+class _Codes(dict[str, int]):
+    """Numbers names in the order of their first occurrence. newest: those that the last call of `of` brought."""
+
+    newest: list[str]
+
+    def __missing__(self, name: str) -> int:
+        self[name] = code = len(self)
+        self.newest.append(name)
+        return code
+
+    def of(self, names: Collection[str]) -> np.ndarray:
+        self.newest = []
+        return np.fromiter(map(self.__getitem__, names), np.int64, len(names))
+
+    def in_order(self) -> list[str]:
+        """The names, whole numbers by value if all are, else by text."""
+        if all(name.isascii() and name.isdigit() for name in self):
+            return sorted(self, key=_numeric_order)
+        return sorted(self)
+
+    def places(self, ordered: Collection[str]) -> np.ndarray:
+        """Of each code the position of its name."""
+        places = np.empty(len(self), np.int64)
+        places[self.of(ordered)] = np.arange(len(self))
+        return places
+
+
+def _numeric_order(digits: str) -> tuple[int, str, str]:
+    # Not int(digits), which refuses numbers of thousands of digits.
+    significant = digits.lstrip("0")
+    return len(significant), significant, digits
+
+
+def _is_no_name(text: str) -> bool:
+    return not text or "\n" in text or "\r" in text
+
+
+def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
+    num_distinct = len(np.unique(times))
+    if num_distinct >= _FEW_TIMES or num_interactions <= _MANY_INTERACTIONS * num_distinct:
+        return []
+    return [
+        f"Warning: only {num_distinct} distinct times in {num_interactions:,} interactions: is that column the time? "
+        "Name another by --time-column. Interactions of one time keep the order of the file."
+    ]
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN_WIDTH else text[: _SHOWN_WIDTH - 3] + "..."
