@@ -1,6 +1,7 @@
 """Lines of CSV files as programs and people write them, with their numbers for messages."""
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,7 +15,20 @@ Line = tuple[int, list[str]]
 
 def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
     """The one that makes most columns of a line."""
-    return max(delimiters, key=lambda delimiter: len(next(csv.reader([line], delimiter=delimiter), [])))
+    return max(delimiters, key=lambda delimiter: _num_fields(line, delimiter))
+
+
+def _num_fields(line: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter), []))
+    except csv.Error:  # which `csv_lines` will tell, with the line
+        return 0
+
+
+def plain_name(name: str) -> str:
+    """A name of a column without what does not matter: user_id:token -> user, CustomerID -> customer."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
+    return letters.removesuffix("id") or letters
 
 
 def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int = 0) -> Iterator[Line]:

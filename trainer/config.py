@@ -131,6 +131,8 @@ class Option:
             raise ValueError("must be a list")
         if not value and self.default != ():
             raise ValueError("must have at least one value")
+        if self.type is str:  # such as names of people, who may be numbers
+            value = [str(part) if type(part) is int else part for part in value]
         return tuple(map(self._checked_one, value))
 
     def _checked_one(self, value: Any) -> Any:

@@ -13,8 +13,8 @@ _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 class Augmentation:
     """Random changes of training windows; a strength of 0 turns a change off.
 
-    max_rotation_deg: the phone sits differently: one rotation of the three triplets of a window together, about a
-        random axis, by an angle uniform in [-max, max] degrees.
+    max_rotation_deg: the phone sits differently: one rotation of all triplets of a window (x, y and z of a sensor)
+        together, about a random axis, by an angle uniform in [-max, max] degrees.
     scale_std: each channel is multiplied by a factor from N(1, scale_std), in physical units.
     tempo_spread: the person moves faster or slower, by a factor uniform in [1 - spread, 1 + spread]: the window is
         stretched or squeezed about its middle, and where it then falls short, its first or last sample is held.
@@ -30,16 +30,21 @@ class Augmentation:
 class WindowAugmenter:
     """Applies an Augmentation."""
 
-    def __init__(self, strength: Augmentation, std: np.ndarray, seed: int) -> None:
-        """std: (9,), the deviation of each channel, in which jitter is measured."""
+    def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
+        """std: (C,), the deviation of each channel, in which jitter is measured. num_triplets: come first in C."""
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
         self._seed = seed
+        self._num_channels, self._num_triplets = len(std), num_triplets
 
     def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """signals: (n, 9, 128) float32, left as they are. index: (n,) their sample ids."""
-        triplets = self.linear_map(epoch, index) @ signals.reshape(-1, 3, 3, signals.shape[-1])
-        augmented = triplets.reshape(signals.shape)
+        """signals: (n, C, T) float32, left as they are. index: (n,) their sample ids."""
+        num, num_turned = len(signals), 3 * self._num_triplets
+        triplets = signals[:, :num_turned].reshape(num, self._num_triplets, 3, -1)
+        augmented = (self.linear_map(epoch, index) @ triplets).reshape(num, num_turned, -1)
+        if num_turned < self._num_channels:
+            others = self._scales(epoch, index)[:, num_turned:, None] * signals[:, num_turned:]
+            augmented = np.concatenate([augmented, others], axis=1)
         if self._strength.tempo_spread > 0:
             draw = uniform(self._seed, epoch, index, (), _TEMPO_STREAM)
             augmented = at_tempo(augmented, 1 + np.float32(self._strength.tempo_spread) * (2 * draw - 1))
@@ -48,12 +53,19 @@ class WindowAugmenter:
         return augmented
 
     def linear_map(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """The random rotation, then scale, of each window's triplets: (n, 3, 3, 3) float32."""
+        """The random rotation, then scale, of each window's triplets: (n, num_triplets, 3, 3) float32."""
         turn = uniform(self._seed, epoch, index, (), _TURN_STREAM)
         angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
-        draws = normal(self._seed, epoch, index, (12,), _MAP_STREAM)
-        scale = 1 + np.float32(self._strength.scale_std) * draws[:, 3:].reshape(-1, 3, 3, 1)
-        return scale * rotation_matrices(draws[:, :3], angle)[:, None]
+        scale = self._scales(epoch, index)[:, : 3 * self._num_triplets].reshape(-1, self._num_triplets, 3, 1)
+        return scale * rotation_matrices(self._draws(epoch, index)[:, :3], angle)[:, None]
+
+    def _scales(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        """The factor of each channel: (n, C) float32."""
+        return 1 + np.float32(self._strength.scale_std) * self._draws(epoch, index)[:, 3:]
+
+    def _draws(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        """Of each window an axis, not normalised, and a number for the scale of each channel: (n, 3 + C)."""
+        return normal(self._seed, epoch, index, (3 + self._num_channels,), _MAP_STREAM)
 
 
 def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:

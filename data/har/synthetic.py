@@ -108,7 +108,7 @@ _HARMONICS = np.arange(1, 6)
 def load_synthetic_har(cache_dir: Path, seed: int = 0) -> HarRecordings:
     """5,040 windows of 30 subjects, a function of the seed; kept in the cache."""
     key = f"har_synthetic-{_FORMAT_VERSION}-{seed}"
-    return HarRecordings(**cached_arrays(cache_dir, key, lambda: generate(seed)))
+    return HarRecordings.of_arrays(cached_arrays(cache_dir, key, lambda: generate(seed)))
 
 
 def generate(seed: int) -> Arrays:

@@ -63,7 +63,7 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
     """
     source = _find(path)
     key = f"uci_har-{_digest(_FORMAT_VERSION, source.stamps())}"
-    return HarRecordings(**cached_arrays(cache_dir, key, lambda: _parse(source)))
+    return HarRecordings.of_arrays(cached_arrays(cache_dir, key, lambda: _parse(source)))
 
 
 def download_uci_har(

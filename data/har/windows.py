@@ -1,13 +1,14 @@
-"""Windows of inertial signals, and whose are trained on, held out or tested on."""
+"""Windows of signals that people wore, and whose are trained on, held out or tested on."""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from data.har.augmentation import Augmentation, WindowAugmenter
+from trainer.loading.cache import Arrays
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
@@ -19,19 +20,63 @@ SAMPLE_RATE_HZ = 50
 
 
 @dataclass(frozen=True)
+class WindowFormat:
+    """What windows hold; by default those of UCI HAR, a phone at the waist.
+
+    channels, classes: names. length: rows of a window. hop: rows from the start of a window to that of the next, which
+    by default overlaps it by half. rate_hz: rows a second.
+    """
+
+    channels: tuple[str, ...] = SIGNALS
+    classes: tuple[str, ...] = CLASSES
+    length: int = WINDOW_LENGTH
+    hop: int = WINDOW_LENGTH // 2
+    rate_hz: float = SAMPLE_RATE_HZ
+
+
+@dataclass(frozen=True)
 class HarRecordings:
     """Windows in physical units, as recorded.
 
-    signals: (N, 9, 128) float32, channels as in SIGNALS.
-    labels: (N,) int64, 0..5, positions in CLASSES.
-    subjects: (N,) int64, the person who wore the phone.
+    signals: (N, C, T) float32.
+    labels: (N,) int64, positions in classes.
+    subjects: (N,) int64, the person who wore the sensors: a number, or a position in subject_names.
     is_test: (N,) bool, the person belongs to the test part.
+    channels, classes: names; by default those of UCI HAR.
+    subject_names: what the people are called; empty where their numbers are their names.
     """
 
     signals: np.ndarray
     labels: np.ndarray
     subjects: np.ndarray
     is_test: np.ndarray
+    channels: tuple[str, ...] = SIGNALS
+    classes: tuple[str, ...] = CLASSES
+    subject_names: tuple[str, ...] = ()
+
+    @classmethod
+    def of_arrays(cls, arrays: Arrays) -> "HarRecordings":
+        """Of UCI HAR's channels and classes. arrays: signals, labels, subjects and is_test."""
+        return cls(arrays["signals"], arrays["labels"], arrays["subjects"], arrays["is_test"])
+
+    def name_of(self, subject: int) -> str:
+        """What a person is called."""
+        return self.subject_names[subject] if self.subject_names else str(subject)
+
+
+def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
+    """The channels, those before the others that are x, y and z of one sensor; and how many such triplets there are.
+
+    Names of a triplet differ in their last letter alone: acc_x, acc_y, acc_z.
+    """
+    triplets = [
+        [f"{name[:-1]}{axis}" for axis in (name[-1], chr(ord(name[-1]) + 1), chr(ord(name[-1]) + 2))]
+        for name in names
+        if name[-1] in "xX"
+    ]
+    triplets = [triplet for triplet in triplets if all(name in names for name in triplet)]
+    first = [name for triplet in triplets for name in triplet]
+    return [*first, *(name for name in names if name not in first)], len(triplets)
 
 
 class HarDataset:
@@ -40,6 +85,7 @@ class HarDataset:
     def __init__(self, recordings: HarRecordings, rows: np.ndarray) -> None:
         """rows: (n,) int64, which windows of the recordings."""
         self._signals = recordings.signals
+        self._num_triplets = triplets_first(recordings.channels)[1]
         self._rows = rows
         self._augment: WindowAugmenter | None = None
         self.labels = recordings.labels[rows]
@@ -48,7 +94,7 @@ class HarDataset:
         return len(self._rows)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """{"signals": (n, 9, 128) float32, "label": (n,) int64}."""
+        """{"signals": (n, C, T) float32, "label": (n,) int64}."""
         signals = self._signals.take(self._rows.take(keys.index), axis=0)
         if self._augment is not None:
             signals = self._augment(signals, keys.epoch, keys.index)
@@ -57,12 +103,12 @@ class HarDataset:
     def augmented(self, strength: Augmentation, seed: int) -> "HarDataset":
         """The same windows, changed at random."""
         varied = copy.copy(self)
-        varied._augment = WindowAugmenter(strength, self.statistics[1], seed)
+        varied._augment = WindowAugmenter(strength, self.statistics[1], seed, self._num_triplets)
         return varied
 
     @cached_property
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of each channel over the windows as recorded, (9,) float64 each."""
+        """Mean and standard deviation of each channel over the windows as recorded, (C,) float64 each."""
         signals = self._signals[self._rows]
         std = signals.std(axis=(0, 2), dtype=np.float64)
         std[std == 0] = 1.0  # a dead channel stays at zero
@@ -106,6 +152,26 @@ def split_by_subject(
     return splits
 
 
+def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
+    """The recordings with the test part of some people; None: every fifth, or of fewer than five the last.
+
+    Raises BadInput for a stranger, and where nobody is left.
+    """
+    known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
+    if names is None:
+        names = known[4::5] or known[-1:]
+    for name in names:
+        if name not in known:
+            raise BadInput(f"--test-subjects {name}: not among the subjects; those are {' '.join(known)}")
+    if len(set(names)) >= len(known):
+        raise BadInput(
+            f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; give recordings "
+            "of several people, and hold out fewer"
+        )
+    tested = [subject for subject in np.unique(recordings.subjects) if recordings.name_of(subject) in names]
+    return replace(recordings, is_test=np.isin(recordings.subjects, tested))
+
+
 def training_subjects(recordings: HarRecordings) -> list[int]:
     """The people of the training part, in order."""
     subjects: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
@@ -127,14 +193,14 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     return sorted(candidates[(first + i) % len(candidates)] for i in range(num_val_subjects))
 
 
-def named_subjects(recordings: HarRecordings, names: Sequence[int]) -> list[int]:
+def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
     """The people of `--val-subjects`, in order. Raises BadInput for a stranger, and when nobody is left."""
-    candidates = training_subjects(recordings)
-    held_out = sorted(set(names))
-    for subject in held_out:
-        if subject not in candidates:
-            known = " ".join(map(str, candidates))
-            raise BadInput(f"--val-subjects {subject}: not a training subject; those are {known}")
+    candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
+    for name in names:
+        if name not in candidates:
+            known = " ".join(candidates)
+            raise BadInput(f"--val-subjects {name}: not a training subject; those are {known}")
+    held_out = sorted({candidates[name] for name in names})
     if not 0 < len(held_out) < len(candidates):
         raise BadInput(
             f"--val-subjects: {len(held_out)} of {len(candidates)} training subjects are held out; "
@@ -143,9 +209,9 @@ def named_subjects(recordings: HarRecordings, names: Sequence[int]) -> list[int]
     return held_out
 
 
-def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[int]]:
-    """The training subjects dealt out to the folds in turn. Raises BadInput for more folds than people."""
-    candidates = training_subjects(recordings)
+def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[str]]:
+    """The training subjects dealt out to the folds in turn, by name. Raises BadInput for more folds than people."""
+    candidates = [recordings.name_of(subject) for subject in training_subjects(recordings)]
     if not 2 <= num_folds <= len(candidates):
         raise BadInput(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")
     return [candidates[i::num_folds] for i in range(num_folds)]

@@ -1,9 +1,9 @@
 """Which columns of a file of interactions are the user, the item and the time."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from data.csv_lines import plain_name
 from data.interactions.times import is_calendar_time, is_time
 from trainer.loading.errors import BadInput
 
@@ -21,7 +21,7 @@ NAMES = {
     ),
     "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
 }
-"""Usual names, those that are taken rather coming first; as `_core` leaves them."""
+"""Usual names, those that are taken rather coming first; as `plain_name` leaves them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
         return True
-    if any(_core(name) in NAMES["user"] + NAMES["item"] for name in first if len(name) > 1):
+    if any(plain_name(name) in NAMES["user"] + NAMES["item"] for name in first if len(name) > 1):
         return True
     return len(first) > 2 and not any(is_time(field) for field in first)
 
@@ -93,7 +93,7 @@ def _by_name(names: Sequence[str], choice: ColumnChoice, where: str) -> dict[str
         chosen = choice.of(role)
         found[role] = _usual(role, names) if chosen is None else _chosen(role, chosen, names, where)
     missing = [role for role in ROLES if found[role] is None and choice.of(role) is None]
-    rest = [name for i, name in enumerate(names) if i not in found.values() and _core(name) not in NAMES["rating"]]
+    rest = [name for i, name in enumerate(names) if i not in found.values() and plain_name(name) not in NAMES["rating"]]
     if missing == ["time"] and not rest:
         missing = []  # the ratings, if any, are all that is left
     if missing:
@@ -140,7 +140,7 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
 
 
 def _usual(role: str, names: Sequence[str]) -> int | None:
-    cores = [_core(name) for name in names]
+    cores = [plain_name(name) for name in names]
     return next((cores.index(name) for name in NAMES[role] if name in cores), None)
 
 
@@ -158,12 +158,6 @@ def _numbered(role: str, chosen: str, fields: Sequence[str], where: str) -> int:
     if not chosen.isdecimal() or not 1 <= int(chosen) <= len(fields):
         raise BadInput(f"--{role}-column {chosen}: {where} has the columns 1 to {len(fields)}")
     return int(chosen) - 1
-
-
-def _core(name: str) -> str:
-    """A name of a column without what does not matter: user_id:token -> user, CustomerID -> customer."""
-    letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
-    return letters.removesuffix("id") or letters
 
 
 def _flags(roles: Sequence[str] | dict[str, int | None]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from data.files import DataFile, Folder, Source, shown, source_at
 from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.table import read_table
-from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 from trainer.loading.errors import BadInput
 
 _FORMAT_VERSION = 2
@@ -71,8 +71,8 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
         arrays.get("times"),
         int(arrays["num_items"]),
         key,
-        _texts(arrays["item_ids"]),
-        _texts(arrays["remarks"]),
+        texts_of_array(arrays["item_ids"]),
+        texts_of_array(arrays["remarks"]),
     )
 
 
@@ -110,8 +110,8 @@ def _build(file: DataFile, k_core: int, columns: ColumnChoice) -> Arrays:
         "offsets": np.concatenate([[0], np.cumsum(np.bincount(users))]),
         "items": (items[order] + 1).astype(np.int32),
         "num_items": np.array(items.max() + 1),
-        "item_ids": _as_array([table.item_ids[i] for i in np.unique(table.items[kept])]),
-        "remarks": _as_array(table.remarks),
+        "item_ids": array_of_texts([table.item_ids[i] for i in np.unique(table.items[kept])]),
+        "remarks": array_of_texts(table.remarks),
     }
     if table.times is not None:
         # Fractions of a second count for the order only.
@@ -140,13 +140,3 @@ def _without_gaps(codes: np.ndarray) -> np.ndarray:
     """The same order in the numbers 0, 1, ... without gaps."""
     occurs = np.bincount(codes) > 0
     return (np.cumsum(occurs) - 1)[codes]
-
-
-def _as_array(texts: Sequence[str]) -> np.ndarray:
-    """Texts without line breaks, however long some of them are."""
-    return np.frombuffer("\n".join(texts).encode(), np.uint8)
-
-
-def _texts(array: np.ndarray) -> tuple[str, ...]:
-    """The opposite."""
-    return tuple(array.tobytes().decode().split("\n"))

@@ -6,23 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from data.har.windows import CLASSES
+from data.har.windows import CLASSES, SIGNALS
 from trainer.loading.order import SampleKeys
 from trainer.tasks import har
 from trainer.tasks.confusion_matrix import BLUE, WIDTH, draw_confusion_matrix
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.har_pictures import (
     AXIS_COLOURS,
-    BLOCK_HEIGHT,
     PANEL_HEIGHT,
     TITLE_HEIGHT,
     VERMILION,
+    block_height,
     draw_windows,
+    panels_of,
 )
 
 
 def drawn(signals: torch.Tensor, predicted, true) -> np.ndarray:
-    picture = draw_windows(signals, predicted, torch.full((len(signals),), 0.75), true)
+    picture = draw_windows(signals, panels_of(SIGNALS), predicted, torch.full((len(signals),), 0.75), true)
     assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[1:] == (WIDTH, 3)
     return picture
 
@@ -58,7 +59,7 @@ def test_any_number_of_windows_can_be_drawn(num_windows, length):
     names = ["a"] * num_windows
     rows_of_blocks = -(-num_windows // 2)
     heights = [len(drawn(torch.randn(n, 9, length), names[:n], names[:n])) for n in (1, num_windows)]
-    assert heights[1] - heights[0] == (rows_of_blocks - 1) * BLOCK_HEIGHT
+    assert heights[1] - heights[0] == (rows_of_blocks - 1) * block_height(3)
 
 
 def test_har_shows_its_confusion_recalls_and_windows(cache_dir, monkeypatch):
@@ -86,11 +87,12 @@ def test_har_shows_its_confusion_recalls_and_windows(cache_dir, monkeypatch):
     with torch.no_grad():
         pictures = task.example_pictures(objective, batch)
         shares = objective.model(batch["signals"]).softmax(1)
-    (windows,), said = drawing.call_args
+    (windows, panels), said = drawing.call_args
     assert pictures["windows"].shape[1:] == (WIDTH, 3)
     assert said["true"] == [CLASSES[i] for i in batch["label"].tolist()]
     assert said["predicted"] == [CLASSES[i] for i in shares.argmax(1).tolist()]
     assert torch.equal(said["confidence"], shares.amax(1))
+    assert [*panels] == ["acceleration", "rotation", "with gravity"]
     signals, model = batch["signals"], objective.model
     expected = (signals[:, 7] - model.mean[7]) / model.std[7]  # total acceleration, y
     assert torch.equal(windows[:, 7], expected)

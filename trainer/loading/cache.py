@@ -3,7 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,16 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
         }
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
+
+
+def array_of_texts(texts: Sequence[str]) -> np.ndarray:
+    """Texts without line breaks, however long some of them are, as an array that can be cached."""
+    return np.frombuffer("\n".join(texts).encode(), np.uint8)
+
+
+def texts_of_array(array: np.ndarray) -> tuple[str, ...]:
+    """The opposite; an empty array holds no text."""
+    return tuple(array.tobytes().decode().split("\n")) if array.size else ()
 
 
 def _store(arrays: Arrays, entry: Path) -> None:

@@ -4,15 +4,19 @@ Drawn with Pillow, which every installation has, because TensorBoard depends on 
 green.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from data.har.windows import SIGNALS, triplets_first
 from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, MEDIUM, PALE, SMALL, WHITE, WIDTH, font
 
-PANELS, AXES = ("acceleration", "rotation", "with gravity"), ("x", "y", "z")
+AXES = ("x", "y", "z")
+UCI_PANELS = ("acceleration", "rotation", "with gravity")
+MOST_PANELS = 6
 
 # Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
 VERMILION, GREEN = (213, 94, 0), (0, 158, 115)
@@ -22,26 +26,46 @@ AXIS_COLOURS = (BLUE, VERMILION, GREEN)
 COLUMNS, PANEL_HEIGHT = 2, 28
 PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
 TITLE_HEIGHT = MEDIUM + SMALL + GAP
-BLOCK_HEIGHT = TITLE_HEIGHT + len(PANELS) * PANEL_HEIGHT + GAP
+
+Panels = Mapping[str, Sequence[int]]
+"""What is drawn below each other, by name: x, y and z of a sensor, or one channel; positions in the signals."""
 
 
-def draw_windows(signals: Tensor, predicted: Sequence[str], confidence: Tensor, true: Sequence[str]) -> np.ndarray:
+def panels_of(channels: Sequence[str]) -> Panels:
+    """The first sensors, or single channels, of windows with these channels, triplets first."""
+    if tuple(channels) == SIGNALS:
+        return {name: range(3 * i, 3 * i + 3) for i, name in enumerate(UCI_PANELS)}
+    num_triplets = triplets_first(channels)[1]
+    triplets = {channels[i][:-1].rstrip("_-. ") or "xyz": range(i, i + 3) for i in range(0, 3 * num_triplets, 3)}
+    others = {channels[i]: (i,) for i in range(3 * num_triplets, len(channels))}
+    return dict(islice((triplets | others).items(), MOST_PANELS))
+
+
+def block_height(num_panels: int) -> int:
+    """Of one window's part of the picture."""
+    return TITLE_HEIGHT + num_panels * PANEL_HEIGHT + GAP
+
+
+def draw_windows(
+    signals: Tensor, panels: Panels, predicted: Sequence[str], confidence: Tensor, true: Sequence[str]
+) -> np.ndarray:
     """One block for each window: its verdict, and its panels below each other. (height, WIDTH, 3) uint8.
 
-    signals: (n, 9, T), the x, y and z of each panel; a panel has one scale in all windows. predicted, true: the class
-    of each window. confidence: (n,) in [0, 1].
+    signals: (n, C, T); a panel has one scale in all windows. predicted, true: the class of each window.
+    confidence: (n,) in [0, 1].
     """
-    curves = signals.double().cpu().unflatten(1, (len(PANELS), len(AXES)))
-    scales = curves.abs().amax(dim=(0, 2, 3)).clamp(min=1e-12)
-    bottom = -(-len(curves) // COLUMNS) * BLOCK_HEIGHT + GAP
+    curves = [signals.double().cpu()[:, list(channels)] for channels in panels.values()]
+    scaled = [lines / lines.abs().max().clamp(min=1e-12) for lines in curves]
+    height = block_height(len(panels))
+    bottom = -(-len(signals) // COLUMNS) * height + GAP
     image = Image.new("RGB", (WIDTH, bottom + SMALL + GAP), WHITE)
     draw = ImageDraw.Draw(image)
-    for i, panels in enumerate(curves):
-        x, y = GAP + i % COLUMNS * (PANEL_WIDTH + GAP), i // COLUMNS * BLOCK_HEIGHT
+    for i in range(len(signals)):
+        x, y = GAP + i % COLUMNS * (PANEL_WIDTH + GAP), i // COLUMNS * height
         _draw_verdict(draw, (x, y), predicted[i], float(confidence[i]), true[i])
-        for j, lines in enumerate(panels):
-            _draw_panel(draw, (x, y + TITLE_HEIGHT + j * PANEL_HEIGHT), lines / scales[j])
-    _draw_legend(draw, (GAP, bottom + SMALL / 2))
+        for j, lines in enumerate(scaled):
+            _draw_panel(draw, (x, y + TITLE_HEIGHT + j * PANEL_HEIGHT), lines[i])
+    _draw_legend(draw, (GAP, bottom + SMALL / 2), list(panels))
     return np.asarray(image)
 
 
@@ -57,22 +81,22 @@ def _draw_verdict(
 
 
 def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: Tensor) -> None:
-    """lines: (3, T) in [-1, 1]."""
+    """lines: (3 or 1, T) in [-1, 1]."""
     x, y = corner
     middle, reach = y + PANEL_HEIGHT / 2, PANEL_HEIGHT / 2 - 1
     draw.rectangle((x, y, x + PANEL_WIDTH, y + PANEL_HEIGHT), WHITE, PALE)
     draw.line((x, middle, x + PANEL_WIDTH, middle), PALE)
     across = np.linspace(x, x + PANEL_WIDTH, lines.shape[1]).tolist()
-    for line, colour in zip(lines, AXIS_COLOURS, strict=True):
+    for line, colour in zip(lines, AXIS_COLOURS, strict=False):
         points = list(zip(across, (middle - reach * line).tolist(), strict=True))
         draw.line(points, colour)
 
 
-def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float]) -> None:
+def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], panels: Sequence[str]) -> None:
     """One line of text, the middle of its left end given."""
     x, y = left
     for name, colour in zip(AXES, AXIS_COLOURS, strict=True):
         draw.line((x, y, x + 2 * GAP, y), colour, 2)
         draw.text((x + 3 * GAP, y), name, BLACK, font(SMALL), anchor="lm")
         x += 5 * GAP + font(SMALL).getlength(name)
-    draw.text((x, y), "from top: " + ", ".join(PANELS), GREY, font(SMALL), anchor="lm")
+    draw.text((x, y), "from top: " + ", ".join(panels), GREY, font(SMALL), anchor="lm")

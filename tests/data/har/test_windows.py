@@ -73,7 +73,7 @@ def test_rotation_by_seed_holds_everyone_out_and_no_one_is_in_two_splits(recordi
 def test_folds_hold_everyone_out_once(recordings) -> None:
     for num_folds in (2, 3, 4):
         folds = subject_folds(recordings, num_folds)
-        assert len(folds) == num_folds and sorted(chain(*folds)) == [1, 3, 5, 6]
+        assert len(folds) == num_folds and sorted(chain(*folds)) == ["1", "3", "5", "6"]
         assert max(map(len, folds)) - min(map(len, folds)) <= 1
 
 
@@ -84,9 +84,9 @@ def test_nobody_held_out_trains_on_all(recordings) -> None:
 
 def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
     for val_subjects, message in {
-        (99,): "--val-subjects 99: not a training subject; those are 1 3 5 6",
-        (2,): "--val-subjects 2: not a training subject",
-        (1, 3, 5, 6): "--val-subjects: 4 of 4 training subjects",
+        ("99",): "--val-subjects 99: not a training subject; those are 1 3 5 6",
+        ("2",): "--val-subjects 2: not a training subject",
+        ("1", "3", "5", "6"): "--val-subjects: 4 of 4 training subjects",
         (): "--val-subjects: 0 of 4 training subjects",
     }.items():
         with pytest.raises(BadInput, match=message):

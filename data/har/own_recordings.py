@@ -1,0 +1,233 @@
+"""A user's own recordings: CSV with a subject, a label and any channels, cut into windows."""
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from data.csv_lines import Line, plain_name, reading_utf8
+from data.files import DataFile, Folder, shown, source_at
+from data.har.recording import ROWS_AT_ONCE, csv_table, numbers, signal_columns
+from data.har.windows import HarRecordings, triplets_first
+from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
+from trainer.loading.errors import BadInput
+
+_FORMAT_VERSION = 1
+_SUFFIXES = (".csv", ".tsv")
+_SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
+_LABELS = ("label", "activity", "class")
+_NOT_SIGNALS = ("time", "timestamp", "date", "datetime", "seconds", "t", "index", "row", "sample", "unnamed0", "", "id")
+"""Columns that are left out, besides subject and label, where the channels are not named."""
+_OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
+"""Columns of the table of `--predict`, which has one for each class too."""
+_MOST_DIGITS = 1000
+
+
+@dataclass(frozen=True)
+class OwnFormat:
+    """How a user's recordings are read. None: found out by usual names; all other columns, for the channels."""
+
+    subject_column: str | None
+    label_column: str | None
+    channels: tuple[str, ...] | None
+    length: int
+    hop: int
+
+
+@dataclass(frozen=True)
+class OwnRecordings:
+    """Windows, none of them in the test part yet, and what the user should know of how they were read."""
+
+    recordings: HarRecordings
+    remarks: Sequence[str]
+
+
+def are_own(path: Path) -> bool:
+    """Whether a path leads to a user's own recordings, not to UCI HAR: a CSV, or a folder with some."""
+    if path.is_dir():
+        published = ("train", "UCI HAR Dataset", "UCI HAR Dataset.zip")
+        return any(_is_csv(file.name) for file in path.iterdir()) and not any((path / p).exists() for p in published)
+    return path.is_file() and _is_csv(path.name)
+
+
+def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRecordings:
+    """Reads recordings and keeps their windows in the cache.
+
+    path: a CSV with a line of names, plain or .gz, or a folder of such files with the same channels. Its rows are in
+        the order of time. A run of rows with the same subject and label in one file is one recording, cut into windows
+        of `length` rows every `hop` rows; what is left at its end is dropped. Rows without a label belong to none.
+
+    Channels come in the order of the first file, but x, y and z of a sensor first (`triplets_first`). Subjects and
+    classes are in the order of their names, whole numbers by value. Raises BadInput, naming file, line and column.
+    """
+    path = path.resolve()
+    source = source_at(path, depth=1, advice="give a CSV of recordings, or a folder of them")
+    files = [DataFile(Folder(path.parent), path.name)] if source is None else [
+        file for file in source.files if _is_csv(file.name)
+    ]  # fmt: skip
+    identity = repr((_FORMAT_VERSION, [file.stamp for file in files], wanted))
+    key = f"har_own-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    arrays = cached_arrays(cache_dir, key, lambda: _build(files, wanted))
+    recordings = HarRecordings(
+        arrays["signals"],
+        arrays["labels"],
+        arrays["subjects"],
+        np.zeros(len(arrays["labels"]), bool),
+        texts_of_array(arrays["channels"]),
+        texts_of_array(arrays["classes"]),
+        texts_of_array(arrays["subject_names"]),
+    )
+    return OwnRecordings(recordings, texts_of_array(arrays["remarks"]))
+
+
+def _is_csv(name: str) -> bool:
+    return name.lower().removesuffix(".gz").endswith(_SUFFIXES)
+
+
+@dataclass
+class _Rows:
+    """Those of a file: signals (n, C) float32, and the names of subject and activity of each."""
+
+    signals: np.ndarray
+    subjects: list[str]
+    labels: list[str]
+
+
+def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
+    channels: list[str] | None = list(wanted.channels) if wanted.channels else None
+    left_out: list[str] = []
+    windows, subjects, labels, num_short, num_short_rows = [], [], [], 0, 0
+    for file in files:
+        if channels is None:
+            channels, left_out = _channels(file, wanted)
+        rows = _read(file, wanted, triplets_first(channels)[0])
+        for start, stop in _bouts(rows):
+            if stop - start < wanted.length:
+                num_short, num_short_rows = num_short + 1, num_short_rows + stop - start
+                continue
+            some = sliding_window_view(rows.signals[start:stop], wanted.length, axis=0)[:: wanted.hop]
+            windows.append(some)
+            subjects += [rows.subjects[start]] * len(some)
+            labels += [rows.labels[start]] * len(some)
+    assert channels is not None
+    where = files[0].source.where if len(files) > 1 else files[0].where
+    if not windows:
+        raise BadInput(
+            f"{where}: nobody does one thing for {wanted.length} rows, so that there is no window; choose a smaller "
+            "--window"
+        )
+    names, classes = _in_order(subjects), _in_order(labels)
+    _refuse_names(names, classes, where)
+    remarks = [f"Recordings: {len(names)} subjects, {len(classes)} classes, channels {', '.join(channels)}."]
+    if left_out:
+        remarks.append(f"Not read: the columns {', '.join(left_out)}; --channels names those that are.")
+    if num_short:
+        remarks.append(
+            f"Left out: {num_short:,} stretches of one activity that are shorter than a window of {wanted.length} "
+            f"rows, {num_short_rows:,} rows in all."
+        )
+    return {
+        "signals": np.concatenate(windows),
+        "labels": np.array([classes.index(label) for label in labels]),
+        "subjects": np.array([names.index(subject) for subject in subjects]),
+        "channels": array_of_texts(triplets_first(channels)[0]),
+        "classes": array_of_texts(classes),
+        "subject_names": array_of_texts(names),
+        "remarks": array_of_texts(remarks),
+    }
+
+
+def _channels(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str]]:
+    """The columns that are signals, and those that are left out."""
+    with _opened(file) as (header, _, _):
+        own = {header[column] for column in _subject_and_label(header, wanted, file)}
+    others = [name for name in header if name not in own]
+    channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS]
+    if not channels:
+        raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(header)}")
+    return channels, [name for name in others if name not in channels]
+
+
+@contextmanager
+def _opened(file: DataFile) -> Iterator[tuple[list[str], Iterator[Line], bool]]:
+    """See `csv_table`."""
+    with file.open() as content, reading_utf8(file.where, "save it as CSV in UTF-8"):
+        header, lines, decimal_comma = csv_table(io.TextIOWrapper(content, "utf-8-sig", newline=""), file.where)
+        if not header:
+            raise BadInput(f"{file.where}: is empty; give a CSV with a line of column names")
+        yield header, lines, decimal_comma
+
+
+def _subject_and_label(header: Sequence[str], wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
+    """Their columns. Raises BadInput for those that are not known, with the flags that name them."""
+    found, problems = [], []
+    usual = {"subject": (wanted.subject_column, _SUBJECTS), "label": (wanted.label_column, _LABELS)}
+    for role, (chosen, names) in usual.items():
+        plain = [plain_name(name) for name in header]
+        columns = [plain.index(name) for name in names if name in plain]
+        if chosen is not None:
+            columns = [header.index(chosen)] if chosen in header else []
+        found += columns[:1]
+        if not columns:
+            problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it by --{role}-column)")
+    if problems:
+        raise BadInput(
+            f"{file.where}, line 1: has no column known as {' and '.join(problems)}; there are: {', '.join(header)}"
+        )
+    return found[0], found[1]
+
+
+def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
+    with _opened(file) as (header, lines, decimal_comma):
+        subject, label = _subject_and_label(header, wanted, file)
+        columns = signal_columns(header, channels, f"{file.where}, line 1")
+        parts: list[np.ndarray] = []
+        subjects: list[str] = []
+        labels: list[str] = []
+        advice = "mend it, or name the columns of signals by --channels"
+        while some := list(islice(lines, ROWS_AT_ONCE)):
+            parts.append(numbers(some, header, columns, file.where, decimal_comma, advice))
+            subjects += [fields[subject].strip() for _, fields in some]
+            labels += [fields[label].strip() for _, fields in some]
+    if not parts:
+        raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
+    if "" in subjects:
+        raise BadInput(f"{file.where}: row {subjects.index('') + 1} below the names has no subject; mend it")
+    return _Rows(np.concatenate(parts), subjects, labels)
+
+
+def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:
+    """Where runs of rows with one subject and one label begin and end; those without a label are left out."""
+    start = 0
+    for (_, label), run in groupby(zip(rows.subjects, rows.labels, strict=True)):
+        stop = start + sum(1 for _ in run)
+        if label:
+            yield start, stop
+        start = stop
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    distinct = set(names)
+    if all(name.isascii() and name.isdigit() and len(name) < _MOST_DIGITS for name in distinct):
+        return sorted(distinct, key=lambda name: (int(name), name))
+    return sorted(distinct)
+
+
+def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -> None:
+    """Raises BadInput for what flags and tables cannot hold, and for too few classes."""
+    for name in subjects:
+        if name.startswith("-") or "," in name or "\n" in name:
+            raise BadInput(
+                f"{where}: subject {name!r}: must not begin with '-', nor hold commas or line breaks; rename it"
+            )
+    for name in classes:
+        if name in _OF_TABLE or "\n" in name:
+            raise BadInput(f"{where}: label {name!r}: is a column of the table of --predict; rename it")
+    if len(classes) < 2:
+        raise BadInput(f"{where}: has windows of {shown(classes)} alone, where two classes at least are needed")

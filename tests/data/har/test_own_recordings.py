@@ -1,0 +1,142 @@
+"""A user's own recordings: CSV cut into windows as a slow loop cuts them, or refused with one message."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from data.har.augmentation import Augmentation, WindowAugmenter
+from data.har.own_recordings import OwnFormat, are_own, load_own_recordings
+from data.har.windows import split_by_subject, triplets_first, with_test_subjects
+from trainer.loading.errors import BadInput
+
+USUAL = OwnFormat(subject_column=None, label_column=None, channels=None, length=10, hop=4)
+NAMES = ["time", "heart_rate", "acc_z", "acc_x", "acc_y", "subject", "activity"]
+
+
+def rows_of(bouts, seed=0):
+    """Lines of (subject, activity, how many rows) after one another; the numbers say where each was."""
+    rng, rows = np.random.default_rng(seed), []
+    for subject, activity, num in bouts:
+        for _ in range(num):
+            rows.append([len(rows), *(f"{value:.4f}" for value in rng.normal(size=4)), subject, activity])
+    return rows
+
+
+def write(path, rows, names=NAMES, delimiter=","):
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([names, *rows])
+    return path
+
+
+@pytest.fixture
+def load(tmp_path):
+    def run(path, **changes):
+        return load_own_recordings(path, tmp_path / "cache", OwnFormat(**(vars(USUAL) | changes)))
+
+    return run
+
+
+BOUTS = [("10", "walk", 25), ("10", "sit", 9), ("10", "walk", 10), ("9", "walk", 14), ("9", "", 30), ("9", "sit", 13)]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
+    rows = rows_of(BOUTS)
+    loaded = load(write(tmp_path / "mine.csv", rows, delimiter=delimiter))
+    found, order = loaded.recordings, [NAMES.index(name) for name in ("acc_x", "acc_y", "acc_z", "heart_rate")]
+    assert found.channels == ("acc_x", "acc_y", "acc_z", "heart_rate")
+    assert (found.classes, found.subject_names) == (("sit", "walk"), ("9", "10"))
+    expected, start = [], 0
+    for subject, activity, num in BOUTS:
+        for first in range(0, num - 9, 4):
+            window = [[float(row[i]) for row in rows[start + first : start + first + 10]] for i in order]
+            expected += [(window, subject, activity)] if activity else []
+        start += num
+    np.testing.assert_array_equal(found.signals, np.array([w for w, _, _ in expected], np.float32))
+    assert [found.name_of(s) for s in found.subjects] == [subject for _, subject, _ in expected]
+    assert [found.classes[i] for i in found.labels] == [activity for _, _, activity in expected]
+    text = " ".join(loaded.remarks)
+    assert "2 subjects, 2 classes" in text and "Not read: the columns time" in text
+    assert "1 stretches of one activity that are shorter than a window of 10 rows, 9 rows in all" in text
+
+
+def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    bouts = [("a", "walk", 12), ("a", "sit", 12)]
+    write(folder / "1.csv", rows_of(bouts, 1))
+    other = [[row[i] for i in (6, 5, 4, 3, 2, 1, 0)] for row in rows_of([("a", "sit", 12), ("b", "sit", 11)], 2)]
+    write(folder / "2.csv", other, NAMES[::-1])
+    found = load(folder).recordings
+    assert are_own(folder) and len(found.signals) == 4
+    assert [found.name_of(s) for s in found.subjects] == ["a", "a", "a", "b"]
+    assert found.signals[2, 2, 0] == np.float32(float(rows_of([("a", "sit", 1)], 2)[0][2]))  # acc_z, wherever it stands
+
+
+def test_decimal_commas_and_chosen_columns(load, tmp_path):
+    rows = [[f"{i / 4:.2f}".replace(".", ","), "note", i, "p", "ab"[i // 12]] for i in range(24)]
+    path = write(tmp_path / "mine.csv", rows, ["level", "note", "t2", "who", "does"], ";")
+    chosen = {"subject_column": "who", "label_column": "does", "channels": ("level",)}
+    found = load(path, **chosen).recordings
+    assert found.channels == ("level",) and found.signals[0, 0].tolist() == [i / 4 for i in range(10)]
+
+
+def test_triplets_come_first_and_are_turned_together_while_others_are_scaled_alone():
+    names = ["hr", "gyro_x", "gyro_y", "gyro_z", "AccX", "AccY", "AccZ", "box", "temp_x"]
+    ordered, num = triplets_first(names)
+    assert (ordered, num) == (["gyro_x", "gyro_y", "gyro_z", "AccX", "AccY", "AccZ", "hr", "box", "temp_x"], 2)
+    signals = np.random.default_rng(0).normal(size=(5, 9, 20)).astype(np.float32)
+    augment = WindowAugmenter(Augmentation(45.0, 0.0, 0.0, 0.0), np.ones(9), seed=0, num_triplets=2)
+    turned = augment(signals, 0, np.arange(5))
+    lengths = [np.linalg.norm(part[:, :6].reshape(5, 2, 3, 20), axis=2) for part in (signals, turned)]
+    np.testing.assert_allclose(*lengths, rtol=1e-4)
+    assert np.abs(turned[:, :6] - signals[:, :6]).max() > 0.1
+    np.testing.assert_array_equal(turned[:, 6:], signals[:, 6:])
+    scaled = WindowAugmenter(Augmentation(45.0, 0.3, 0.0, 0.0), np.ones(9), seed=0, num_triplets=2)
+    factors = scaled(signals, 0, np.arange(5))[:, 6:] / signals[:, 6:]
+    np.testing.assert_allclose(factors, factors[:, :, :1] * np.ones(20), rtol=1e-4)
+    assert factors[:, :, 0].std() > 0.1
+
+
+def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
+    bouts = [(f"p{i}", activity, 10) for i in range(7) for activity in ("sit", "walk")]
+    recordings = load(write(tmp_path / "mine.csv", rows_of(bouts))).recordings
+
+    def tested(names):
+        chosen = with_test_subjects(recordings, names)
+        return {chosen.name_of(s) for s in chosen.subjects[chosen.is_test]}
+
+    assert tested(None) == {"p4"} and tested(["p1", "p6"]) == {"p1", "p6"}
+    splits = split_by_subject(with_test_subjects(recordings, None), 0, [0])
+    assert {name: len(part) for name, part in splits.items()} == {"train": 10, "val": 2, "test": 2}
+    with pytest.raises(BadInput, match=r"^--test-subjects eve: not among the subjects; those are p0 p1"):
+        tested(["eve"])
+    with pytest.raises(BadInput, match=r"^--test-subjects p0 .*: leaves none of the 7 subjects"):
+        tested([f"p{i}" for i in range(7)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: ["a,b,c", "1,2,3"], "has no column known as the subject (name it by --subject-column) and the "
+         "label (name it by --label-column); there are: a, b, c"),
+        (lambda lines: [*lines[:3], "2,oops,1,1,1,p,walk"], "line 4, column 2 (heart_rate): 'oops' is not a number; "
+         "mend it, or name the columns of signals by --channels"),
+        (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but the header has 7"),
+        (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the names has no subject"),
+        (lambda lines: lines[:9], "nobody does one thing for 10 rows, so that there is no window; choose a smaller"),
+        (lambda lines: lines[:12], "has windows of walk alone, where two classes at least are needed"),
+        (lambda lines: lines[:1], "has column names, but no rows"),
+        (lambda lines: [], "is empty"),
+        (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence': is a column of"),
+        (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_named(load, tmp_path, change, message):
+    path = write(tmp_path / "mine.csv", rows_of([("p", "walk", 12), ("p", "sit", 12)]))
+    path.write_text("\n".join(change(path.read_text().splitlines())))
+    with pytest.raises(BadInput) as refused:
+        load(path)
+    text = str(refused.value)
+    assert message in text and text.startswith("--data-dir ") and "mine.csv" in text and "\n" not in text

@@ -1,0 +1,104 @@
+"""Human activity recognition on a user's own recordings, by the command line: from a CSV to labels of a new one."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from tests.conftest import load
+from trainer import load as load_run
+
+NAMES = ["when", "heart", "acc_x", "acc_y", "acc_z", "person", "label"]
+RATE, WINDOW = 20, 40
+MODELS = [["--model", "harnet"], ["--model", "tinyhar"], ["--model", "deepconvlstm"], ["--mode", "flatten"]]
+SHORT = ["--epochs", 2, "--batch-size", 16, "--num-threads", 1, "--device", "cpu", "--lr", 0.01]
+
+
+def rows(person, activity, num, seed):
+    """Running shakes, resting does not."""
+    rng = np.random.default_rng(seed)
+    strength = {"run": 1.0, "rest": 0.05}[activity]
+    shaking = strength * np.sin(np.arange(num)[:, None] * 2.0 + rng.uniform(0, 6, 3)) + 0.02 * rng.normal(size=(num, 3))
+    return [[i, f"{60 + 40 * strength:.1f}", *(f"{v:.4f}" for v in values), person, activity]
+            for i, values in enumerate(shaking)]  # fmt: skip
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    path = tmp_path / "mine.csv"
+    people = ["ann", "bob", "cat", "dan", "eve", "fay"]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(NAMES)
+        for i, person in enumerate(people):
+            for j, activity in enumerate(("run", "rest", "run")):
+                writer.writerows(rows(person, activity, 130, 10 * i + j))
+    return path
+
+
+@pytest.fixture
+def own(recordings):
+    return [
+        "--data-dir",
+        recordings,
+        "--channels",
+        "heart,acc_x,acc_y,acc_z",
+        "--rate",
+        RATE,
+        "--window",
+        WINDOW,
+        *SHORT,
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[-1])
+def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_here, tmp_path):
+    run = tmp_path / "run"
+    out, _ = run_here(*own, *model, "--save-dir", run)
+    assert "6 subjects, 2 classes, channels heart, acc_x, acc_y, acc_z" in out and "Held out for the test: eve." in out
+    results = json.loads((run / "results.json").read_text())
+    assert results["classes"] == ["rest", "run"] and results["metrics"]["test/accuracy"] > 0.9
+    assert load(run / "best.pth")["data_facts"]["channels"] == ["acc_x", "acc_y", "acc_z", "heart"]
+    assert load_run(run).mean.shape == (4, 1)
+    recordings.unlink()
+    new = tmp_path / "new.csv"
+    lines = [row[:5] for row in rows("?", "rest", 70, 99) + rows("?", "run", 70, 98)]
+    new.write_text("\n".join([",".join(NAMES[:5]), *(",".join(map(str, line)) for line in lines)]))
+    out, err = run_here("--predict", new, "--save-dir", run, "--num-threads", 1)
+    table = list(csv.DictReader(out.splitlines()))
+    assert err == "" and [row["start_s"] for row in table] == [f"{i:.2f}" for i in range(6)]
+    assert table[0]["end_s"] == "2.00"
+    assert (table[0]["activity"], table[-1]["activity"]) == ("rest", "run")
+    assert float(table[0]["rest"]) + float(table[0]["run"]) == pytest.approx(1, abs=2e-4)
+
+
+def test_folds_are_made_of_people(own, run_here, tmp_path):
+    run_here(*own, "--epochs", 1, "--folds", 2, "--save-dir", tmp_path / "folds")
+    held_out = [
+        json.loads((tmp_path / "folds" / f"fold-{k}" / "config.json").read_text())["config"]["--val-subjects"]
+        for k in (1, 2)
+    ]
+    assert held_out == [["ann", "cat", "fay"], ["bob", "dan"]]
+
+
+def test_mistakes(own, run_here, recordings, tmp_path):
+    save = ["--save-dir", tmp_path / "run"]
+    for argv, part in (
+        (["--window", 40, *SHORT], "--window 40: for recordings of your own alone; give them by --data-dir"),
+        ([*own, "--val-subjects", "zoe"], "--val-subjects zoe: not a training subject; those are ann bob cat dan fay"),
+        ([*own, "--subject-column", "who"], "has no column known as --subject-column who; there are: when, heart"),
+        ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs 17 rows at least"),
+        (["--data-dir", tmp_path / "notes.pdf"], "notes.pdf: is neither UCI HAR, a folder or a zip, nor a CSV"),
+    ):
+        (tmp_path / "notes.pdf").write_text("x")
+        _, err = run_here(*argv, *save, status=2)
+        assert part in err and err.count("error: ") == 1, err
+        assert not (tmp_path / "run").exists()
+
+
+def test_weights_do_not_meet_recordings_with_other_classes(own, recordings, run_here, tmp_path):
+    run_here(*own, "--epochs", 1, "--save-dir", tmp_path / "run")
+    recordings.write_text(recordings.read_text().replace(",rest\n", ",sleep\n"))
+    _, err = run_here(*own, "--save-dir", tmp_path / "run", status=2)
+    assert "have another classes than those that the checkpoint was trained on: run sleep, not rest run" in err
