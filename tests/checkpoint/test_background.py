@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
-import torch
 
+from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
@@ -35,16 +35,8 @@ def directory(tmp_path):
 
 def moment(step, is_best=False):
     """What a saver is to start with."""
-    state = {
-        "model": {"weight": torch.full((50,), float(step))},
-        **{name: {} for name in ("optimizers", "totals", "environment", "config")},
-        "position": {"epoch": step, "phase": 0, "samples": 0},
-        "step": step,
-        "best": None,
-        "value": 0.5,
-        "is_best": is_best,
-    }
-    return state
+    best = {"epoch": step, "value": 0.5} if is_best else None
+    return state_at(step) | {"step": step, "best": best, "value": 0.5, "is_best": is_best}
 
 
 def steps_on_disk(directory):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from examples.own_task import SpiralData
-from tests.checkpoint.conftest import save
+from tests.checkpoint.conftest import save, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, contents, load
 from tests.helpers.malicious import Malicious
 from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
@@ -41,8 +41,7 @@ def test_bare_weights_are_enough_to_start_with_but_not_to_go_on_from(tmp_path):
 
 def test_a_tensor_that_looks_like_the_end_of_an_archive_is_none(tmp_path):
     looks = torch.frombuffer(bytearray(b"PK\x05\x06" + bytes(18)), dtype=torch.uint8)
-    state = {"model": {"weight": looks}, **{name: {} for name in ("optimizers", "position", "step", "best", "totals")},
-             "config": {}, "environment": {}}  # fmt: skip
+    state = state_at(1) | {"model": {"weight": looks}}
     assert write_checkpoint(state, tmp_path / "x.pth") == size_and_sum(tmp_path / "x.pth")
     assert torch.equal(read_checkpoint(tmp_path / "x.pth", "x.pth")["model"]["weight"], looks)
 

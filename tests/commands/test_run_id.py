@@ -22,7 +22,7 @@ def id_of(directory):
 def forget_in_config(directory):
     file = directory / "config.json"
     config = json.loads(file.read_text())
-    del config["run_id"]
+    del config["run_id"], config["checksum"]
     file.write_text(json.dumps(config))
 
 

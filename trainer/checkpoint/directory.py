@@ -18,7 +18,7 @@ from typing import IO, Any
 from trainer.checkpoint.file import CheckpointReader, write_checkpoint
 from trainer.checkpoint.lock import LOCK, release_lock, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
-from trainer.checkpoint.records import CONFIG, RESULTS, read_json
+from trainer.checkpoint.records import RESULTS, read_config, read_json
 from trainer.checkpoint.recovery import find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
@@ -65,7 +65,7 @@ class RunDirectory:
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             self.path.mkdir(parents=True, exist_ok=True)
-            config = read_json(self.path / CONFIG)
+            config = read_config(self.path, self._say)
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config

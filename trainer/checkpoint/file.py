@@ -5,19 +5,17 @@ import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from trainer.checkpoint.format import CHECKSUM, RESUMABLE, checksum_of, flaw_of_checkpoint
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, stamp
-
-RESUMABLE = ("optimizers", "position", "step", "best", "totals", "config", "environment")
-"""Entries without which a run cannot go on."""
 
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""
@@ -27,8 +25,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
     label: what a message calls the file. only_weights: its `model` entry is enough, or a state dict that would be that
-    entry. verified: its sha256 is known and right, so that its checksums need no look. Raises BadInput when it is
-    damaged, holds anything else, or lacks what is needed.
+    entry. verified: its sha256 is known and right, so that those of its parts need no look. Raises BadInput when it is
+    damaged, holds anything else, lacks what is needed, or has an entry that no run writes.
     """
     with refusing_disk_errors(label):
         path.open("rb").close()
@@ -55,7 +53,16 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     missing = [] if only_weights else [name for name in RESUMABLE if name not in state]
     if missing:
         raise BadInput(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
+    if not only_weights or _is_of_run(state):
+        wrong = flaw_of_checkpoint(state, resumable=not only_weights)
+        if wrong is not None:
+            raise BadInput(f"{label}: is damaged: {wrong}")
     return state
+
+
+def _is_of_run(state: Mapping[str, Any]) -> bool:
+    """Whether a file of weights says by which run they were trained, which then is relied on."""
+    return "task" in state and "config" in state
 
 
 def _are_weights(value: object) -> bool:
@@ -87,7 +94,11 @@ def _refuse_changed_bits(path: Path) -> None:
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Writes a file and flushes it to disk; returns its `size_and_sum`. Raises OSError, RuntimeError."""
+    """Writes a file, with the checksum of its entries, and flushes it to disk; returns its `size_and_sum`.
+
+    Raises OSError, RuntimeError.
+    """
+    state = {**state, CHECKSUM: checksum_of(state)}
     # Given a path instead of a file, torch writes with the interpreter held, and stops training.
     with path.open("wb") as file:
         hashed = _HashedFile(file)

@@ -3,17 +3,16 @@
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.checkpoint.format import flaw_of_manifest, sealed
 from trainer.loading.files import replace_text
 from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"
-CHECKPOINT_NAME = re.compile(r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth")
 
 
 @dataclass
@@ -54,21 +53,23 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
     say: gets a line about a damaged one. Raises OSError.
     """
     try:
-        entries = [Entry(**entry) for entry in json.loads(path.read_bytes())["checkpoints"]]
-        if all(map(_is_plausible, entries)) and len({entry.file for entry in entries}) == len(entries):
-            return entries
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    say(f"{path} is damaged.")
+    except (ValueError, RecursionError):
+        say(f"{path} is damaged: it is no JSON object.")
+        return []
+    flaw = flaw_of_manifest(content)
+    if flaw is None:
+        return [Entry(**entry) for entry in content["checkpoints"]]
+    say(f"{path} is damaged: {flaw}.")
     return []
 
 
 def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
     """Replaces the file as a whole, durably. Raises OSError."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
-    replace_text(path, json.dumps(content, indent=2) + "\n")
+    replace_text(path, json.dumps(sealed(content), indent=2) + "\n")
 
 
 def verdict_of(state: Mapping[str, Any]) -> tuple[float | None, bool]:
@@ -106,19 +107,3 @@ def unused_path(folder: Path, position: Position) -> Path:
     suffixes = itertools.chain([""], (f"_again{number}" for number in itertools.count(2)))
     paths = (folder / f"{name}{suffix}.pth" for suffix in suffixes)
     return next(path for path in paths if not path.exists())
-
-
-def _is_plausible(entry: Entry) -> bool:
-    """Whether every value is what `write_manifest` would write; a file must be one of the directory itself.
-
-    Raises TypeError where a text is something else.
-    """
-    counts: list[Any] = [entry.epoch, entry.phase, entry.samples, entry.step, entry.bytes]
-    return (
-        CHECKPOINT_NAME.fullmatch(entry.file) is not None
-        and all(type(count) is int and count >= 0 for count in counts)
-        and (entry.value is None or type(entry.value) in (int, float))
-        and isinstance(entry.best, bool)
-        and re.fullmatch("[0-9a-f]{64}", entry.sha256) is not None
-        and (entry.source is None or isinstance(entry.source, str))
-    )

@@ -1,22 +1,43 @@
 """The small JSON files of a run directory, each replaced as a whole, durably."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.format import flaw_of_config
 from trainer.loading.files import refusing_disk_errors, replace_text
 
 CONFIG = "config.json"
 RESULTS = "results.json"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote; empty when there is no such file or it is damaged."""
+def read_json(path: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """What `write_json` wrote; empty when there is no such file or it is damaged. say: gets a line if it is damaged."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        say(f"{path} is damaged: it is no JSON object.")
+        return {}
+    return content
+
+
+def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """config.json of a run directory; empty where there is none, or one that nothing can be relied on in.
+
+    say: gets a line about a damaged one.
+    """
+    path = folder / CONFIG
+    content = read_json(path, say)
+    flaw = flaw_of_config(content) if content else None
+    if flaw is not None:
+        say(f"{path} is damaged: {flaw}.")
+        return {}
+    return content
 
 
 def write_json(path: Path, content: Any) -> None:

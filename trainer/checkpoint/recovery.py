@@ -1,11 +1,13 @@
 """Which checkpoints a run directory holds, whatever has happened to its files."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
-from trainer.checkpoint.manifest import CHECKPOINT_NAME, MANIFEST, Entry, newest_best, read_manifest, unused_path
+from trainer.checkpoint.format import CHECKPOINT_NAME
+from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
 from trainer.loading.errors import BadInput
@@ -38,7 +40,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
 def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
     """Gives checkpoints that were found under another name their own. Raises OSError."""
     for entry in entries:
-        if CHECKPOINT_NAME.fullmatch(entry.file):
+        if re.fullmatch(CHECKPOINT_NAME, entry.file):
             continue
         source, target = folder / entry.file, unused_path(folder, entry.position)
         link(target, source)

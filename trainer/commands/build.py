@@ -9,6 +9,7 @@ import torch
 
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.format import sealed
 from trainer.checkpoint.records import CONFIG, RESULTS, delete, write_json
 from trainer.commands.code_identity import identify_code
 from trainer.commands.describe import describe_environment, describe_run
@@ -99,7 +100,9 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
     run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, flags, state))
     unknown = run.memory_limit
-    limit = parallel.on_main(lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path))
+    limit = parallel.on_main(
+        lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path, print)
+    )
     run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
     if state is None:
         notes = initialise(run, flags)
@@ -218,7 +221,7 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: 
     if starts_over(directory, flags):
         directory.start_over()
     delete(directory.path / RESULTS)
-    write_json(directory.path / CONFIG, facts)
+    write_json(directory.path / CONFIG, sealed(facts))
     with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
         run.log = RunLog(_logged(run), run.task.headline, loggers)
 

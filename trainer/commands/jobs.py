@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.manifest import MANIFEST, read_manifest
-from trainer.checkpoint.records import CONFIG, RESULTS, read_json
+from trainer.checkpoint.records import RESULTS, read_config, read_json
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
-from trainer.commands.state import STATE
+from trainer.commands.state import read_state
 from trainer.config import refuse, shown
 from trainer.loading.errors import BadInput
 from trainer.logs.console import say
@@ -68,7 +68,7 @@ class Job:
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Flags that differ from those that the run was last started with, if it was: (then, now)."""
-        changed = changed_flags(read_json(self.directory / CONFIG).get("config", {}), self.config)
+        changed = changed_flags(read_config(self.directory).get("config", {}), self.config)
         changed.pop("--save-dir", None)  # the folder may have been moved
         changed.pop("--max-minutes", None)  # how much of a run there is to be, not which one
         return changed
@@ -81,7 +81,7 @@ class Job:
     @property
     def is_paused(self) -> bool:
         """Whether it has used up its time before it was through."""
-        return read_json(self.directory / STATE).get("state") == "paused"
+        return read_state(self.directory) == "paused"
 
     def refuse_another_run(self) -> None:
         """Raises BadInput when the folder holds a run with another seed, or one that holds out something else."""

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import verdict_of
-from trainer.checkpoint.records import CONFIG, read_json
+from trainer.checkpoint.records import read_config
 from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
@@ -78,7 +78,7 @@ def choose_run_id(directory: RunDirectory, flags: Flags, state: Mapping[str, Any
 
     state: of `choose_start`. It comes first since it has a checksum, and config.json may be damaged or lost.
     """
-    recorded = {} if starts_over(directory, flags) else read_json(directory.path / CONFIG)
+    recorded = {} if starts_over(directory, flags) else read_config(directory.path)
     for facts in (state or {}, recorded):
         if re.fullmatch(RUN_ID, str(facts.get("run_id"))):
             return str(facts["run_id"])
@@ -90,6 +90,7 @@ def take_weights(run: Run, state: Mapping[str, Any]) -> None:
     if not is_same_task(state["task"], run.facts["task"]):
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     _refuse_another_optimizer(state["config"], run.facts["config"])
+    _refuse_other_phases(run, state)
     refuse_other_data(run, state, "the checkpoint", all_alike=True)
     advice = "choose another --save-dir, or start over with --fresh"
     go_on_with_weights(run, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
@@ -153,6 +154,15 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
 def recorded_global_batches(facts: Mapping[str, Any]) -> list[int]:
     """Samples per optimizer step of each phase; older checkpoints have the number of their only phase."""
     return facts.get("global_batch_sizes") or [facts["global_batch_size"]]
+
+
+def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
+    then, now = len(state["phase_sizes"]), len(run.task.phases)
+    if then != now:
+        raise BadInput(
+            f"--task {run.facts['task']}: has {now} phases, and the checkpoint is of one with {then}: undo the change "
+            "of the task, or choose another --save-dir"
+        )
 
 
 def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

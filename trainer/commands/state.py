@@ -9,7 +9,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, read_json, write_json
@@ -22,6 +23,12 @@ from trainer.parallel.errors import Failure
 STATE = "state.json"
 
 State = Literal["running", "finished", "preempted", "paused", "refused", "failed"]
+
+
+def read_state(folder: Path) -> State | None:
+    """What state.json of a run directory says; None where there is none, or a damaged one."""
+    state = read_json(folder / STATE).get("state")
+    return state if state in get_args(State) else None
 
 
 class RunState:
@@ -61,7 +68,7 @@ class RunState:
         run, path = self._run, self._directory.path / STATE
         if run is not None:
             run.log.state = state
-        if state == "finished" == read_json(path).get("state"):
+        if state == "finished" == read_state(path.parent):
             return
         write_json(
             path,

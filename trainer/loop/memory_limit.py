@@ -1,14 +1,23 @@
 """What a run has learnt about the memory of its device, so that its next start need not learn it again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from trainer.checkpoint.kinds import first_flaw, optional, record, text, whole
 from trainer.checkpoint.records import read_json
 from trainer.loop.plan import BatchFlags, BatchSplit, split_batch
 
 MEMORY = "memory.json"
+_SIZE = whole(at_least=1)
+FORMAT = record(
+    {"device": text(), "asked_batch_size": _SIZE},
+    {"asked_eval_batch_size": optional(_SIZE), "batch_size": optional(_SIZE), "eval_batch_size": optional(_SIZE)},
+    closed=True,
+)
+"""Of that file."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +38,21 @@ class MemoryLimit:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return MemoryLimit(name, flags.batch_size, flags.eval_batch_size)
 
-    def remembered(self, folder: Path) -> "MemoryLimit":
-        """This one with what an earlier start wrote into the run directory, if that is about the same."""
-        written = read_json(folder / MEMORY)
+    def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
+        """This one with what an earlier start wrote into the run directory, if that is about the same.
+
+        say: gets a line about a damaged file.
+        """
+        path = folder / MEMORY
+        written = read_json(path, say)
+        flaw = first_flaw([FORMAT], written) if written else None
+        if flaw is not None:
+            say(f"{path} is damaged: {flaw}.")
+            return self
         asked = ("device", "asked_batch_size", "asked_eval_batch_size")
-        sizes = [written.get("batch_size"), written.get("eval_batch_size")]
         if any(written.get(name) != getattr(self, name) for name in asked):
             return self
-        if any(size is not None and (not isinstance(size, int) or size < 1) for size in sizes):
-            return self
-        return replace(self, batch_size=sizes[0], eval_batch_size=sizes[1])
+        return replace(self, batch_size=written.get("batch_size"), eval_batch_size=written.get("eval_batch_size"))
 
     @property
     def samples_per_eval_forward(self) -> int:

@@ -1,0 +1,295 @@
+"""What checkpoints, manifest.json and config.json hold: every entry with its type and range, and how they fit together.
+
+Older versions of the trainer left some entries out, or wrote them in another form: both are accepted. The checksum that
+each of these files has of its own contents finds what is right in type and range, and yet not what was saved.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.kinds import (
+    Kind,
+    brief,
+    by_name,
+    each,
+    either,
+    finite_tensor,
+    first_flaw,
+    number,
+    optional,
+    plain,
+    record,
+    tensor,
+    text,
+    truth,
+    whole,
+    wrong,
+)  # fmt: skip
+
+CHECKSUM = "checksum"
+"""Of all other entries of a file; those of older versions have none."""
+CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth"
+NOT_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
+"""Of what an optimizer keeps of a parameter."""
+
+
+# --- the entries -------------------------------------------------------------------------------------------------
+
+_COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(finite_tensor)
+_PAIR = each(number(finite=False), length=2)
+_SUMS = by_name(tensor)
+
+_POSITION = record(
+    {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT},
+    {"turn": _COUNT, "others": each(each(_COUNT, length=2))},
+    closed=True,
+)
+_GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)})
+_OPTIMIZER = record({"state": record({}), "param_groups": each(_GROUP)})
+
+_FACTS: Mapping[str, Kind] = {
+    "task": text(),
+    "config": record(
+        {},
+        {
+            "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
+            "--resume-from": optional(text()), "--optimizer": text(),
+        },
+    ),
+    "lr_factor": number(above=0),
+    "phase_sizes": each(_SIZE),
+    "environment": record({"world_size": _SIZE, "num_devices": _SIZE}),
+}  # fmt: skip
+"""What a run is made with: both a checkpoint and config.json hold it."""
+_MORE_FACTS: Mapping[str, Kind] = {
+    "batch_sizes": each(_SIZE),
+    "global_batch_sizes": each(_SIZE),
+    "global_batch_size": _SIZE,  # of the only phase
+    "data_facts": by_name(plain),
+    "code": record(
+        {
+            "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
+            "task_sha256": optional(text()),
+        },
+    ),
+    "run_id": text(),
+    CHECKSUM: text(),
+}  # fmt: skip
+
+_PROGRESS: Mapping[str, Kind] = {
+    "optimizers": by_name(either(each(_OPTIMIZER), _OPTIMIZER)),
+    "scaler": either(
+        record({}, closed=True),
+        record(
+            {
+                "scale": number(above=0), "growth_factor": number(above=0), "backoff_factor": number(above=0),
+                "growth_interval": _SIZE, "_growth_tracker": _COUNT,
+            },
+        ),
+    ),
+    "position": _POSITION,
+    "step": _COUNT,
+    "best": optional(record({"epoch": _COUNT, "value": number(finite=False)}, {"step": optional(_COUNT)}, closed=True)),
+    "train_seconds": number(at_least=0),
+    "totals": either(by_name(_SUMS), _SUMS),
+    "reported": either(by_name(_PAIR), _PAIR),
+}  # fmt: skip
+"""How far the run has come."""
+_MORE_PROGRESS: Mapping[str, Kind] = {
+    "training_model": _WEIGHTS,
+    "average_updates": either(by_name(_COUNT), _COUNT),
+    "evaluations_since_best": _COUNT,
+    "epochs_since_best": _COUNT,
+    "last_report": _COUNT,
+    "skipped_steps": _COUNT,
+    "value": optional(number(finite=False)),
+    "is_best": truth,
+}
+
+RESUMABLE = (*_PROGRESS, *_FACTS)
+"""Entries of a checkpoint without which a run cannot go on."""
+
+ENTRY = record(
+    {
+        "file": text(CHECKPOINT_NAME), "epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "step": _COUNT,
+        "value": optional(number(finite=False)), "best": truth, "bytes": _COUNT, "sha256": text("[0-9a-f]{64}"),
+        "source": optional(text()),
+    },
+    closed=True,
+)  # fmt: skip
+"""Of manifest.json."""
+
+
+# --- whole files -------------------------------------------------------------------------------------------------
+
+
+def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
+    """What is wrong with a checkpoint, by the name of an entry; None for nothing.
+
+    resumable: a run may go on from it; otherwise only entries that are there count.
+    """
+    core = {**_PROGRESS, **_FACTS}
+    needed = {"model": _WEIGHTS, **(core if resumable else {})}
+    fields = record(needed, {**core, **_MORE_PROGRESS, **_MORE_FACTS})
+    together = (_consistent_steps, _consistent_sizes, _position_in_plan, _numbered_moments) if resumable else ()
+    return first_flaw((fields, *map(_of_state, together), _sealed(checksum_of)), state)
+
+
+def flaw_of_config(content: dict[str, Any]) -> str | None:
+    """The same of config.json."""
+    fields = record(_FACTS, {**_MORE_FACTS, "torchrun_agents": each(text()), "command_line": each(text())})
+    return first_flaw((fields, _of_state(_consistent_sizes), _sealed(json_checksum)), content)
+
+
+def flaw_of_manifest(content: Any) -> str | None:
+    """The same of manifest.json."""
+    fields = record({"checkpoints": each(ENTRY)}, {CHECKSUM: text()})
+    return first_flaw((fields, _of_state(_one_entry_a_file), _sealed(json_checksum)), content)
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON is to hold, with its checksum."""
+    return {**content, CHECKSUM: json_checksum(content)}
+
+
+def json_checksum(content: Mapping[str, Any]) -> str:
+    """Of all but the checksum itself. Tuples count as lists."""
+    rest = {name: value for name, value in content.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def checksum_of(state: Mapping[str, Any]) -> str:
+    """The same of tensors and plain values: of types, shapes, names, and every bit."""
+    found = hashlib.sha256()
+    _sum_up({name: value for name, value in state.items() if name != CHECKSUM}, found.update)
+    return found.hexdigest()
+
+
+def _sum_up(value: Any, update: Callable[[Any], None]) -> None:
+    if isinstance(value, Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}{value.layout}".encode())
+        if value.layout == torch.sparse_coo:
+            value = value.coalesce()
+            parts = [value.indices(), value.values()]
+        else:
+            parts = [value]
+        for part in parts:
+            update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        update(f"mapping of {len(value)}".encode())
+        for name, item in value.items():
+            update(f"{name!r}=".encode())
+            _sum_up(item, update)
+    elif isinstance(value, list | tuple):
+        update(f"list of {len(value)}".encode())
+        for item in value:
+            _sum_up(item, update)
+    else:
+        update(f"{value!r};".encode())
+
+
+# --- how they fit together ---------------------------------------------------------------------------------------
+
+
+def _of_state(require: Callable[[Mapping[str, Any]], None]) -> Kind:
+    return lambda name, value: require(value)
+
+
+def _sealed(checksum: Callable[[Mapping[str, Any]], str]) -> Kind:
+    def require(name: str, content: Any) -> None:
+        if CHECKSUM in content and content[CHECKSUM] != checksum(content):
+            raise ValueError("its contents are not those that were saved: their checksum is another one")
+
+    return require
+
+
+def _consistent_steps(state: Mapping[str, Any]) -> None:
+    """Every epoch has a step at least, and nothing came later than the last one."""
+    step, position, best = state["step"], state["position"], state["best"]
+    _at_most("position.epoch", position["epoch"], step, "optimizer steps done")
+    for name in ("last_report", "skipped_steps"):
+        _at_most(name, state.get(name, 0), step, "optimizer steps done")
+    for name in ("evaluations_since_best", "epochs_since_best"):
+        _at_most(name, state.get(name, 0), 2 * (step + 1), "most evaluations that so many steps have")
+    if best is not None:
+        _at_most("best.epoch", best["epoch"], position["epoch"], "epochs done")
+        _at_most("best.step", best.get("step") or 0, step, "optimizer steps done")
+        if best["value"] != best["value"]:
+            raise wrong("best.value", best["value"], "must not be NaN")
+    if state.get("is_best") and (best is None or best["value"] != state.get("value")):
+        raise wrong("is_best", True, "contradicts best")
+
+
+def _position_in_plan(state: Mapping[str, Any]) -> None:
+    """The plan is that of the phases that the checkpoint names."""
+    position, sizes = state["position"], state["phase_sizes"]
+    others = position.get("others", ())
+    if position["phase"] >= len(sizes):
+        raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")
+    in_turns = bool(others) or position.get("turn", 0) > 0
+    size = sizes[0 if in_turns else position["phase"]]
+    _at_most("position.samples", position["samples"], size, "samples in an epoch of that phase")
+    if others and len(others) != len(sizes) - 1:
+        raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one of each other phase")
+    for other, size in zip(others, sizes[1:], strict=False):
+        _at_most("position.others", other[1], size, "samples in an epoch of that phase")
+
+
+def _consistent_sizes(facts: Mapping[str, Any]) -> None:
+    """As many of each as there are phases."""
+    num_phases = len(facts["phase_sizes"])
+    if num_phases == 0:
+        raise wrong("phase_sizes", facts["phase_sizes"], "must be of one phase at least")
+    for name in ("batch_sizes", "global_batch_sizes"):
+        if name in facts and len(facts[name]) != num_phases:
+            raise wrong(name, facts[name], f"must have {num_phases} values, one of each phase")
+    if "global_batch_sizes" not in facts and "global_batch_size" not in facts:
+        raise ValueError("global_batch_sizes is missing")
+
+
+def _numbered_moments(state: Mapping[str, Any]) -> None:
+    """Each optimizer numbers its parameters from 0 on, and keeps nothing of others, nor what is no number."""
+    trained = state.get("training_model", state["model"])
+    if _shapes(trained) != _shapes(state["model"]):
+        raise ValueError("training_model has other names or shapes than model")
+    for phase, several in state["optimizers"].items():
+        for index, own in enumerate(several if isinstance(several, list | tuple) else [several]):
+            _require_numbered(f"optimizers.{phase}[{index}]", own)
+
+
+def _require_numbered(name: str, own: Mapping[str, Any]) -> None:
+    numbers = [parameter for group in own["param_groups"] for parameter in group["params"]]
+    if numbers != list(range(len(numbers))):
+        raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
+    for parameter, kept in own["state"].items():
+        its = f"{name}.state.{brief(parameter)}"
+        if type(parameter) is not int or not 0 <= parameter < len(numbers):
+            raise ValueError(f"{its}: is none of its {len(numbers)} parameters")
+        record({})(its, kept)
+        for moment, value in kept.items():
+            value = value.coalesce().values() if isinstance(value, Tensor) and value.is_sparse else value
+            is_number = isinstance(value, Tensor | int | float)
+            if is_number and bool(torch.as_tensor(value).isnan().any()):
+                raise ValueError(f"{its}.{moment} holds NaN")
+            if moment in NOT_NEGATIVE and is_number and bool((torch.as_tensor(value) < 0).any()):
+                raise ValueError(f"{its}.{moment} holds negative values")
+
+
+def _one_entry_a_file(content: Mapping[str, Any]) -> None:
+    files = [entry["file"] for entry in content["checkpoints"]]
+    if len(set(files)) < len(files):
+        raise ValueError("checkpoints: names a file twice")
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def _at_most(name: str, value: int, limit: int, of_what: str) -> None:
+    if value > limit:
+        raise wrong(name, value, f"must be at most {limit}, the {of_what}")
