@@ -21,7 +21,7 @@ from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import TRAINER_GROUPS, Flags, PredictFlags, SeveralFlags
+from trainer.commands.flags import TRAINER_GROUPS, ExportFlags, Flags, PredictFlags, SeveralFlags
 from trainer.commands.in_process import process_restored
 from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.state import STATE
@@ -42,7 +42,7 @@ NOT_OF_ONE_RUN = (
     "task",
     "eval_only",
     "print_config",
-    *(field.name for group in (SeveralFlags, PredictFlags) for field in fields(group)),
+    *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
 """Flags that ask for something else than to train one run."""
 ONE_RUN = "fit trains one run of the class that it is given; leave it out"
@@ -172,7 +172,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
 
 def _refuse_other_than_one_run(flags: Flags) -> None:
     """Raises BadInput for what a config file asks for."""
-    groups = (flags.several, flags.prediction)
+    groups = (flags.several, flags.prediction, flags.exporting)
     found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
     found += ["eval_only"] * flags.checkpoint.eval_only
     refuse([f"{name}, in a file of config: {ONE_RUN}" for name in found])

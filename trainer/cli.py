@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from trainer.commands.build import build_task, set_up_torch, start_parallel
 from trainer.commands.config_files import with_origins
 from trainer.commands.evaluate import evaluate_only
+from trainer.commands.export import export_model
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.predict import label_new_data
@@ -133,10 +134,13 @@ def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) 
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
-    """Trains, evaluates or labels; returns the exit status. Raises BadInput."""
+    """Trains, evaluates, labels or exports; returns the exit status. Raises BadInput."""
     set_up_torch(flags, parallel)
     if flags.prediction.predict is not None:
         label_new_data(flags, parallel)
+        return EXIT_FINISHED
+    if flags.exporting.export is not None:
+        export_model(flags, parallel)
         return EXIT_FINISHED
     task = parallel.together(lambda: build_task(flags))
     done = parallel.on_main(task.other_work)

@@ -27,6 +27,20 @@ class PerSample(NamedTuple):
     values: Tensor
 
 
+class Exported(NamedTuple):
+    """A module as `--export` writes it, with one call of it.
+
+    inputs: by the names of its forward's arguments, in their order. expected: what the trained model answers: tensors,
+    in tuples, lists or dictionaries if there are several. lengths: dimensions that may have any size, by input; those
+    in which the calls of several batches differ may anyway, such as the number of samples.
+    """
+
+    program: nn.Module
+    inputs: Mapping[str, Any]
+    expected: Any
+    lengths: Mapping[str, Sequence[int]] = {}
+
+
 Outputs = Mapping[str, Tensor | PerSample]
 """What an objective returns, by name; in train mode `Sums`."""
 Picture = np.ndarray
@@ -269,6 +283,16 @@ class Task(ABC):
         `new_data`, as `collate` makes it, on the objective's device. Every batch gives the same columns.
         """
         raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
+
+    def exported(self, objective: Objective, batch: Batch) -> Exported | None:
+        """What `--export` writes, with one call of it: the model, or the same function in a form that can be exported.
+
+        Called for several batches of an evaluation, with the raw objective in eval mode, without gradients, after
+        `start_evaluation`; the first program is taken. batch: as `collate` makes it, on the objective's device.
+
+        None, as by default: the objective's `model`, as its forward calls it.
+        """
+        return None
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
         """For `--folds`: command-line flags that hold each fold out of the training data as a validation set.

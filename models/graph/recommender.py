@@ -39,6 +39,23 @@ class Recommender(nn.Module):
         raise NotImplementedError
 
 
+class FinalScores(nn.Module):
+    """The scores of all items for some users, from what a recommender has made of both."""
+
+    users: Tensor
+    items: Tensor
+
+    def __init__(self, users: Tensor, items: Tensor) -> None:
+        """users: (num_users, D), items: (num_items, D), as `Recommender.represent` returns them."""
+        super().__init__()
+        self.register_buffer("users", users.detach().clone())
+        self.register_buffer("items", items.detach().clone())
+
+    def forward(self, users: Tensor) -> Tensor:
+        """users: (B,) int64. Returns (B, num_items)."""
+        return self.users[users] @ self.items.T
+
+
 def initialise(tables: list[nn.Embedding]) -> None:
     """Uniform within Xavier's bound of the one table that these would be together."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim

@@ -53,18 +53,19 @@ def rows(x: Tensor, last: Tensor | None) -> Tensor:
 
     Only the state after the last item predicts the next one, so the last block needs no other query.
     """
-    return x if last is None else x[torch.arange(len(x), device=x.device), last].unsqueeze(1)
+    return x if last is None else x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
 
 
 def causal_chunks(query: Tensor) -> list[tuple[int, int]]:
     """Ranges of the time steps of queries (B, heads, T, C), to be treated one after the other on a CPU.
 
     The queries of a range see no key behind its end, so that a good third of all pairs is never computed. A GPU
-    would rather have few large kernels: there it is one range.
+    would rather have few large kernels: there it is one range, and in a program that is to take any number of steps.
     """
     num_steps = query.shape[2]
-    size = _CHUNK_STEPS if query.device.type == "cpu" else max(num_steps, 1)
-    return [(start, min(start + size, num_steps)) for start in range(0, num_steps, size)]
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return [(0, num_steps)]
+    return [(start, min(start + _CHUNK_STEPS, num_steps)) for start in range(0, num_steps, _CHUNK_STEPS)]
 
 
 def causal_softmax(logits: Tensor) -> Tensor:

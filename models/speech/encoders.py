@@ -169,11 +169,11 @@ class CausalConvolution(nn.Module):
         """x (B, T, num_inputs) and the inputs that still count, zeros at the beginning -> outputs, such inputs."""
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:
-            inputs = x.new_zeros(len(x), kernel_size - 1, x.shape[2])
+            inputs = x.new_zeros(x.shape[0], kernel_size - 1, x.shape[2])
         x = torch.cat([inputs, x], dim=1)
         num_outputs = max(0, (x.shape[1] - kernel_size) // self.stride + 1)
         if num_outputs == 0:
-            return x.new_zeros(len(x), 0, self.convolution.out_channels), x
+            return x.new_zeros(x.shape[0], 0, self.convolution.out_channels), x
         return F.gelu(self.convolution(x.transpose(1, 2))).transpose(1, 2), x[:, num_outputs * self.stride :]
 
 

@@ -226,8 +226,11 @@ def _within(positions: Tensor, spans: Tensor) -> Tensor:
 def _causal_sums(x: Tensor) -> Tensor:
     """The sum over the time up to each time of x (..., T, F).
 
-    By doubling: `cumsum` is not deterministic on a GPU, and rounds more.
+    By doubling: `cumsum` is not deterministic on a GPU, and rounds more. But a program that is to take any number of
+    times cannot double until it is enough.
     """
+    if torch.compiler.is_compiling():
+        return x.double().cumsum(-2).to(x.dtype)
     shift = 1
     while shift < x.shape[-2]:
         x = x + functional.pad(x, (0, 0, shift, -shift))

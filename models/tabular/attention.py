@@ -19,9 +19,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at the keys to attend to, at
     least one of each sequence; None: all. Returns (S, T, heads, d).
     """
-    if query.device.type == "cpu" and key.shape[1] <= _FEW_KEYS:
+    # A program that is to take any number of keys has one way for all.
+    if query.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[1] <= _FEW_KEYS:
         return _attend_to_few(query, key, value, mask)
-    if len(query) > _MAX_SEQUENCES:
+    if query.device.type == "cuda" and query.shape[0] > _MAX_SEQUENCES:
         masks = repeat(None) if mask is None else mask.split(_MAX_SEQUENCES)
         parts = zip(*(x.split(_MAX_SEQUENCES) for x in (query, key, value)), masks, strict=False)
         return torch.cat([attend(*part) for part in parts])

@@ -30,10 +30,10 @@ class Layout(NamedTuple):
     real_context: Tensor | None
     """(num_problems, 1, 1, context_rows) bool; None: all."""
 
-    @property
-    def num_context(self) -> int:
-        """Context rows of the batch."""
-        return self.num_problems * self.context_rows
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What belongs to the context rows of the batch, and what to its query rows."""
+        num_context = self.num_problems * self.context_rows
+        return x[:num_context], x[num_context:]
 
     def by_problem(self, x: Tensor) -> Tensor:
         """(rows, tokens, heads, d) -> (num_problems, rows of one, tokens * heads, d): like heads, tokens are apart."""
@@ -93,6 +93,7 @@ class NanoTabular(nn.Module):
         [0, max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the N, m and
         max_classes are real, from the first on; None: all.
         """
+        assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features)
         cells = self.embed(context, labels, queries, num_context, num_features)
         for block in self.blocks:
@@ -109,7 +110,7 @@ class NanoTabular(nn.Module):
         seen = [x.gather(2, members).unflatten(2, (-1, x.shape[2])) for x in (values, missing.to(values.dtype))]
         groups = torch.cat(seen, dim=2).transpose(2, 3)  # (B, N + Q, m, 2 * shifts)
         of_features = self.embed_cells(_in_layout(groups, context.shape[1]))
-        no_labels = self.no_label.expand(queries.shape[:2].numel(), -1)
+        no_labels = self.no_label.expand(queries.shape[0] * queries.shape[1], -1)
         of_labels = torch.cat([self.embed_labels(labels).flatten(0, 1), no_labels])
         return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
 
@@ -156,7 +157,7 @@ class Block(nn.Module):
         """(rows, tokens, width) -> the same."""
         x = self.feature_norm(cells)
         cells = cells + self.attend_over_features(x, x, layout)
-        context, queries = self.row_norm(cells).tensor_split([layout.num_context])
+        context, queries = layout.parts(self.row_norm(cells))
         cells = cells + self.attend_over_rows([context, queries], context, layout)
         return cells + self.feed_forward(cells)
 
@@ -187,6 +188,6 @@ class LastBlock(Block):
         """(rows, tokens, width) -> (query rows, 1, width)."""
         x = self.feature_norm(cells)
         labels = cells[:, :1] + self.attend_over_features(x[:, :1], x, layout)
-        context, queries = labels.tensor_split([layout.num_context])
+        context, queries = layout.parts(labels)
         queries = queries + self.attend_over_rows([self.row_norm(queries)], self.row_norm(context), layout)
         return queries + self.feed_forward(queries)

@@ -65,6 +65,7 @@ class TabICL(nn.Module):
         [0, max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the N, m and
         max_classes are real, from the first on; None: all.
         """
+        assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)
         return of_present_classes(self.of_normalised(values, labels, num_context, num_features), num_classes)
 
@@ -74,7 +75,7 @@ class TabICL(nn.Module):
         """values: (B, N + Q, m), the context rows first. labels: (B, N). Returns logits (B, Q, max_classes)."""
         real = None if num_context is None else rows_within(num_context, labels.shape[1])[:, None, None]
         rows = self.rows(self.columns(values, labels.shape[1], real), num_features)
-        context, queries = rows.tensor_split([labels.shape[1]], dim=1)
+        context, queries = rows[:, : labels.shape[1]], rows[:, labels.shape[1] :]
         context = context + self.embed_labels(F.one_hot(labels, self.max_classes).to(context.dtype))
         for block in self.blocks[:-1]:
             context, queries = block(context, context, real), block(queries, context, real)
@@ -155,7 +156,7 @@ class InducedBlock(nn.Module):
 
     def forward(self, states: Tensor, context_rows: int, mask: Tensor | None) -> Tensor:
         """(columns, T, width) -> the same. mask: (columns, 1, 1, context_rows)."""
-        inducing = self.inducing.expand(len(states), -1, -1)
+        inducing = self.inducing.expand(states.shape[0], -1, -1)
         return self.spread(states, self.gather(inducing, states[:, :context_rows], mask), None)
 
 

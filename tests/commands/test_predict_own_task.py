@@ -12,7 +12,7 @@ from examples.own_task import SpiralFlags
 from tests.conftest import ROOT, load
 from trainer.checkpoint.weights import find_weights
 from trainer.commands.parse import parse
-from trainer.commands.predict import rebuild_task
+from trainer.commands.trained import rebuild_task
 
 OWN_TASK = """
 import os

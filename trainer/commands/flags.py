@@ -1,6 +1,7 @@
 """A whole command line as one typed object."""
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -21,6 +22,8 @@ from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.task import Task
 from trainer.tasks import TASKS
 
+EXPORTERS: dict[str, tuple[str, ...]] = {".pt2": (), ".onnx": ("onnx", "onnxscript")}
+"""Kinds of files that `--export` writes, with the packages that it takes beside torch."""
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 
 
@@ -138,18 +141,46 @@ class PredictFlags(FlagGroup):
             return [f"{given}: belongs to --predict; leave it out"]
         if target.exists() and not target.is_file():
             return [f"{given}: is not a file; name one, or leave it out to print the table"]
-        if not target.parent.is_dir():
-            return [f"{given}: there is no folder {target.parent}; create it first"]
-        if not os.access(target.parent, os.W_OK):
-            return [f"{given}: cannot be written: no permission to write into {target.parent}; name another file"]
         if target == self.predict.resolve():
             return [f"{given}: would overwrite what is to be labelled; name another file"]
-        return []
+        return _problems_of_folder(given, target)
+
+
+@dataclass
+class ExportFlags(FlagGroup):
+    """Taking the model elsewhere"""
+
+    export: Path | None = flag(
+        None, "do not train: write the model with the best weights of --save-dir (or --resume-from FILE), by the flags "
+        "of that run, as a program that runs without this trainer: a .pt2 of torch.export, or an .onnx", metavar="FILE",
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        if self.export is None:
+            return []
+        given, target = f"--export {self.export}", self.export.resolve()
+        if target.suffix not in EXPORTERS:
+            return [f"{given}: must end in {' or '.join(EXPORTERS)}"]
+        missing = [name for name in EXPORTERS[target.suffix] if importlib.util.find_spec(name) is None]
+        if missing:
+            return [f"{given}: needs {' and '.join(missing)}: pip install {' '.join(missing)}, or name a .pt2"]
+        if target.exists() and not target.is_file():
+            return [f"{given}: is not a file; name another"]
+        return _problems_of_folder(given, target)
+
+
+def _problems_of_folder(given: str, target: Path) -> list[str]:
+    """Of the folder that a file is to be written to."""
+    if not target.parent.is_dir():
+        return [f"{given}: there is no folder {target.parent}; create it first"]
+    if not os.access(target.parent, os.W_OK):
+        return [f"{given}: cannot be written: no permission to write into {target.parent}; name another file"]
+    return []
 
 
 TRAINER_GROUPS: tuple[type, ...] = (
     RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, SeveralFlags, PredictFlags,
-    ConfigFlags, MultiDeviceFlags,
+    ExportFlags, ConfigFlags, MultiDeviceFlags,
 )  # fmt: skip
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
 
@@ -166,6 +197,7 @@ class Flags:
     checkpoint: CheckpointFlags
     several: SeveralFlags
     prediction: PredictFlags
+    exporting: ExportFlags
     files: ConfigFlags
     multi: MultiDeviceFlags | None
     task: Any
@@ -190,7 +222,7 @@ class Flags:
         """Every setting, as a file for `--config`."""
         groups = (
             self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint, self.several,
-            self.prediction, self.multi, self.task,
+            self.prediction, self.exporting, self.multi, self.task,
         )  # fmt: skip
         return as_toml([group for group in groups if group is not None])
 
@@ -208,15 +240,19 @@ def contradictions(flags: Flags) -> list[str]:
             "--optimizer muon: orthogonalises whole matrices, of which a process of --multi-gpu fsdp has a part; take "
             "--multi-gpu ddp, or another optimizer"
         )
-    if flags.prediction.predict is not None:
-        given = flags.checkpoint
+    given = flags.checkpoint
+    uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
+    asked = [name for name, value in uses.items() if value is not None]
+    for use in asked:
         others = {
             "--fresh": given.fresh, "--init-from": given.init_from, "--init-from-partial": given.init_from_partial,
             "--eval-only": given.eval_only,
         }  # fmt: skip
-        found += [f"--predict and {name}: exclude each other; give one" for name, value in others.items() if value]
+        found += [f"{use} and {name}: exclude each other; give one" for name, value in others.items() if value]
         if flags.multi is not None:
-            found.append("--predict: runs on one device; use main.py")
+            found.append(f"{use}: runs on one device; use main.py")
+    if len(asked) > 1:
+        found.append(f"{' and '.join(asked)}: exclude each other; give one")
     if flags.multi is not None and ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
     if flags.multi is not None and flags.multi.gpu_ids is not None and device == "cpu":
@@ -230,7 +266,8 @@ def _contradictions_of_several(flags: Flags) -> list[str]:
     if not several.wanted:
         return []
     single = {
-        "--eval-only": given.eval_only, "--resume-from": given.resume_from, "--predict": flags.prediction.predict
+        "--eval-only": given.eval_only, "--resume-from": given.resume_from, "--predict": flags.prediction.predict,
+        "--export": flags.exporting.export,
     }  # fmt: skip
     found = [
         f"{several.as_given} and {name}: exclude each other; {name} takes the folder of one run as --save-dir"

@@ -43,7 +43,12 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), BEGINNINGS,
 )  # fmt: skip
 """Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
-DISPLACED = {"optimizer": tuple(OPTIMIZER_SETTINGS), "eval_only": BEGINNINGS, "predict": BEGINNINGS}
+DISPLACED = {
+    "optimizer": tuple(OPTIMIZER_SETTINGS),
+    "eval_only": BEGINNINGS,
+    "predict": BEGINNINGS,
+    "export": BEGINNINGS,
+}
 """What else a flag displaces of lower layers: settings of another optimizer, and the weights that a run began with."""
 
 

@@ -12,10 +12,8 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.weights import TrainedRun
-from trainer.commands.flags import Flags, RunFlags
-from trainer.commands.trained import find_run, recorded_class, recorded_task, trained_objective
-from trainer.config import flag_name, flag_values, refuse, shown
+from trainer.commands.flags import Flags
+from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, written_as_a_whole
@@ -24,7 +22,6 @@ from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
-from trainer.tasks import is_same_task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""
@@ -34,7 +31,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     """`--predict`. Without `--output` standard output belongs to the table. Raises BadInput."""
     path, output, given = flags.prediction.predict, flags.prediction.output, flags.checkpoint
     assert path is not None
-    run = find_run(flags, {"--resume-from": given.resume_from}, _shipped(flags), partial(print, file=sys.stderr))
+    run = find_run(flags, {"--resume-from": given.resume_from}, shipped_weights(flags), partial(print, file=sys.stderr))
     task = rebuild_task(run, flags)
     dataset = task.new_data(path)
     require_keyed(dataset, f"--predict {path}")
@@ -58,41 +55,6 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         _write_table(table, text, bar)
     write_output(output, text.getvalue())
     print(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
-
-
-def _shipped(flags: Flags) -> Path | None:
-    assert flags.task_type is not None
-    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir.expanduser()).shipped_weights()
-
-
-def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
-    """The task that the run was trained with, from what its checkpoint recorded.
-
-    The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
-    takes anew (`Task.predict_flags`); the file of a task of a user's own may have moved. Raises BadInput.
-    """
-    if not ("task" in run.state and "config" in run.state):
-        reason = "holds weights, but not of which model; give the checkpoint of a run"
-        raise BadInput(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
-    name, config = run.state["task"], run.state["config"]
-    stated = {flag: value for flag, value in flag_values(flags.task).items() if flag in flags.given}
-    task_type = None
-    if flags.run.task != RunFlags.task:
-        if is_same_task(flags.run.task, name):
-            task_type = flags.task_type
-        else:
-            stated = {"--task": flags.run.task}
-    task_type = task_type or recorded_class(run, name, "say by --task where it is now")
-    anew = {flag: stated.pop(flag) for flag in map(flag_name, task_type.predict_flags) if flag in stated}
-    nothing = "no such flag"
-    refuse(
-        [
-            f"{flag} {shown(value)}: {run.label} were trained with {shown(config.get(flag, nothing))}; leave it out"
-            for flag, value in stated.items()
-            if value != config.get(flag, nothing)
-        ]
-    )
-    return recorded_task(run, task_type, flags.run.cache_dir, anew)
 
 
 @torch.no_grad()
@@ -132,11 +94,12 @@ def _print_table(table: Table, bar: "tqdm[Any]") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def write_output(path: Path, text: str) -> None:
-    """Writes the file of `--output`, as a whole or not at all. Raises BadInput when the file system refuses."""
+def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:
+    """Writes the file that a flag names, as a whole or not at all. Raises BadInput when the file system refuses."""
     path = path.resolve()  # what a link points to is replaced, not the link
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with (
-        refusing_disk_errors(f"--output {path}: cannot be written", "name another file"),
-        written_as_a_whole(path, path.with_name(f"{path.name}.{os.getpid()}.tmp")) as file,
+        refusing_disk_errors(f"{flag} {path}: cannot be written", "name another file"),
+        written_as_a_whole(path, temporary, binary=isinstance(content, bytes)) as file,
     ):
-        file.write(text)
+        file.write(content)

@@ -13,7 +13,7 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.weights import TrainedRun, find_weights, holds_run
 from trainer.commands.flags import Flags, RunFlags
 from trainer.commands.weights import restore_weights
-from trainer.config import group_from_values
+from trainer.config import flag_name, flag_values, group_from_values, refuse, shown
 from trainer.loading.errors import BadInput
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.base import SingleDevice
@@ -41,6 +41,12 @@ def find_run(
     return TrainedRun(label, read_checkpoint(shipped, label, only_weights=True), shipped.parent, comes_with_task=True)
 
 
+def shipped_weights(flags: Flags) -> Path | None:
+    """Those that come with the task of a command line; see `Task.shipped_weights`."""
+    assert flags.task_type is not None
+    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir.expanduser()).shipped_weights()
+
+
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
     """The task with the seed and the flags that the run was trained with, but for those that are given anew.
 
@@ -53,6 +59,36 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew:
         raise BadInput(f"{run.label}: {error}") from None
     task.data_facts = run.state.get("data_facts", {})  # older checkpoints have none
     return task
+
+
+def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
+    """The task that the run was trained with, from what its checkpoint recorded.
+
+    The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
+    takes anew (`Task.predict_flags`); the file of a task of a user's own may have moved. Raises BadInput.
+    """
+    if not ("task" in run.state and "config" in run.state):
+        reason = "holds weights, but not of which model; give the checkpoint of a run"
+        raise BadInput(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
+    name, config = run.state["task"], run.state["config"]
+    stated = {flag: value for flag, value in flag_values(flags.task).items() if flag in flags.given}
+    task_type = None
+    if flags.run.task != RunFlags.task:
+        if is_same_task(flags.run.task, name):
+            task_type = flags.task_type
+        else:
+            stated = {"--task": flags.run.task}
+    task_type = task_type or recorded_class(run, name, "say by --task where it is now")
+    anew = {flag: stated.pop(flag) for flag in map(flag_name, task_type.predict_flags) if flag in stated}
+    nothing = "no such flag"
+    refuse(
+        [
+            f"{flag} {shown(value)}: {run.label} were trained with {shown(config.get(flag, nothing))}; leave it out"
+            for flag, value in stated.items()
+            if value != config.get(flag, nothing)
+        ]
+    )
+    return recorded_task(run, task_type, flags.run.cache_dir, anew)
 
 
 def recorded_class(run: TrainedRun, name: str, advice: str) -> type[Task]:

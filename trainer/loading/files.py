@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trainer.loading.errors import BadInput
 
@@ -50,13 +50,14 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def written_as_a_whole(path: Path, temporary: Path) -> Iterator[IO[str]]:
-    """A text file that takes its place when all of it is on the disk; if anything fails, nothing changes.
+def written_as_a_whole(path: Path, temporary: Path, binary: bool = False) -> Iterator[IO[Any]]:
+    """A file, by default of text, that takes its place when all of it is on the disk; if that fails, nothing changes.
 
     temporary: its name until then, in the same folder. Raises OSError.
     """
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": ""}
+        with temporary.open("wb" if binary else "w", **as_text) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -133,6 +133,7 @@ def not_measured(flags: Flags) -> list[str]:
         "--eval-only": flags.checkpoint.eval_only,
         "--resume-from": flags.checkpoint.resume_from,
         "--predict": flags.prediction.predict,
+        "--export": flags.exporting.export,
         "--print-config": flags.files.print_config,
         flags.several.as_given: flags.several.wanted,
     }

@@ -38,7 +38,7 @@ from models.layers.standardised import Standardised
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
-from trainer.task import Objective, Picture, Sums, Task
+from trainer.task import Exported, Objective, Picture, Sums, Task
 from trainer.tasks.confusion_matrix import draw_confusion_matrix
 from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_encoder
 from trainer.tasks.har_flags import OF_OWN, HarFlags
@@ -316,6 +316,13 @@ class HarTask(Task):
             "confidence": _four_digits(confidence),
             **{name: _four_digits(column) for name, column in zip(window.classes, probabilities.T, strict=True)},
         }
+
+    def exported(self, objective: Objective, batch: Batch) -> Exported:
+        """Signals in physical units to log-probabilities; HarNet takes windows of any length."""
+        assert isinstance(objective, HarObjective)
+        model, signals = objective.model, batch["signals"]
+        lengths = {"x": (2,)} if isinstance(model.network, HarNet) else {}
+        return Exported(model, {"x": signals}, model(signals), lengths)
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
         """Windows in standard deviations of each channel, with the prediction."""

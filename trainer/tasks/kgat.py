@@ -23,13 +23,13 @@ from models.graph.bprmf import BPRMF
 from models.graph.collaborative_graph import CollaborativeGraph, Laplacian, Softmax
 from models.graph.kgat import KGAT
 from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
-from models.graph.recommender import Recommender
+from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k
 from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
-from trainer.task import Objective, ParamGroup, Picture, ProgressBar, Sums, Task
+from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums, Task
 from trainer.tasks.bar_chart import draw_bars
 from trainer.tasks.kgat_explanations import Explanations, relation_names
 
@@ -356,6 +356,12 @@ class KgatTask(Task):
             return columns
         paths = self._explained(objective.model, users, items)
         return columns | {"attention": [f"{value:.3g}" for value, _ in paths], "path": [text for _, text in paths]}
+
+    def exported(self, objective: Objective, batch: Batch) -> Exported:
+        """Users to scores of all items, from what the graph has made of their embeddings: it is not needed any more."""
+        assert isinstance(objective, KgatObjective) and objective.users is not None and objective.items is not None
+        program = FinalScores(objective.users, objective.items)
+        return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))
 
     def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
         """`Explanations.of` each user and item; neighbours of one user are looked up together."""

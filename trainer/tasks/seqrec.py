@@ -30,7 +30,7 @@ from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.task import Objective, ParamGroup, Sums, Task
+from trainer.task import Exported, Objective, ParamGroup, Sums, Task
 
 CUTOFFS = (1, 5, 10, 20)
 METRICS = ("hr", "ndcg", "mrr")
@@ -301,6 +301,12 @@ class SeqrecTask(Task):
         """Each with its attention, its feed-forward layer and the connections around them."""
         assert isinstance(model, SequentialRecommender)
         return list(model.blocks)
+
+    def exported(self, objective: Objective, batch: Batch) -> Exported:
+        """Histories of any length up to --maxlen to scores of all items."""
+        names = ("items", "length", "times") if self.config.time else ("items", "length")
+        inputs = {name: batch[name] for name in names}
+        return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """As published: a second moment of shorter memory than Adam's default."""

@@ -21,6 +21,7 @@ from data.speech.splits import Split, hold_out, speaker_folds
 from data.speech.synthetic import load_synthetic_corpus
 from data.speech.text import Alphabet, Units, shortest_frames
 from data.speech.utterances import Strings, Utterances
+from models.speech.any_length import RecogniserOfAnyLength
 from models.speech.ctc import ctc_loss
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
@@ -30,7 +31,7 @@ from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.task import Objective, Outputs, ParamGroup, PerSample, Picture, Task
+from trainer.task import Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Task
 from trainer.tasks.speech_decoder import Decoder
 from trainer.tasks.speech_pictures import draw_utterances
 from trainer.tasks.speech_report import error_counts, error_rates, worst_utterances
@@ -463,6 +464,13 @@ class SpeechTask(Task):
                 frames_per_second=self.sample_rate / front_end.hop,
             )
         }
+
+    def exported(self, objective: Objective, batch: Batch) -> Exported:
+        """Audio of any length to log-probabilities of the alphabet's symbols, and their lengths."""
+        assert isinstance(objective, SpeechObjective)
+        inputs = {name: batch[name] for name in ("audio", "num_samples")}
+        expected = objective.model(*inputs.values())
+        return Exported(RecogniserOfAnyLength(objective.model), inputs, expected, {"audio": (1,)})
 
     # --- recognising --------------------------------------------------------------------------------------------
 

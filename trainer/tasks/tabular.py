@@ -20,7 +20,7 @@ from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.screening import LabelledTable, labelled_table
 from data.tabular.split import stratified_hold_out
-from models.tabular.lora import add_adapters
+from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
@@ -28,9 +28,9 @@ from trainer.config import FlagGroup, flag, flag_name, given_flags, unused_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.task import Objective, ParamGroup, Picture, Task
+from trainer.task import Exported, Objective, ParamGroup, Picture, Task
 from trainer.tasks.confusion_matrix import draw_confusion_matrix
-from trainer.tasks.tabular_objective import TabularObjective
+from trainer.tasks.tabular_objective import TabularObjective, with_all_counts
 
 SHIPPED = Path(__file__).with_name("tabular_nano.pth")
 _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
@@ -43,6 +43,8 @@ _QUERY_SHARE = 0.25
 """Of the rows of an episode."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
 """Training takes about 12 KiB for a cell: of wide tables an episode has fewer rows."""
+_EXPORT_ROWS = 64
+"""Of a table, as the context of the problems that an exported model is tried on."""
 _MOST_CLASSES_DRAWN = 30
 _OF_MODEL: dict[str, tuple[str, ...]] = {"nano": ("width", "num_blocks", "num_heads"), "tabicl": ()}
 _OF_PRIOR = (
@@ -372,6 +374,23 @@ class TabularTask(Task):
         pairs = sums["label"] * len(classes) + sums["probabilities"].argmax(1)
         counts = torch.bincount(pairs, minlength=len(classes) ** 2).view(len(classes), -1)
         return {"confusion": draw_confusion_matrix(counts, classes)}
+
+    def exported(self, objective: Objective, batch: Batch) -> Exported:
+        """Problems of any sizes to logits of the classes of their query rows, by a single prediction."""
+        assert isinstance(objective, TabularObjective)
+        model = merged(objective.model)
+        batch = batch if "context" in batch else self._with_context(batch["row"])
+        inputs, table = with_all_counts(batch, self.config.max_classes), (1, 2)
+        return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
+
+    def _with_context(self, rows: Tensor) -> Batch:
+        """Problems of two rows each, beside some whose classes are known."""
+        features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
+        return {
+            "context": features.to(rows.dtype).repeat(len(rows), 1, 1),
+            "labels": (labels % self.config.max_classes).repeat(len(rows), 1),
+            "queries": torch.stack([rows, rows.roll(1, dims=0)], dim=1),
+        }
 
     # --- prediction ---------------------------------------------------------------------------------------------
 

@@ -70,6 +70,17 @@ class TabularObjective(Objective):
         }
 
 
+def with_all_counts(batch: Batch, max_classes: int) -> Batch:
+    """All that a model of tables takes of a batch of problems, by name; what the batch leaves out is all there is."""
+    num_problems, num_rows, num_columns = batch["context"].shape
+    sizes = {"num_context": num_rows, "num_features": num_columns, "num_classes": max_classes}
+    counts = {
+        name: batch[name] if name in batch else batch["labels"].new_full((num_problems,), size)
+        for name, size in sizes.items()
+    }
+    return {name: batch[name] for name in ("context", "labels", "queries")} | counts
+
+
 def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Sums over the queries that count. logits: (B, Q, C). targets: (B, Q), -1 for those that do not."""
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")

@@ -1,0 +1,114 @@
+"""Recognisers as programs for utterances of any length, which `torch.export` needs.
+
+In training the lengths of a batch choose how memories are computed. Here there is one way for all lengths, in
+operations that other runtimes have.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.speech.legendre import discrete_system, impulse_response, orthonormal_scale
+from models.speech.lmu import LMU
+from models.speech.parallel_lmu import ParallelLMU
+from models.speech.recogniser import SpeechRecogniser
+
+_FORGOTTEN = 1e-9
+"""The share of a memory's response to an impulse that may be cut off at its end."""
+_LONGEST_RESPONSE = 2**16
+
+
+class RecogniserOfAnyLength(nn.Module):
+    """`log_probs, lengths = program(audio, num_samples)`: what a recogniser answers in eval mode.
+
+    audio: (B, S) in about [-1, 1], zeros behind the end, S at least a window of the front end. num_samples: (B,) int64.
+    """
+
+    def __init__(self, recogniser: SpeechRecogniser) -> None:
+        super().__init__()
+        self.recogniser = copy.deepcopy(recogniser)
+        for name, module in list(self.recogniser.named_modules()):
+            if isinstance(module, ParallelLMU):
+                self.recogniser.set_submodule(name, ConvolvedLMU(module))
+            elif isinstance(module, LMU):
+                self.recogniser.set_submodule(name, ScannedLMU(module))
+
+    def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, lengths = self.recogniser(audio, num_samples)
+        return log_probs, lengths
+
+
+class ConvolvedLMU(nn.Module):
+    """A `ParallelLMU` whose memories are convolutions with their response to an impulse, as far as it can be told from
+    nothing: a memory forgets what is much longer ago than its window.
+    """
+
+    response: Tensor
+
+    def __init__(self, lmu: ParallelLMU) -> None:
+        super().__init__()
+        self.lmu = lmu
+        response = impulse_response(lmu.memory_size, lmu.theta, _response_length(lmu.memory_size, lmu.theta))
+        response = response * orthonormal_scale(lmu.memory_size, lmu.theta)[:, None]
+        self.register_buffer("response", response.to(lmu.skip.weight))
+
+    def forward(self, x: Tensor, state: None = None, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        """As `ParallelLMU.forward` without a state: x (B, T, input_size) -> (B, T, hidden_size)."""
+        lmu = self.lmu
+        u = lmu.signal_activation(lmu.encode(x))
+        if mask is not None:
+            u = u * mask.unsqueeze(2)
+        signals = u.mT.reshape(-1, 1, u.shape[1])  # (B * channels, 1, T)
+        before = self.response.shape[1] - 1
+        memories = [F.conv1d(F.pad(signals, (before, 0)), self.response.flip(1).unsqueeze(1))]
+        if lmu.num_directions == 2:
+            memories.append(F.conv1d(F.pad(signals, (0, before)), self.response.unsqueeze(1)))
+        memory = torch.stack(memories, dim=1)  # (B * channels, directions, memory_size, T)
+        memory = memory.unflatten(0, (-1, u.shape[2])).permute(0, 4, 2, 3, 1).flatten(2)
+        return lmu.activation(lmu.read_out(memory) + lmu.skip(x)), None
+
+
+def _response_length(memory_size: int, theta: float) -> int:
+    """Steps after which a memory has forgotten an impulse: a power of two."""
+    length = 64
+    while length < _LONGEST_RESPONSE:
+        response = impulse_response(memory_size, theta, 2 * length).abs().sum(0)
+        if response[length:].sum() <= _FORGOTTEN * response.sum():
+            break
+        length *= 2
+    return length
+
+
+class ScannedLMU(nn.Module):
+    """An `LMU` whose loop over time is one operation."""
+
+    a: Tensor
+    b: Tensor
+
+    def __init__(self, lmu: LMU) -> None:
+        super().__init__()
+        self.lmu = lmu
+        a, b = discrete_system(lmu.memory_size, lmu.theta, lmu.w_x.dtype, lmu.w_x.device)
+        self.register_buffer("a", a)
+        self.register_buffer("b", b)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x (B, T, input_size) -> h of all steps (B, T, hidden_size), from a state of zeros."""
+        from torch._higher_order_ops import scan  # imports torch's compiler
+
+        lmu, a, b = self.lmu, self.a, self.b
+        e_h, e_m, w_h, w_m = lmu.e_h, lmu.e_m, lmu.w_h, lmu.w_m
+
+        def step(state: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            (h, m), (of_u, of_h) = state, now
+            u = of_u + h @ e_h.T + m @ e_m.T
+            m = m @ a.T + u * b
+            h = torch.tanh(of_h + h @ w_h.T + m @ w_m.T)
+            return (h, m), h.clone()
+
+        drive = (x @ lmu.e_x.T).transpose(0, 1), (x @ lmu.w_x.T).transpose(0, 1)
+        start = x.new_zeros(x.shape[0], w_h.shape[0]), x.new_zeros(x.shape[0], lmu.memory_size)
+        _, states = scan(step, start, drive)
+        return states.transpose(0, 1), None
