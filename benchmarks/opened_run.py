@@ -14,13 +14,14 @@ from trainer.parallel.base import SingleDevice
 from trainer.parallel.devices import keep_freed_memory
 
 
-def opened_run(folder: Path, argv: Sequence[str]) -> Run:
-    """On one CPU thread, in the folder. argv: the other flags."""
+def opened_run(folder: Path, argv: Sequence[str], keeps_memory: bool = True) -> Run:
+    """On one CPU thread, in the folder. argv: the other flags. keeps_memory: as a run does; see `keep_freed_memory`."""
     argv = ["--save-dir", str(folder), "--device", "cpu", "--num-threads", "1", *argv]
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
     parallel = SingleDevice(torch.device("cpu"))
-    keep_freed_memory()
+    if keeps_memory:
+        keep_freed_memory()
     set_up_torch(flags, parallel)
     task = build_task(flags)
     directory = RunDirectory(folder, flags.checkpoint.retention(task), print)

@@ -15,9 +15,9 @@ def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
 
     On a CPU torch draws one Bernoulli number after the other, at 20 ns each on one thread. Here four elements share a
     random 64-bit word, 16 bits each, which rounds p to a multiple of 2^-16; the scale is that of the rounded p, so
-    that the mean is kept exactly.
+    that the mean is kept exactly. What torch compiles draws in its own way.
     """
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), p)
     size, num_dropped = math.prod(shape), round(p * _LEVELS)
     words = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -38,7 +38,7 @@ class Dropout(nn.Module):
         """Any shape; the identity in eval mode."""
         if not self.training or self.p == 0:
             return x
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.dropout(x, self.p)
         return x * dropout_mask(x.shape, self.p, x)
 

@@ -1,7 +1,7 @@
 """The Legendre Memory Unit, a recurrent layer (Voelker, Kajić and Eliasmith, NeurIPS 2019)."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ class LMU(nn.Module):
 
     theta: the length of the memory's window in time steps, above 0.
     """
+
+    stays_eager: ClassVar[bool] = True
+    """Under `torch.compile`, which would write out all steps."""
 
     def __init__(self, input_size: int, hidden_size: int, memory_size: int, theta: float) -> None:
         super().__init__()

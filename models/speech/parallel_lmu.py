@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class ParallelLMU(nn.Module):
     theta: the length of the memory's window in time steps, above 0. bidirectional: each channel has a second memory,
     of what is to come, which begins at the end of the sequence. signal_activation, activation: f_u and f.
     """
+
+    stays_eager: ClassVar[bool] = True
+    """Under `torch.compile`, which would make the responses of memories anew in each step."""
 
     def __init__(
         self,

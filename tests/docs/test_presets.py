@@ -17,8 +17,10 @@ from trainer.commands.parse import parse
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.parallel import devices
 
-PRESETS = sorted((ROOT / "configs").glob("*/*.toml"))
+PRESETS = sorted((ROOT / "configs").glob("*/?gpu.toml"))
 MEMORY = ROOT / "configs" / "memory.toml"
+LAYERS = sorted((ROOT / "configs").glob("*/memory.toml"))
+"""Of single workloads, over their presets."""
 WORKLOADS = {
     "har": lambda folder: ["--data-dir", write_layout(folder / "uci"), "--num-val-subjects", 1, "--epochs", 3],
     "kgat": lambda folder: ["--epochs", 5, "--embed-dim", 8],
@@ -84,12 +86,17 @@ def test_every_workload_has_them_for_1_2_4_and_8_gpus():
     ]
 
 
-@pytest.mark.parametrize("path", [*PRESETS, MEMORY], ids=name_of)
+@pytest.mark.parametrize("path", [*PRESETS, MEMORY, *LAYERS], ids=name_of)
 def test_its_own_command_is_understood(path):
     ((script, arguments),) = commands_in(path.read_text().replace("#     ", ""))
     assert name_of(path) in arguments
     flags = parsed(script, arguments)
-    if path != MEMORY:
+    if path in LAYERS:
+        assert flags.blocks.grad_checkpointing
+        one_gpu = parsed(script, [argument for argument in arguments if argument != name_of(path)])
+        assert 2 * flags.batch.batch_size == one_gpu.batch.batch_size
+        assert split_of(flags, 1).global_batch_size == split_of(one_gpu, 1).global_batch_size
+    elif path != MEMORY:
         assert flags.run.task == path.parent.name
         assert script == ("main.py" if num_gpus(path) == 1 else "main_multi_gpu.py")
 
@@ -150,3 +157,15 @@ def test_two_processes_train_by_one(workload, environment, tmp_path):
     assert final["global_batch_sizes"][0] == flags.batch.global_batch_size
     assert final["config"]["--lr"] == flags.learning.lr
     assert "x 2 device(s) x 2 accumulation step(s)" in out, shlex.join(map(str, arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", LAYERS, ids=name_of)
+def test_it_trains_in_less_memory(layer, environment, tmp_path):
+    workload, printed = layer.parent.name, tmp_path / "out"
+    arguments = ["--config", layer.with_name("1gpu.toml"), layer, "--device", "cpu", "--num-threads", 1]
+    arguments += [*WORKLOADS[workload](tmp_path), "--save-dir", tmp_path / "run"]
+    process = forks.start([*map(str, arguments)], environment, printed, printed)
+    process.join(300)
+    assert process.exitcode == 0, printed.read_text()
+    assert "2 accumulation step(s)" in printed.read_text()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.background import BackgroundLogger
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
+from trainer.loop.blocks import prepare_blocks, refusing_compilation
 from trainer.loop.contract import check_batch, check_blocks, check_single_samples, check_task, try_phase
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
@@ -145,6 +147,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
     task, learner = run.task, run.learner
     with run.parallel.whole(learner.objective):
         task.check_weights(learner.objective)
+    prepare_blocks(flags.blocks, task, learner.objective)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
@@ -153,7 +156,8 @@ def prepare_training(run: Run, flags: Flags) -> None:
         example = example_batch(task, index, 2 * run.parallel.num_replicas)
         learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
         check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
-        try_phase(learner, run.parallel, phase, example)
+        with refusing_compilation() if flags.blocks.compile else nullcontext():
+            try_phase(learner, run.parallel, phase, example)
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         run.parallel.check_optimizers(learner.optimizers[phase])
 

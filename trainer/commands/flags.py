@@ -15,6 +15,7 @@ from trainer.commands.config_files import ConfigFlags, as_toml, with_origins
 from trainer.config import FlagGroup, flag, flag_name, flag_values
 from trainer.loading.errors import BadInput
 from trainer.loading.own_class import split_name
+from trainer.loop.blocks import BlockFlags
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
 from trainer.loop.schedule import LearningFlags
@@ -179,8 +180,8 @@ def _problems_of_folder(given: str, target: Path) -> list[str]:
 
 
 TRAINER_GROUPS: tuple[type, ...] = (
-    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, DeviceFlags, CheckpointFlags, SeveralFlags, PredictFlags,
-    ExportFlags, ConfigFlags, MultiDeviceFlags,
+    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, BlockFlags, DeviceFlags, CheckpointFlags, SeveralFlags,
+    PredictFlags, ExportFlags, ConfigFlags, MultiDeviceFlags,
 )  # fmt: skip
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
 
@@ -193,6 +194,7 @@ class Flags:
     batch: BatchFlags
     learning: LearningFlags
     precision: PrecisionFlags
+    blocks: BlockFlags
     devices: DeviceFlags
     checkpoint: CheckpointFlags
     several: SeveralFlags
@@ -215,14 +217,14 @@ class Flags:
 
     def values(self) -> dict[str, Any]:
         """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
-        groups = (self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint)
+        groups = (self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint)
         return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
 
     def as_toml(self) -> str:
         """Every setting, as a file for `--config`."""
         groups = (
-            self.run, self.batch, self.learning, self.precision, self.devices, self.checkpoint, self.several,
-            self.prediction, self.exporting, self.multi, self.task,
+            self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint,
+            self.several, self.prediction, self.exporting, self.multi, self.task,
         )  # fmt: skip
         return as_toml([group for group in groups if group is not None])
 
@@ -253,6 +255,8 @@ def contradictions(flags: Flags) -> list[str]:
             found.append(f"{use}: runs on one device; use main.py")
     if len(asked) > 1:
         found.append(f"{' and '.join(asked)}: exclude each other; give one")
+    if flags.multi is not None and flags.multi.multi_gpu == "dp" and flags.blocks.compile:
+        found.append("--compile: a replica of --multi-gpu dp cannot be compiled; take --multi-gpu ddp")
     if flags.multi is not None and ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
     if flags.multi is not None and flags.multi.gpu_ids is not None and device == "cpu":

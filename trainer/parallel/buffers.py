@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 
@@ -14,6 +13,5 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(module.buffers(), before, strict=True):
-                buffer.copy_(value)
+        for buffer, value in zip(module.buffers(), before, strict=True):
+            buffer.data.copy_(value)  # unseen by autograd, whose backward may be under way

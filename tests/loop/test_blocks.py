@@ -1,0 +1,147 @@
+"""`--grad-checkpointing` and `--compile`: the same learning, the same checkpoints, the same after a resume."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, launcher, load
+from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.records import read_json
+from trainer.loop import blocks
+
+FILE = ROOT / "tests" / "helpers" / "ragged_task.py"
+RAGGED, AHEAD_OF_TIME = f"{FILE}:Ragged", f"{FILE}:AheadOfTime"
+SHORT = ["--epochs", 2, "--batch-size", 4, "--lr", 0.01, "--num-threads", 1, "--device", "cpu", "--log-interval", 1000]
+SPEECH = ["--task", "speech", "--width", "16", "--num-blocks", "2", "--batch-size", "4"]
+
+
+@pytest.fixture
+def train_ragged(cli, monkeypatch):
+    """Trains in a folder; returns its last checkpoint."""
+    monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
+
+    def run(folder, *more):
+        status, _, err = cli("--task", RAGGED, *SHORT, "--save-dir", folder, *more)
+        assert (status, err) == (0, [])
+        return load(folder / "final.pth")
+
+    return run
+
+
+def without_a_compiler(graph, inputs):
+    raise RuntimeError("No working C++ compiler found")
+
+
+class Counted(nn.Linear):
+    """Counts its forwards."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_activations_are_computed_twice_with_gradients_and_once_without():
+    model = nn.Sequential(Counted(3, 3), nn.GELU(), nn.Linear(3, 1))
+    names = list(model.state_dict())
+    blocks.recompute(model[:2])
+    assert list(model.state_dict()) == names and type(model[0]).__name__ == "Counted"
+    model(torch.randn(5, 3)).sum().backward()
+    assert model[0].calls == 2
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    assert model[0].calls == 3
+
+
+def test_recomputing_changes_no_bit(train_ragged, tmp_path):
+    """With dropout, batch norm, accumulation and the validation after each epoch."""
+    more = ["--grad-accum-steps", 2]
+    plain = train_ragged(tmp_path / "plain", *more)
+    assert_same_bits(plain, train_ragged(tmp_path / "recomputed", *more, "--grad-checkpointing"))
+
+
+@pytest.mark.parametrize("flag", ["--grad-checkpointing", "--compile"])
+def test_a_resumed_run_is_identical(flag, train_ragged, tmp_path):
+    often = [flag, "--save-every-steps", 3, "--keep-checkpoints", 0]
+    unbroken = train_ragged(tmp_path / "unbroken", *often)
+    entries = read_json(tmp_path / "unbroken" / MANIFEST)["checkpoints"]
+    assert len(entries) > 3
+    cut_back(tmp_path / "unbroken", entries[:3], tmp_path / "resumed")
+    assert_same_bits(unbroken, train_ragged(tmp_path / "resumed", *often))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(["--no-has-blocks"], marks=pytest.mark.slow),
+        pytest.param(["--grad-checkpointing"], marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_learns_the_same_from_series_of_many_lengths(more, train_ragged, tmp_path):
+    from torch._dynamo.utils import counters
+
+    same = ["--dtype", "float64", "--dropout", 0, "--batch-size", 1, "--eval-batch-size", 1, "--no-norm"]
+    plain = train_ragged(tmp_path / "plain", *same)
+    counters.clear()
+    compiled = train_ragged(tmp_path / "compiled", *same, *more, "--compile")
+    assert largest_difference(compiled, plain) < 1e-9
+    assert 0 < counters["stats"]["unique_graphs"] < 12  # of 16 lengths, in training and in evaluation
+
+
+def test_what_cannot_be_done_is_refused(refused, monkeypatch, tmp_path):
+    run = ["--task", RAGGED, *SHORT, "--save-dir", tmp_path / "run"]
+    refused(["--grad-checkpointing: Ragged names no blocks"], *run, "--no-has-blocks", "--grad-checkpointing")
+    refused(["take --multi-gpu ddp"], *run, "--compile", "--multi-gpu", "dp", several_devices=True)
+    monkeypatch.setattr(blocks, "BACKEND", without_a_compiler)
+    refused(["--compile: torch cannot compile the model: backend='without_a_compiler' raised:"], *run, "--compile")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--compile", "--grad-checkpointing"])
+def test_two_processes_learn_the_same(flag, command, tmp_path):
+    found = []
+    for world_size, more in ((1, []), (2, [flag])):
+        where = ["--save-dir", tmp_path / str(world_size), "--global-batch-size", 4, "--dtype", "float64"]
+        plain = ["--dropout", 0, "--no-norm"]
+        command(*launcher(world_size), "--task", AHEAD_OF_TIME, *SHORT, *where, *plain, *more)
+        found.append(load(tmp_path / str(world_size) / "final.pth"))
+    assert largest_difference(*found) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs by g++")
+def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
+    """With dropout, which it draws in its own way, and batch norm: resumed as unbroken; without, as if not compiled."""
+    monkeypatch.setattr(blocks, "BACKEND", "inductor")
+    often = ["--compile", "--save-every-steps", 3, "--keep-checkpoints", 0]
+    unbroken = train_ragged(tmp_path / "unbroken", *often)
+    entries = read_json(tmp_path / "unbroken" / MANIFEST)["checkpoints"]
+    cut_back(tmp_path / "unbroken", entries[:3], tmp_path / "resumed")
+    torch.compiler.reset()
+    assert_same_bits(unbroken, train_ragged(tmp_path / "resumed", *often))
+    same = ["--dtype", "float64", "--dropout", 0]
+    plain, compiled = (train_ragged(tmp_path / str(len(more)), *same, *more) for more in ([], ["--compile"]))
+    assert largest_difference(compiled, plain) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["--model", "tinyhar"], id="tinyhar"),
+        pytest.param(["--task", "seqrec", "--hidden-units", "8"], id="seqrec"),
+        pytest.param(SPEECH, id="plmu"),
+        pytest.param(["--task", "tabular", "--width", "8", "--num-val-tables", "4"], id="nano"),
+    ],
+)
+def test_shipped_models_are_recomputed_to_the_bit(argv, run_here, tmp_path):
+    found = []
+    for more in ([], ["--grad-checkpointing"]):
+        folder = tmp_path / f"run{len(more)}"
+        run_here(*argv, *more, "--max-steps", 2, "--no-test", "--num-threads", 1, "--save-dir", folder)
+        found.append(load(folder / "final.pth"))
+    assert_same_bits(*found)
