@@ -121,7 +121,7 @@ class Coefficients(nn.Module):
     def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
         super().__init__()
         self.phi = nn.Parameter(torch.randn(len(bias), num_inputs) * _PHI_STD)
-        self.gate = nn.Parameter(torch.tensor(gate))
+        self.gate = nn.Parameter(torch.tensor([gate]))
         self.bias = nn.Parameter(bias)
 
     def forward(self, streams: Tensor) -> Tensor:
