@@ -1,0 +1,24 @@
+"""Features of a frozen encoder are taken as they come: whose they are is known before training."""
+
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+
+@on_imagined_gpus(2)
+def test_replicas_wait_for_no_gpu_to_look_at_them(tmp_path):
+    import torch
+
+    from trainer.parallel.data_parallel import DataParallel
+    from trainer.tasks.har import HarFlags, HarTask
+    from trainer.tasks.har_encoder import features_of
+
+    parallel = DataParallel([torch.device("cuda", 0), torch.device("cuda", 1)])
+    objective = HarTask(HarFlags(mode="first", hidden_dims=(8,)), 0, tmp_path).build_objective().to("cuda")
+    signals = torch.randn(4, 9, 128).to("cuda")
+    with torch.no_grad():
+        features = features_of(objective.model, signals)
+    batch = {"signals": signals, "features": features, "label": torch.zeros(4, dtype=torch.int64).to("cuda")}
+    net = parallel.wrap(objective)
+    GPUS.forget_mistakes()
+    for _ in range(2):
+        assert net(batch)["loss"].shape == ()
+    assert not GPUS.waits
