@@ -143,7 +143,8 @@ class Distributed(Parallel):
 
     def settle(self, net: nn.Module) -> None:
         # The next forward would do it, and wait for a rank that finds no room for its batch.
-        net.reducer._rebuild_buckets()  # type: ignore[operator, union-attr]
+        if isinstance(net, nn.parallel.DistributedDataParallel):
+            net.reducer._rebuild_buckets()
 
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
