@@ -42,7 +42,7 @@ def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) ->
     num_frames, num_symbols = log_probs.shape[1:]
     # Beyond its end an utterance is silent for sure. That changes no probability, and all end at the same frame.
     silence = log_probs.new_full((num_symbols,), _IMPOSSIBLE)
-    silence[BLANK] = 0
+    silence[BLANK].zero_()  # by `= 0` the host would send the number, and wait
     log_probs = torch.where(_within(lengths, num_frames).unsqueeze(2), log_probs, silence)
     loss: Tensor = _Ctc.apply(log_probs, targets)
     return loss
