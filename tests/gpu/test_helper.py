@@ -56,6 +56,7 @@ def test_waits_are_noted():
         "_local_scalar_dense",
         "nonzero",
         "copy from the host",
+        "index",
         "copy from the host",
         "copy from memory that is not page-locked",
     ]

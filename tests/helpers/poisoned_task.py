@@ -31,7 +31,8 @@ class PoisonedObjective(WeightedObjective):
 
     def forward(self, batch, phase="train"):
         sums = super().forward(batch, phase)
-        if not self.training or not bool(batch["poisoned"].any()):
+        in_the_data = self.poison in ("input", "absent")
+        if not self.training or in_the_data or not bool(batch["poisoned"].any()):
             return sums
         if self.poison == "loss":
             sums["loss"] = sums["loss"] * torch.inf

@@ -5,10 +5,13 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from _pytest.config import get_config
+
 from tests.helpers.imagined_gpu.machine import GPUS
 from tests.helpers.imagined_gpu.server import serve
 
 GPUS.load(Path(sys.argv[2]))
+get_config().parse(["--noconftest"])  # from here on, a failed assert of a test tells its values
 for name in ("tests.conftest", "trainer.commands.train", "torch.utils.tensorboard", "torch._inductor.config"):
     importlib.import_module(name)
 serve(Connection(int(sys.argv[1])))

@@ -6,6 +6,8 @@
 // before it has waited for it. Such a target is filled with what stands out, and its pages are closed until then.
 #include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/SparseCsrTensorUtils.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -233,6 +235,10 @@ const std::set<std::string> TAKING_HOST_TENSORS = {
     "index", "index_put_", "_index_put_impl_", "index_put", "_ctc_loss", "_ctc_loss_backward"};
 const std::set<std::string> TAKING_HOST_LENGTHS = {"_pack_padded_sequence", "set_"};
 
+at::SparseTensorImpl* sparse_parts(const Tensor& tensor) {
+  return static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
 std::string base_name(const std::string& name) { return name.substr(name.find("::") + 2); }
 
 struct OnHost {
@@ -264,15 +270,23 @@ struct OnHost {
       return tensor;
     }
     note(tensor.device());
+    known.emplace_back(tensor, lowered_anew(tensor));
+    return known.back().second;
+  }
+
+  Tensor lowered_anew(const Tensor& tensor) {
     if (tensor.is_sparse()) {
-      auto host = at::_sparse_coo_tensor_unsafe(
-          lowered(tensor._indices()), lowered(tensor._values()), tensor.sizes(), {}, {}, {}, {}, tensor.is_coalesced());
-      known.emplace_back(tensor, host);
-      return host;
+      auto* parts = sparse_parts(tensor);
+      return at::_sparse_coo_tensor_unsafe(
+          lowered(parts->indices()), lowered(parts->values()), tensor.sizes(), {}, {}, {}, {}, parts->coalesced());
     }
-    auto host = tensor_over(lowered(tensor.storage()), DispatchKey::CPU, tensor);
-    known.emplace_back(tensor, host);
-    return host;
+    if (tensor.is_sparse_csr()) {
+      auto* parts = at::sparse_csr::get_sparse_csr_impl(tensor);
+      return at::_sparse_csr_tensor_unsafe(
+          lowered(parts->compressed_indices()), lowered(parts->plain_indices()), lowered(parts->values()),
+          tensor.sizes(), tensor.scalar_type());
+    }
+    return tensor_over(lowered(tensor.storage()), DispatchKey::CPU, tensor);
   }
 
   IValue lowered(const IValue& value) {
@@ -308,9 +322,21 @@ struct OnHost {
     if (!host.defined() || host.is_cuda()) return host;
     for (auto& [on_device, on_host] : known)
       if (on_host.unsafeGetTensorImpl() == host.unsafeGetTensorImpl()) return on_device;
-    if (host.is_sparse())
-      return at::_sparse_coo_tensor_unsafe(
-          raised(host._indices()), raised(host._values()), host.sizes(), {}, {}, device, {}, host.is_coalesced());
+    if (host.is_sparse()) {
+      auto made = at::detail::make_tensor<at::SparseTensorImpl>(DispatchKeySet(DispatchKey::SparseCUDA), host.dtype());
+      auto* parts = sparse_parts(made);
+      parts->resize_(host.sparse_dim(), host.dense_dim(), host.sizes());
+      parts->set_indices_and_values_unsafe(raised(host._indices()), raised(host._values()));
+      parts->set_coalesced(host.is_coalesced());
+      return made;
+    }
+    if (host.is_sparse_csr()) {
+      auto made = at::detail::make_tensor<at::SparseCsrTensorImpl>(
+          DispatchKeySet(DispatchKey::SparseCsrCUDA), device, host.layout(), host.dtype());
+      at::sparse_csr::get_sparse_csr_impl(made)->set_member_tensors(
+          raised(host.crow_indices()), raised(host.col_indices()), raised(host.values()), host.sizes());
+      return made;
+    }
     return tensor_over(raised(host.storage()), DispatchKey::CUDA, host);
   }
 
@@ -327,7 +353,7 @@ struct OnHost {
   // What an operator changed of its arguments besides their numbers: shapes, and how much memory they have.
   void follow() {
     for (auto& [on_device, on_host] : known) {
-      if (on_host.is_sparse()) continue;
+      if (on_host.layout() != c10::kStrided) continue;
       auto* block = block_of(on_device.storage());
       if (on_host.storage().unsafeGetStorageImpl() != block->host.unsafeGetStorageImpl())
         on_device.unsafeGetTensorImpl()->set_storage_keep_dtype(raised(on_host.storage()));
@@ -383,10 +409,39 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     told('w', call.name);
     wait_for_all(call.device.index());
   }
-  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  op.callBoxed(stack);
   call.follow();
   for (auto result = stack->end() - op.schema().returns().size(); result != stack->end(); ++result)
     *result = call.raised(*result);
+}
+
+// A cell of nn.LSTM, which has a kernel of its own on a GPU. gates: (batch, 4 x width), of input, forget, cell, output.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& before,
+    const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  auto gates = input_gates + hidden_gates;
+  if (input_bias) gates = gates + *input_bias + *hidden_bias;
+  auto parts = gates.chunk(4, 1);
+  auto i = parts[0].sigmoid(), f = parts[1].sigmoid(), g = parts[2].tanh(), o = parts[3].sigmoid();
+  auto after = f * before + i * g;
+  return {o * after.tanh(), after, at::cat({i, f, g, o}, 1)};
+}
+
+Tensor or_zeros(const std::optional<Tensor>& grad, const Tensor& like) {
+  return grad && grad->defined() ? *grad : at::zeros_like(like);
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& grad_output, const std::optional<Tensor>& grad_after, const Tensor& before,
+    const Tensor& after, const Tensor& activated, bool has_bias) {
+  auto parts = activated.chunk(4, 1);
+  auto &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3];
+  auto squashed = after.tanh(), of_output = or_zeros(grad_output, after);
+  auto grad = or_zeros(grad_after, after) + of_output * o * (1 - squashed * squashed);
+  auto gates = at::cat(
+      {grad * g * i * (1 - i), grad * before * f * (1 - f), grad * i * (1 - g * g), of_output * squashed * o * (1 - o)},
+      1);
+  return {gates, grad * f, has_bias ? gates.sum(0) : Tensor()};
 }
 
 // --- what torch asks of a backend ----------------------------------------------------------------------------------
@@ -411,8 +466,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
   Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
   DeviceIndex deviceCount() const noexcept override { return MOST_GPUS; }
+  // One stream waits for another one. There is one on each device, and what is asked of it is done at once.
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const Stream&) const override { return false; }
   void synchronizeStream(const Stream& stream) const override {
     told('w', "Stream.synchronize");
@@ -458,11 +515,26 @@ std::optional<c10::DeviceType> accelerator::getAccelerator(bool) { return c10::k
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 TORCH_LIBRARY_IMPL(_, SparseCUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+TORCH_LIBRARY_IMPL(_, SparseCsrCUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+
+// Sparse kernels that the host has where other backends have a composition.
+void take_kernels_of(DispatchKey host, torch::Library& m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) == 0 && op && op->hasKernelForDispatchKey(host))
+      m.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+}
+TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) { take_kernels_of(DispatchKey::SparseCPU, m); }
+TORCH_LIBRARY_IMPL(aten, SparseCsrCUDA, m) { take_kernels_of(DispatchKey::SparseCsrCPU, m); }
 
 // Compositions that would choose kernels which a CPU build does not have.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* name : {"copy_", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
 }
 
 // --- for Python ----------------------------------------------------------------------------------------------------

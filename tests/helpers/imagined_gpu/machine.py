@@ -1,6 +1,7 @@
 """The imagined GPUs as Python sees them: `torch.cuda`, and what a test asks of them."""
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -44,6 +45,10 @@ class Gpus:
         self._library.imagined_start(self._told)
         torch_cuda.install(self._library, num_gpus, capability, self._wait_for)
         self._watch_steps()
+        if "LOCKSTEP_LINES" in os.environ:
+            import torch
+
+            torch.autograd.set_multithreading_enabled(False)  # lines of a backward are recorded in Python's threads
 
     def printed(self) -> str:
         """What the test has written to standard output and standard error so far."""

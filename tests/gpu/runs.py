@@ -1,0 +1,39 @@
+"""Whole command lines on imagined GPUs, and the same on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, largest_difference, load
+from trainer.cli import main
+
+EXACT = ["--dtype", "float64"]
+"""Adds up in float64: what differs by more than rounding is a mistake."""
+
+
+def run(cache_dir: Path, *argv: object, status: int = 0, several: bool = False) -> None:
+    """A command line, which must end with that status."""
+    arguments = [*map(str, argv), "--cache-dir", str(cache_dir / "lockstep"), "--num-threads", "1"]
+    assert main(arguments, several_devices=several) == status
+
+
+def tiny(cache_dir: Path, save_dir: Path, *more: object, **options) -> dict:
+    """A few steps of the small task for tests. Returns the last checkpoint."""
+    run(cache_dir, *TINY, "--save-dir", save_dir, *more, **options)
+    return load(save_dir / "last.pth")
+
+
+def results(save_dir: Path) -> dict[str, float]:
+    """The metrics of a finished run, without times."""
+    found = json.loads((save_dir / "results.json").read_text())["metrics"]
+    return {name: value for name, value in found.items() if not name.endswith(("seconds", "per_second"))}
+
+
+def assert_same(a: Path, b: Path, closeness: float = 1e-9) -> None:
+    """Two finished runs have learnt the same."""
+    states = [load(directory / "last.pth") for directory in (a, b)]
+    assert largest_difference(*states) < closeness
+    if all("training_model" in state for state in states):
+        assert largest_difference(*({"model": state["training_model"]} for state in states)) < closeness
+    assert results(a) == pytest.approx(results(b), rel=1e-6, abs=1e-9)

@@ -1,0 +1,65 @@
+"""nn.DataParallel itself on three imagined GPUs: the threads, the scattering and the backward are torch's own."""
+
+import pytest
+
+from tests.gpu.runs import EXACT, assert_same, run, tiny
+from tests.gpu.test_memory import ROOM, WIDE
+from tests.gpu.test_training import BAD_FIRST_EPOCH, HELPERS
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+CASES = {
+    "two of three": ["--gpu-ids", "1,2", "--batch-size", 4, "--num-train", 25],  # the last batch is a single sample
+    "accumulation": ["--batch-size", 2, "--ema-decay", 0.9],
+}
+DP = ["--multi-gpu", "dp"]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@on_imagined_gpus(3)
+def test_learns_what_the_cpu_learns(case, tmp_path, cache_dir):
+    more = [*EXACT, "--global-batch-size", 12, *case]
+    tiny(cache_dir, tmp_path / "dp", *DP, *more, several=True)
+    assert "DataParallel on cuda:" in GPUS.printed()
+    of_one = [word for word in map(str, more) if word not in ("--gpu-ids", "1,2")]
+    tiny(cache_dir, tmp_path / "cpu", *of_one, "--device", "cpu")
+    assert_same(tmp_path / "dp", tmp_path / "cpu")
+
+
+@on_imagined_gpus(3)
+def test_precisions(tmp_path, cache_dir):
+    for amp in ("bf16", "fp16"):
+        tiny(cache_dir, tmp_path / amp, *DP, "--amp", amp, "--batch-size", 3, several=True)
+        assert f"float32 with {amp} autocast" in GPUS.printed()
+
+
+@pytest.mark.slow
+@on_imagined_gpus(3)
+def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
+    run(cache_dir, *DP, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 3, "--save-dir", tmp_path, status=2,
+        several=True)  # fmt: skip
+    assert "is not finite (the loss)" in GPUS.printed()
+
+
+@pytest.mark.slow
+@on_imagined_gpus(3)
+def test_outputs_per_sample(tmp_path, cache_dir):
+    task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--epochs", 2, "--global-batch-size", 6, *EXACT]
+    run(cache_dir, *DP, *task, "--batch-size", 2, "--save-dir", tmp_path / "dp", several=True)
+    run(cache_dir, *task, "--device", "cpu", "--save-dir", tmp_path / "cpu")
+    assert_same(tmp_path / "dp", tmp_path / "cpu")
+
+
+@on_imagined_gpus(3)
+def test_memory_of_one_is_too_small(tmp_path, cache_dir):
+    GPUS.limit_memory(ROOM // 3, device=2)
+    tiny(cache_dir, tmp_path / "dp", *DP, *WIDE, "--batch-size", 16, several=True)
+    assert "16 samples per forward do not fit into memory: training with " in GPUS.printed()
+    tiny(cache_dir, tmp_path / "cpu", *WIDE, "--device", "cpu")
+    assert_same(tmp_path / "dp", tmp_path / "cpu")
+
+
+@pytest.mark.slow
+@on_imagined_gpus(1)
+def test_a_single_gpu_needs_no_replicas(tmp_path, cache_dir):
+    tiny(cache_dir, tmp_path, *DP, several=True)
+    assert "there is one: training on cuda:0" in GPUS.printed()

@@ -1,0 +1,78 @@
+"""Memory of an imagined GPU that is too small for a batch: the run learns the same with smaller ones."""
+
+import json
+
+import pytest
+
+from tests.conftest import WEIGHTED
+from tests.gpu.runs import EXACT, assert_same, run, tiny
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from trainer.commands import build
+from trainer.loop.memory_limit import MEMORY
+
+KIB = 2**10
+WIDE = ["--width", 64, "--num-train", 96, "--num-val", 64, "--global-batch-size", 48, "--batch-size", 48, *EXACT]
+ROOM = 500 * KIB
+"""A forward and a backward of 48 samples take more, of 24 less."""
+
+
+@on_imagined_gpus()
+def test_the_rehearsal_finds_what_fits(tmp_path, cache_dir):
+    GPUS.limit_memory(ROOM)
+    tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
+    GPUS.limit_memory(2**30)
+    tiny(cache_dir, tmp_path / "roomy", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
+    assert "48 samples per forward do not fit into memory: training with 24" in GPUS.printed()
+    assert_same(tmp_path / "tight", tmp_path / "roomy")
+
+
+@on_imagined_gpus()
+def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
+    """As if others had taken memory after the rehearsal."""
+    rehearse = build.rehearse
+
+    def then_memory_gets_short(of_run):
+        rehearse(of_run)
+        GPUS.limit_memory(ROOM)
+
+    build.rehearse = then_memory_gets_short
+    tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
+    build.rehearse = rehearse
+    GPUS.limit_memory(2**30)
+    tiny(cache_dir, tmp_path / "roomy", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
+    assert "Out of memory in backward at optimizer step 1 with 48 samples per forward" in GPUS.printed()
+    assert_same(tmp_path / "tight", tmp_path / "roomy")
+
+
+@on_imagined_gpus()
+def test_an_evaluation_that_finds_no_room_goes_on_with_less(tmp_path, cache_dir):
+    small = ["--batch-size", 8, "--global-batch-size", 48, "--eval-batch-size", 64]
+    GPUS.limit_memory(ROOM // 2)
+    tiny(cache_dir, tmp_path / "tight", *WIDE, *small, "--device", "cuda")
+    assert "with 64 samples per forward: going on with 32. --eval-batch-size 32" in GPUS.printed()
+    assert json.loads((tmp_path / "tight" / MEMORY).read_text())["eval_batch_size"] < 64
+    tiny(cache_dir, tmp_path / "cpu", *WIDE, *small, "--device", "cpu")
+    assert_same(tmp_path / "tight", tmp_path / "cpu")
+
+
+@on_imagined_gpus()
+def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
+    rehearse = build.rehearse
+
+    def without_memory(of_run):
+        GPUS.limit_memory(GPUS.memory_in_use() + KIB)
+        rehearse(of_run)
+
+    build.rehearse = without_memory
+    run(cache_dir, "--task", WEIGHTED, *WIDE, "--device", "cuda", "--save-dir", tmp_path, status=2)
+    assert "with a single sample per forward" in GPUS.printed()
+
+
+@pytest.mark.slow
+@on_imagined_gpus()
+def test_a_run_leaves_nothing_on_the_gpu(tmp_path, cache_dir):
+    import gc
+
+    tiny(cache_dir, tmp_path, "--device", "cuda")
+    gc.collect()
+    assert GPUS.memory_in_use() == 0

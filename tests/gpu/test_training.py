@@ -1,0 +1,112 @@
+"""Training on one imagined GPU learns what it learns on the CPU, and never waits for the GPU within a step."""
+
+import json
+
+import pytest
+
+from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
+from tests.gpu.runs import EXACT, assert_same, run, tiny
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+HELPERS = ROOT / "tests" / "helpers"
+POISONED = ["--task", f"{HELPERS / 'poisoned_task.py'}:Poisoned", "--poisoned", 3, "--poison", "input"]
+BAD_FIRST_EPOCH = [*POISONED, "--poisoned-epoch", 0]
+SETTINGS = {
+    "accumulation": ["--batch-size", 3, "--grad-accum-steps", 3, "--max-grad-norm", 0],
+    "ema": ["--ema-decay", 0.9, "--save-every-steps", 2],
+    "sgd with dropout": ["--optimizer", "sgd", "--momentum", 0.9, "--dropout", 0.3],
+    "skipped step": [*POISONED, "--epochs", 2, "--on-nonfinite", "skip", "--batch-norm", "--ema-decay", 0.9],
+}
+TASKS = {
+    "two phases": [f"{HELPERS / 'phased_task.py'}:Gan", "--eval-every-steps", 2],
+    "outputs per sample": [f"{HELPERS / 'scored_task.py'}:Scored"],
+    "batch norm": [f"{HELPERS / 'normed_task.py'}:Normed"],
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@on_imagined_gpus()
+def test_learns_what_the_cpu_learns(settings, tmp_path, cache_dir):
+    for device in ("cuda", "cpu"):
+        tiny(cache_dir, tmp_path / device, "--device", device, "--log-interval", 2, *EXACT, *settings)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu")
+
+
+@on_imagined_gpus(2)
+def test_other_tasks_on_the_second_gpu(tmp_path, cache_dir):
+    for name, task in TASKS.items():
+        for device in ("cuda:1", "cpu"):
+            run(cache_dir, "--epochs", 2, "--batch-size", 4, *EXACT, "--device", device,
+                "--save-dir", tmp_path / name / device, "--task", *task)  # fmt: skip
+        assert_same(tmp_path / name / "cuda:1", tmp_path / name / "cpu")
+
+
+@on_imagined_gpus()
+def test_many_steps(tmp_path, cache_dir):
+    """Results of steps are looked at in groups, and sums are folded."""
+    more = ["--num-train", 80, "--batch-size", 1, "--log-interval", 1000, *EXACT]
+    for device in ("cuda", "cpu"):
+        tiny(cache_dir, tmp_path / device, "--device", device, *more)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu")
+
+
+@on_imagined_gpus(may_wait=True)
+def test_optimizers_that_make_the_host_wait(tmp_path, cache_dir):
+    """One for sparse gradients, and some without fused kernels."""
+    for name in ("Sparse", "OwnOptimizers"):
+        for device in ("cuda", "cpu"):
+            run(cache_dir, "--task", f"{HELPERS / 'token_task.py'}:{name}", "--epochs", 1, "--batch-size", 18, *EXACT,
+                "--device", device, "--save-dir", tmp_path / name / device)  # fmt: skip
+        assert_same(tmp_path / name / "cuda", tmp_path / name / "cpu")
+
+
+@on_imagined_gpus()
+def test_precisions(tmp_path, cache_dir):
+    more = ["--num-train", 101, "--log-interval", 5, "--save-every-steps", 5]
+    tiny(cache_dir, tmp_path / "cpu", "--device", "cpu", *more)
+    for amp in ("bf16", "fp16", "off"):
+        state = tiny(cache_dir, tmp_path / amp, "--device", "cuda", "--amp", amp, *more)
+        loss, expected = (read_metrics(tmp_path / name, "epoch")[-1]["train/loss"] for name in (amp, "cpu"))
+        assert loss == pytest.approx(expected, abs=1e-5 if amp == "off" else 0.03)
+        assert bool(state["scaler"]) == (amp == "fp16")
+
+
+@on_imagined_gpus(capability=(7, 5))
+def test_an_older_gpu_computes_in_fp16(tmp_path, cache_dir):
+    tiny(cache_dir, tmp_path, "--device", "auto")
+    assert "float32 with fp16 autocast" in GPUS.printed()
+
+
+@on_imagined_gpus()
+def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
+    for amp in ("off", "bf16"):
+        run(cache_dir, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 8, "--device", "cuda", "--amp", amp,
+            "--save-dir", tmp_path / amp, status=2)  # fmt: skip
+    assert GPUS.printed().count("training diverged: optimizer step 1 (epoch 1) is not finite (the loss)") == 2
+
+
+@on_imagined_gpus()
+def test_a_step_that_overflows_fp16_is_left_out(tmp_path, cache_dir):
+    """One step of three, which halves the scale of the gradients."""
+    state = tiny(cache_dir, tmp_path, *BAD_FIRST_EPOCH, "--device", "cuda", "--amp", "fp16")
+    assert state["scaler"]["scale"] == 2**15
+    assert "Skipped" not in GPUS.printed()
+
+
+@on_imagined_gpus()
+def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path, cache_dir):
+    settings = ["--device", "cuda", "--amp", "fp16", "--batch-size", 4, "--epochs", 2, "--deterministic",
+                "--ema-decay", 0.9, "--save-every-steps", 4, "--keep-checkpoints", 0]  # fmt: skip
+    tiny(cache_dir, tmp_path / "unbroken", *settings)
+    entries = json.loads((tmp_path / "unbroken" / "manifest.json").read_text())["checkpoints"]
+    cut_back(tmp_path / "unbroken", [entry for entry in entries if entry["step"] <= 8], tmp_path / "resumed")
+    tiny(cache_dir, tmp_path / "resumed", *settings)
+    assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("unbroken", "resumed")))
+
+
+@on_imagined_gpus()
+def test_evaluates_a_finished_run(tmp_path, cache_dir):
+    for more in (["--device", "cuda"], ["--device", "cuda", "--eval-only"], ["--device", "cpu", "--eval-only"]):
+        tiny(cache_dir, tmp_path, *EXACT, *more)
+    lines = [line.partition("test/")[2] for line in GPUS.printed().splitlines() if "test/accuracy" in line]
+    assert len(lines) == 3 and len(set(lines)) == 1, lines

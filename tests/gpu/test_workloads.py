@@ -1,0 +1,77 @@
+"""Each workload that comes with the trainer, on one imagined GPU, on the second one, and on three."""
+
+import pytest
+
+from tests.gpu.runs import EXACT, assert_same, run
+from tests.helpers import small_catalogue, small_seqrec, small_speech, small_table
+from tests.helpers.imagined_gpu import on_imagined_gpus
+
+SEQREC = ["--task", "seqrec", *small_seqrec.SMALL, "--k-core", 0, "--dropout", 0, "--max-steps", 3]
+KGAT = ["--task", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout", 0, "--embed-dim", 8,
+        "--layer-dims", 8, 4, "--relation-dim", 5]  # fmt: skip
+SPEECH = ["--task", "speech", "--dropout", 0, "--max-steps", 3]
+WORKLOADS = {
+    "har": ["--task", "har", "--mode", "first", "--hidden-dims", 8, "--dropout", 0, "--max-steps", 3],
+    "seqrec": SEQREC,
+    "kgat": KGAT,
+    "speech": [*SPEECH, *small_speech.SMALL],
+    "tabular": ["--task", "tabular", *small_table.SMALL_PRIOR, *small_table.SMALL_MODEL, "--max-steps", 3],
+}
+VARIANTS = {
+    "har tinyhar": ["--task", "har", "--model", "tinyhar", "--max-steps", 2, "--dropout", 0],
+    "har deepconvlstm": ["--task", "har", "--model", "deepconvlstm", "--max-steps", 2, "--dropout", 0],
+    "seqrec bce": [*SEQREC, "--loss", "bce", "--no-time", "--no-mhc"],
+    "seqrec gbce": [*SEQREC, "--loss", "gbce", "--num-negatives", 20, "--no-time", "--no-mhc"],
+    "seqrec sampled": [*SEQREC, "--loss", "sampled", "--num-negatives", 20],
+    "kgat deterministic": [*KGAT, "--deterministic"],
+    "speech lmu": [*SPEECH, *small_speech.SMALL_LMU],
+}
+DATA = {
+    "seqrec": small_seqrec.write_interactions,
+    "kgat": small_catalogue.write_catalogue,
+    "speech": small_speech.write_digits,
+}
+FORMS = {
+    "one": (["--device", "cuda"], False),
+    "second": (["--device", "cuda:1"], False),
+    "three": (["--multi-gpu", "dp", "--batch-size", 4], True),
+}
+
+
+def settings_of(name, tmp_path):
+    domain = name.split()[0]
+    data = ["--data-dir", DATA[domain](tmp_path / "data")] if domain in DATA else []
+    return [*(WORKLOADS | VARIANTS)[name], *data, "--global-batch-size", 12]
+
+
+def assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, forms):
+    settings = [*settings_of(name, tmp_path), *EXACT]
+    run(cache_dir, *settings, "--device", "cpu", "--save-dir", tmp_path / "cpu")
+    for form in forms:
+        devices, several = FORMS[form]
+        run(cache_dir, *settings, *devices, "--save-dir", tmp_path / form, several=several)
+        assert_same(tmp_path / form, tmp_path / "cpu", 1e-7)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@on_imagined_gpus(3)
+def test_workloads(name, tmp_path, cache_dir):
+    assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["second", "three"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+@on_imagined_gpus(2)
+def test_variants(name, tmp_path, cache_dir):
+    assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["one"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", ["bf16", "fp16", "off"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", WORKLOADS)
+@on_imagined_gpus(3)
+def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_path, cache_dir):
+    devices, several = FORMS[form]
+    argv = [*settings_of(name, tmp_path), *devices, "--amp", amp, "--log-interval", 2, "--save-dir", tmp_path / "run"]
+    run(cache_dir, *argv, several=several)
