@@ -34,12 +34,15 @@ class Large(Autoencoder):
     width, num_layers = 4096, 3
 
 
-def build_lockstep(folder: Path, num_steps: int) -> Run:
+LARGE = f"{__file__}:Large"
+
+
+def build_lockstep(folder: Path, num_steps: int, device: str, task: str) -> Run:
     argv = [
-        "--task", f"{__file__}:Large", "--epochs", "1", "--batch-size", str(BATCH_SIZE),
+        "--task", task, "--epochs", "1", "--batch-size", str(BATCH_SIZE),
         "--num-train", str(BATCH_SIZE * num_steps), "--log-interval", "1000000", "--keep-checkpoints", "1",
     ]  # fmt: skip
-    return opened_run(folder, argv)
+    return opened_run(folder, argv, device)
 
 
 class Timer:
@@ -47,6 +50,7 @@ class Timer:
 
     def __init__(self, run: Run, num_steps: int) -> None:
         self.run, self.num_steps = run, num_steps
+        self.wait = torch.cuda.synchronize if run.parallel.device.type == "cuda" else lambda: None
         self.steps_done = -1  # the first step allocates the moments
         self.stalls: list[float] = []
         self.clones: list[float] = []
@@ -64,6 +68,7 @@ class Timer:
         if step_of_block == 0 and num_blocks > 0:
             self._end_block(saved=not saves)
         if step_of_block == 0:
+            self.wait()
             self.started = time.perf_counter()
             if saves:
                 save(self.run)
@@ -71,6 +76,7 @@ class Timer:
 
     def _end_block(self, saved: bool) -> None:
         finish_saving(self.run)
+        self.wait()
         (self.with_save if saved else self.without).append(time.perf_counter() - self.started)
         if saved:
             self._time_references()
@@ -80,9 +86,9 @@ class Timer:
         tensors = []
         started = time.perf_counter()
         for value in state["model"].values():
-            tensors.append(value.clone())
+            tensors.append(value.to("cpu", copy=True))
         for moments in state["optimizers"]["train"][0]["state"].values():
-            tensors += [value.clone() for value in moments.values()]
+            tensors += [value.to("cpu", copy=True) for value in moments.values()]
         self.clones.append(time.perf_counter() - started)
         del tensors
         started = time.perf_counter()
@@ -91,9 +97,9 @@ class Timer:
         self.blocking.append(time.perf_counter() - started)
 
 
-def measure(num_cycles: int, num_steps: int) -> dict:
+def measure(num_cycles: int, num_steps: int, device: str = "cpu", task: str = LARGE) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        run = build_lockstep(Path(folder), 1 + 2 * num_cycles * num_steps)
+        run = build_lockstep(Path(folder), 1 + 2 * num_cycles * num_steps, device, task)
         timer = Timer(run, num_steps)
         train_epoch(run)
         num_bytes = state_bytes(run.parallel.full_state(run.learner.objective, run.learner.optimizers))

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -165,11 +165,12 @@ def build_lockstep(folder: Path, num_epochs: int):
 class Turns:
     """Lets train() and the bare loop take turns, a block of steps each, and keeps the times of the blocks.
 
-    Machines change speed from second to second; blocks of a tenth of a second see the same machine.
+    Machines change speed from second to second; blocks of a tenth of a second see the same machine. wait: returns when
+    the device has done what it was asked to; a block ends then.
     """
 
-    def __init__(self, run, bare: BareLoop) -> None:
-        self.bare, self.bare_steps = bare, bare.steps()
+    def __init__(self, run, bare, wait: Callable[[], None] = lambda: None) -> None:
+        self.bare, self.bare_steps, self.wait = bare, bare.steps(), wait
         self.advance, run.log.advance = run.log.advance, self.after_step
         self.start_epoch, run.log.start_stretch = run.log.start_stretch, self.before_epoch
         self.end_training, run.log.end_training = run.log.end_training, self.after_epoch
@@ -187,10 +188,12 @@ class Turns:
         self.advance(num_samples)
         self.num_steps += 1
         if self.num_steps % BLOCK_STEPS == 0:
+            self.wait()
             ours = time.perf_counter() - self.mark
             started = time.perf_counter()
             for _ in range(BLOCK_STEPS):
                 next(self.bare_steps)
+            self.wait()
             self.blocks.append((ours, time.perf_counter() - started))
             self.mark = time.perf_counter()
 

@@ -1,0 +1,232 @@
+"""All that a single GPU can settle, in 25 minutes: whether the trainer is right on it, and how fast.
+
+    python benchmarks/gpu.py                              every part, in order of value
+    python benchmarks/gpu.py --parts exact,poisoned       some of them, in this order
+    python benchmarks/gpu.py --small                      little work: whether they run, in a few minutes
+    python benchmarks/gpu.py --device cpu                 the same without a GPU, but for what only a GPU has
+
+It installs nothing and needs no network: the data are generated. Each part runs in a process of its own, is ended
+when its time is up, and disturbs no other. Every figure is printed, and written to --json, as soon as it is known, so
+that a run which is cut short leaves what it has found. The exit status is 0 if every check of every part holds.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+MACHINE = "machine"
+"""The part that always comes first; without it the others mean nothing."""
+PARTS = {
+    MACHINE: 1.0,
+    "exact": 4.0,
+    "poisoned": 2.5,
+    "snapshot": 1.0,
+    "resumed": 3.5,
+    "scarce": 1.5,
+    "ranks": 2.5,
+    "profiled": 2.0,
+    "loop": 2.0,
+    "throughput": 5.0,
+    "saving": 1.5,
+}
+"""Modules of benchmarks/on_gpu, in order of value, and the most minutes that each may take."""
+ENDED = "ended"
+SHOWN_LINES = 15
+"""Of the log of a part that did not come to its end."""
+
+
+def main() -> int:
+    args = read_flags(sys.argv[1:])
+    how = ["--device", args.device, *(["--small"] if args.small else [])]
+    if args.of_part:
+        name, folder = args.of_part
+        return be_part(name, args.device, args.small, Path(folder))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    results = Results(args.json)
+    commands = {name: [sys.executable, __file__, *how, "--of-part", name] for name in args.names}
+    limits_s = {name: 60 * PARTS[name] for name in args.names}
+    run_parts(commands, limits_s, 60 * args.minutes, args.logs or args.json.parent / "logs", results)
+    return results.conclude()
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, with `names`, the parts that they mean."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a try, as with --small")
+    parser.add_argument("--small", action="store_true", help="little work; no speed that it tells counts")
+    parser.add_argument("--parts", default=",".join(PARTS), help="names, separated by commas; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts together; default: %(default)g")
+    results = Path("checkpoints/gpu/gpu.json")
+    parser.add_argument("--json", type=Path, default=results, help="the results; default: %(default)s")
+    parser.add_argument("--logs", type=Path, help="folder for what the parts print (default: logs, beside the results)")
+    parser.add_argument("--of-part", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.small |= args.device == "cpu"
+    args.names = list(dict.fromkeys([MACHINE, *args.parts.split(",")]))
+    unknown = [name for name in args.names if name not in PARTS]
+    if unknown:
+        parser.error(f"--parts {args.parts}: there is no {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: must be above 0")
+    return args
+
+
+# --- the process that starts the parts ----------------------------------------------------------------------------
+
+
+class Results:
+    """What has been found so far, in a file that is always whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._parts: dict[str, dict[str, Any]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+
+    def begin(self, part: str) -> None:
+        print(f"--- {part}", flush=True)
+        self._parts[part] = {"status": "under way", "figures": {}, "do_not_hold": []}
+        self._write()
+
+    def add(self, part: str, found: Mapping[str, Any]) -> None:
+        """found: see `Report`."""
+        name, fails = found["name"], found.get("holds") is False
+        self._parts[part]["figures"][name] = found["value"]
+        if fails:
+            self._parts[part]["do_not_hold"].append(name)
+        print(f"{'WRONG ' if fails else ''}{name}: {found['value']}", flush=True)
+        self._write()
+
+    def end(self, part: str, status: str, seconds: float) -> None:
+        self._parts.setdefault(part, {"figures": {}, "do_not_hold": []})
+        self._parts[part] |= {"status": status, "seconds": round(seconds, 1)}
+        print(f"--- {part}: {status}, {seconds:.0f} s", flush=True)
+        self._write()
+
+    def conclude(self) -> int:
+        """Says what is wrong, and returns the exit status."""
+        wrong = [f"{part}: {name}" for part, found in self._parts.items() for name in found["do_not_hold"]]
+        wrong += [f"{part}: {found['status']}" for part, found in self._parts.items() if found["status"] != ENDED]
+        print("\n".join(["Wrong or not settled:", *wrong] if wrong else ["Every check holds."]))
+        print(f"Results: {self._path}", json.dumps(self._parts), sep="\n")
+        return 1 if wrong else 0
+
+    def _write(self) -> None:
+        beside = self._path.with_name(f"{self._path.name}.tmp")
+        beside.write_text(json.dumps({"parts": self._parts}, indent=1) + "\n")
+        os.replace(beside, self._path)
+
+
+def run_parts(
+    commands: Mapping[str, Sequence[str]], limits_s: Mapping[str, float], limit_s: float, logs: Path, results: Results
+) -> None:
+    """Each part after the other, none of them longer than its own limit or what is left of that of all."""
+    deadline = time.monotonic() + limit_s
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
+        for part, command in commands.items():
+            started, log = time.monotonic(), logs / f"{part}.txt"
+            if started >= deadline:
+                results.end(part, "left out, as the time was up", 0.0)
+                continue
+            results.begin(part)
+            limit = min(limits_s[part], deadline - started)
+            status = watch([*command, str(Path(folder) / part)], log, limit, partial(results.add, part))
+            results.end(part, status, time.monotonic() - started)
+            if status != ENDED:
+                print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]), flush=True)
+            if status != ENDED and part == MACHINE:
+                return
+
+
+def watch(command: Sequence[str], log: Path, limit_s: float, add: Callable[[dict[str, Any]], None]) -> str:
+    """Runs a part's process and hands on what it finds; returns how it ended: ENDED if by itself, and well.
+
+    It leads a group of processes, which is ended as a whole; by its standard input it notices when this one is gone.
+    """
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, process_group=0
+        )
+    is_late = threading.Event()
+
+    def end_it() -> None:
+        is_late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s, end_it)
+    timer.daemon = True
+    timer.start()
+    try:
+        for found in messages(process):
+            add(found)
+        status = process.wait()
+    finally:
+        timer.cancel()
+        end_group(process)
+    if is_late.is_set():
+        return f"ended after its {limit_s / 60:.3g} minutes"
+    return ENDED if status == 0 else f"failed with status {status}; see {log}"
+
+
+def messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield json.loads(line)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Whatever a part left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# --- the process of a part ----------------------------------------------------------------------------------------
+
+
+def be_part(name: str, device: str, is_small: bool, folder: Path) -> int:
+    """Runs a part; what it finds goes to standard output, a JSON object a line, and all that is printed to the log."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    folder.mkdir(parents=True)
+    from benchmarks.on_gpu.part import Report, Setting
+
+    def tell(found: dict[str, Any]) -> None:
+        channel.write(json.dumps(found) + "\n")
+        channel.flush()
+
+    try:
+        part = importlib.import_module(f"benchmarks.on_gpu.{name}")
+        part.measure(Setting(device, folder, is_small), Report(tell))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def end_with_parent() -> None:
+    """The other end of standard input closes when the process that holds it is gone."""
+    sys.stdin.read()
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

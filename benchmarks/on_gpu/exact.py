@@ -1,0 +1,31 @@
+"""Every model that comes with the trainer learns the same on the GPU as on the CPU: in float64, below 1e-9.
+
+Float64 has enough digits to tell rounding from a mistake. A few steps from the same start, then the weights and the
+scores of the validation set are compared. On the CPU alone the other side splits its batches in two instead.
+"""
+
+from functools import partial
+
+from benchmarks.on_gpu.models import chosen, without_dropout
+from benchmarks.on_gpu.part import Report, Setting, difference, last, metrics, run
+
+LIMIT = 1e-9
+FLAGS = ["--dtype", "float64", "--schedule", "constant", "--eval-batch-size", "64", "--no-test", "--ema-decay", "0.9"]
+BATCH_SIZE = 4
+
+
+def measure(setting: Setting, report: Report) -> None:
+    for name in chosen(setting, on_cpu="kg-lightgcn"):
+        report.attempt(name, partial(compare, setting, report, name))
+
+
+def compare(setting: Setting, report: Report, name: str) -> None:
+    flags = [*without_dropout(name), *FLAGS, "--max-steps", setting.pick(4, 2), "--global-batch-size", BATCH_SIZE]
+    here = run(setting, f"{name} cpu", *flags, "--batch-size", BATCH_SIZE, device="cpu")
+    other_size = BATCH_SIZE if setting.is_gpu else BATCH_SIZE // 2
+    there = run(setting, f"{name} {setting.device} again", *flags, "--batch-size", other_size)
+    found = difference(last(there)["model"], last(here)["model"])
+    report.check(f"{name}, weights", found < LIMIT, found)
+    expected, scores = metrics(here), metrics(there)
+    found = max(abs(scores[key] - value) / max(abs(value), 1e-3) for key, value in expected.items())
+    report.check(f"{name}, scores", found < LIMIT, found)

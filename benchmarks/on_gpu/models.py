@@ -1,0 +1,42 @@
+"""The command lines of all models that come with the trainer, on the data that their tasks generate."""
+
+from benchmarks.on_gpu.part import Setting
+
+MODELS: dict[str, list[str]] = {
+    "harnet": ["--task", "har"],
+    "tinyhar": ["--task", "har", "--model", "tinyhar"],
+    "deepconvlstm": ["--task", "har", "--model", "deepconvlstm"],
+    "sasrec": ["--task", "seqrec", "--no-time", "--no-mhc"],
+    "tisasrec": ["--task", "seqrec", "--no-mhc"],
+    "tisasrec with mhc": ["--task", "seqrec"],
+    "kgat": ["--task", "kgat"],
+    "kg-lightgcn": ["--task", "kgat", "--model", "kg-lightgcn"],
+    "lightgcn": ["--task", "kgat", "--model", "lightgcn"],
+    "bprmf": ["--task", "kgat", "--model", "bprmf"],
+    "plmu": ["--task", "speech"],
+    "plmu streaming": ["--task", "speech", "--streaming"],
+    "lmu": ["--task", "speech", "--model", "lmu"],
+    "nano": ["--task", "tabular", "--num-val-tables", "4"],
+    "tabicl": ["--task", "tabular", "--model", "tabicl", "--num-val-tables", "4"],
+}
+"""By the name that figures are told under."""
+
+HAVE_DROPOUT = frozenset(MODELS) - {"kg-lightgcn", "lightgcn", "bprmf", "nano", "tabicl"}
+
+SLOW_ON_CPU = ("deepconvlstm", "lmu", "tabicl")
+
+
+def chosen(setting: Setting, on_cpu: str) -> list[str]:
+    """The models that a part is about: on the CPU one that is quick."""
+    if not setting.is_gpu:
+        return [on_cpu]
+    return [name for name in MODELS if not setting.is_small or name not in SLOW_ON_CPU]
+
+
+def without_dropout(name: str) -> list[str]:
+    """A model's command line without dropout, whose masks come from another generator on each kind of device."""
+    return [*MODELS[name], *(["--dropout", "0"] if name in HAVE_DROPOUT else [])]
+
+
+BATCH_SIZES = {"har": 256, "seqrec": 128, "kgat": 1024, "speech": 32, "tabular": 16}
+"""By task: samples of a step whose speed is measured."""

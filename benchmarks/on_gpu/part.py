@@ -1,0 +1,131 @@
+"""What every part of benchmarks/gpu.py is given, and how it tells what it finds while it is at work."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = ROOT / "tests" / "helpers"
+CACHE = "cache"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a part runs. folder: its own, for whatever it writes. is_small: little work, to try the part itself."""
+
+    device: str
+    folder: Path
+    is_small: bool = False
+
+    def pick(self, full: Any, small: Any) -> Any:
+        return small if self.is_small else full
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def threads(self) -> list[str]:
+        """Small tensors only wait for a second thread."""
+        return ["--num-threads", "1"] if self.is_small else []
+
+    def synchronise(self) -> None:
+        """Waits until the device has done all it was asked to."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+
+class Report:
+    """Figures, and checks that hold or do not. tell: takes each of them as soon as it is known."""
+
+    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._tell = tell
+
+    def figure(self, name: str, value: Any) -> None:
+        self._tell({"name": name, "value": value})
+
+    def check(self, name: str, holds: bool, value: Any = None) -> None:
+        """value: what was found, which tells more than that it holds."""
+        self._tell({"name": name, "value": bool(holds) if value is None else value, "holds": bool(holds)})
+
+    def attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Does some work of a part; what it raises is a check that does not hold, and the part goes on."""
+        try:
+            work()
+        except Exception as error:
+            self.check(name, False, f"{type(error).__name__}: {str(error).strip() or 'without a message'}"[:500])
+
+
+class Ended(RuntimeError):
+    """A command line that did not end with the status that it should."""
+
+
+def run(setting: Setting, name: str, *flags: object, status: int = 0, device: str | None = None) -> Path:
+    """Runs a command line of main.py in this process; returns its run directory. Raises Ended."""
+    directory = setting.folder / name
+    argv = [
+        "--device", device or setting.device, "--save-dir", directory, "--cache-dir", setting.folder.parent / CACHE,
+        *setting.threads, *flags,
+    ]  # fmt: skip
+    print("main.py", *argv, flush=True)
+    found = main(list(map(str, argv)), several_devices=False)
+    if found != status:
+        raise Ended(f"{name} ended with status {found}, not {status}; see its log")
+    return directory
+
+
+def last(directory: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run."""
+    return torch.load(directory / "last.pth", weights_only=True, map_location="cpu")
+
+
+def checkpoint_of_step(directory: Path, step: int) -> Path:
+    entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
+    return directory / next(entry["file"] for entry in entries if entry["step"] == step)
+
+
+def metrics(directory: Path) -> dict[str, float]:
+    """What the last report of a run says of its data."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    report = [record for record in map(json.loads, lines) if record["event"] != "step"][-1]
+    return {name: value for name, value in report.items() if name.startswith(("train/", "val/", "test/"))}
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest one of any weight, relative to the largest value of that weight."""
+    if found.keys() != expected.keys():
+        raise ValueError(f"other weights: {sorted(found.keys() ^ expected.keys())}")
+    return max(float((found[name] - w).abs().max() / w.abs().max().clamp(min=1e-300)) for name, w in expected.items())
+
+
+LEARNT = ("model", "training_model", "optimizers", "scaler", "average_updates", "totals", "position", "step", "best")
+"""What two checkpoints of the same training have alike."""
+
+
+def unlike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """The parts of two checkpoints' training that differ in any bit."""
+    mine, theirs = (dict(leaves({key: state.get(key) for key in LEARNT})) for state in (found, expected))
+    return sorted(name for name in mine.keys() | theirs.keys() if not _same(mine.get(name), theirs.get(name)))
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor and plain value of nested containers, with the path to it."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        yield path, value
+        return
+    for key, item in items:
+        yield from leaves(item, f"{path}/{key}")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other

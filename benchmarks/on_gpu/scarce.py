@@ -1,0 +1,117 @@
+"""Where the GPU's memory runs out, a run goes on with smaller micro-batches, and learns what it would have learnt.
+
+The limit is real: torch refuses to take more than a share of the GPU. On the CPU, which has no such limit, the errors
+are injected. Weights are compared in float64 with a run that had room.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.on_gpu.part import HELPERS, ROOT, Report, Setting, difference, last, run
+
+WEIGHTED = f"{HELPERS / 'weighted_task.py'}:Weighted"
+TIGHT = f"{HELPERS / 'tight_task.py'}:Tight"
+SHRINKING = f"{ROOT / 'benchmarks' / 'on_gpu' / 'tasks.py'}:Shrinking"
+SHARE = 0.7
+"""Of the peak of a run with room: too little for its micro-batches, and enough for half of them."""
+LIMIT = 1e-9
+FLAGS = ["--dtype", "float64", "--epochs", 2, "--log-interval", 1000]
+
+
+def measure(setting: Setting, report: Report) -> None:
+    for name, case in CASES.items():
+        report.attempt(name, partial(case, setting, report, name))
+
+
+def short_from_the_start(setting: Setting, report: Report, name: str) -> None:
+    """On a GPU it is the rehearsal that finds out."""
+    flags = [*FLAGS, *sizes(setting)]
+    expected, peak = with_room(setting, name, flags)
+    real, injected = ["--task", WEIGHTED], ["--task", TIGHT, "--fit", 12]
+    with limited(setting, SHARE * peak):
+        directory = run(setting, f"{name}, short", *flags, *(real if setting.is_gpu else injected))
+    compare(report, name, expected, directory, "batch_size")
+
+
+def short_later(setting: Setting, report: Report, name: str) -> None:
+    flags = [*FLAGS, *sizes(setting)]
+    expected, peak = with_room(setting, name, flags)
+    real = ["--task", SHRINKING, "--left", share_of_gpu(setting, SHARE * peak)]
+    injected = ["--task", TIGHT, "--fit", 12, "--roomy-forwards", 2]
+    with limited(setting):
+        directory = run(setting, f"{name}, short", *flags, *(real if setting.is_gpu else injected))
+    compare(report, name, expected, directory, "batch_size")
+
+
+def short_in_evaluation(setting: Setting, report: Report, name: str) -> None:
+    many = setting.pick(["--num-val", 16384, "--eval-batch-size", 16384], ["--num-val", 32, "--eval-batch-size", 32])
+    flags = [*FLAGS, *sizes(setting), "--batch-size", 8, "--global-batch-size", setting.pick(1024, 16), *many]
+    expected, peak = with_room(setting, name, flags)
+    real, injected = ["--task", WEIGHTED], ["--task", TIGHT, "--fit-eval", 12]
+    with limited(setting, SHARE * peak):
+        directory = run(setting, f"{name}, short", *flags, *(real if setting.is_gpu else injected))
+    compare(report, name, expected, directory, "eval_batch_size")
+
+
+def no_room_at_all(setting: Setting, report: Report, name: str) -> None:
+    """Weights have room, and moments beside them do not. One message, and the status of what the user has to change."""
+    real, injected = ["--task", WEIGHTED, "--width", 4_000_000], ["--task", TIGHT, "--fit", 0]  # 352 MB
+    with limited(setting, 800e6):
+        run(setting, name, *FLAGS, "--batch-size", 2, *(real if setting.is_gpu else injected), status=2)
+    report.check(name, True)
+
+
+CASES = {
+    "short from the start": short_from_the_start,
+    "short later": short_later,
+    "short in evaluation": short_in_evaluation,
+    "no room at all": no_room_at_all,
+}
+
+
+def sizes(setting: Setting) -> list[object]:
+    """A step whose activations, and not its weights, take the memory: about 2 GiB of it on a GPU."""
+    full = ["--width", 2048, "--num-train", 8192, "--batch-size", 4096, "--num-val", 64]
+    return setting.pick(full, ["--num-train", 32, "--batch-size", 16])
+
+
+def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[str, torch.Tensor], int]:
+    """The weights of a run without a limit, and the bytes that its tensors took at most."""
+    if setting.is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    weights = last(run(setting, f"{name}, with room", "--task", WEIGHTED, *flags))["model"]
+    return weights, torch.cuda.max_memory_allocated() if setting.is_gpu else 0
+
+
+@contextmanager
+def limited(setting: Setting, num_bytes: float | None = None) -> Iterator[None]:
+    """Within it torch takes no more of the GPU than so many bytes; None: all, until the task limits it."""
+    if not setting.is_gpu:
+        yield
+        return
+    torch.cuda.empty_cache()
+    if num_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(share_of_gpu(setting, num_bytes))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def share_of_gpu(setting: Setting, num_bytes: float) -> float:
+    if not setting.is_gpu:
+        return 1.0
+    return min(1.0, num_bytes / torch.cuda.get_device_properties(0).total_memory)
+
+
+def compare(report: Report, name: str, expected: dict[str, torch.Tensor], directory: Path, limit: str) -> None:
+    memory = directory / "memory.json"
+    found = json.loads(memory.read_text()) if memory.exists() else {}
+    report.check(f"{name}, samples per forward", found.get(limit) is not None, found.get(limit))
+    far = difference(last(directory)["model"], expected)
+    report.check(f"{name}, difference of weights", far < LIMIT, far)

@@ -1,0 +1,56 @@
+"""Samples per second of every model that comes with the trainer: in float32, bf16, fp16, and compiled.
+
+The trainer's own loop trains them as `profiler.py step` would. What of a step is spent waiting for data, and the most
+memory that tensors occupied, is told beside it.
+"""
+
+from dataclasses import fields
+from functools import partial
+
+import torch
+
+from benchmarks.on_gpu.models import BATCH_SIZES, MODELS, chosen
+from benchmarks.on_gpu.part import CACHE, Report, Setting
+from trainer.commands.flags import TRAINER_GROUPS
+from trainer.commands.parse import parse
+from trainer.config import refuse
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.devices import pick_device
+from trainer.profiling.measure import measure as measure_steps
+from trainer.profiling.measure import opened
+from trainer.profiling.phase_clock import DATA
+
+PRECISIONS = {"off": ["--amp", "off"], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"]}
+COMPILE = "compile"
+
+
+def measure(setting: Setting, report: Report) -> None:
+    """Precision by precision, so that a part that is cut short has all models in some of them."""
+    kinds = dict(PRECISIONS)
+    if any(field.name == COMPILE for group in TRAINER_GROUPS for field in fields(group)):
+        kinds |= {f"{name}, compiled": [*kinds[name], "--compile"] for name in setting.pick(("bf16", "off"), ())}
+    for kind, flags in kinds.items():
+        for name in chosen(setting, on_cpu="bprmf"):
+            report.attempt(f"{name}, {kind}", partial(of_model, setting, report, name, kind, flags))
+
+
+def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[str]) -> None:
+    batch_size = setting.pick(BATCH_SIZES[MODELS[name][1]], 4)
+    argv = [*MODELS[name], "--batch-size", str(batch_size), "--device", setting.device, *setting.threads, *more,
+            "--cache-dir", str(setting.folder.parent / CACHE), "--log-interval", "1000"]  # fmt: skip
+    flags, problems = parse(argv, several_devices=False)
+    refuse(problems)
+    if setting.is_gpu:
+        torch.cuda.empty_cache()
+    with opened(flags, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
+        found = measure_steps(run, *setting.pick((30, 10), (2, 1)))
+        cut_to = run.memory_limit.batch_size
+    data = found["phases"][DATA]
+    report.figure(f"{name}, {kind}", {
+        "batch size": cut_to or batch_size,
+        "samples per second": round(found["samples_per_second"], 1),
+        "step ms, median": round(found["step_ms_median"], 3),
+        "waiting for data, ms": round(data["ms_mean"], 3),
+        "waiting for data, percent": round(data["percent"], 2),
+        "peak memory, MiB": round(found["ranks"][0]["peak_memory_mib"], 1),
+    })  # fmt: skip
