@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.cli import main
+from trainer.commands.in_process import process_restored
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -68,14 +69,18 @@ class Ended(RuntimeError):
 
 
 def run(setting: Setting, name: str, *flags: object, status: int = 0, device: str | None = None) -> Path:
-    """Runs a command line of main.py in this process; returns its run directory. Raises Ended."""
+    """Runs a command line of main.py in this process; returns its run directory. Raises Ended.
+
+    Nothing that it sets of torch is left for the next one.
+    """
     directory = setting.folder / name
     argv = [
         "--device", device or setting.device, "--save-dir", directory, "--cache-dir", setting.folder.parent / CACHE,
         *setting.threads, *flags,
     ]  # fmt: skip
     print("main.py", *argv, flush=True)
-    found = main(list(map(str, argv)), several_devices=False)
+    with process_restored():
+        found = main(list(map(str, argv)), several_devices=False)
     if found != status:
         raise Ended(f"{name} ended with status {found}, not {status}; see its log")
     return directory

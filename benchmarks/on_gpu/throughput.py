@@ -12,6 +12,7 @@ import torch
 from benchmarks.on_gpu.models import BATCH_SIZES, MODELS, chosen
 from benchmarks.on_gpu.part import CACHE, Report, Setting
 from trainer.commands.flags import TRAINER_GROUPS
+from trainer.commands.in_process import process_restored
 from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.parallel.base import SingleDevice
@@ -42,7 +43,7 @@ def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[
     refuse(problems)
     if setting.is_gpu:
         torch.cuda.empty_cache()
-    with opened(flags, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
+    with process_restored(), opened(flags, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
         found = measure_steps(run, *setting.pick((30, 10), (2, 1)))
         cut_to = run.memory_limit.batch_size
     data = found["phases"][DATA]
