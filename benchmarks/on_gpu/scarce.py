@@ -49,8 +49,8 @@ def short_later(setting: Setting, report: Report, name: str) -> None:
 
 
 def short_in_evaluation(setting: Setting, report: Report, name: str) -> None:
-    many = setting.pick(["--num-val", 16384, "--eval-batch-size", 16384], ["--num-val", 32, "--eval-batch-size", 32])
-    flags = [*FLAGS, *sizes(setting), "--batch-size", 8, "--global-batch-size", setting.pick(1024, 16), *many]
+    many, few = (16384, 1024) if setting.is_gpu else (32, 8)
+    flags = [*FLAGS, *sizes(setting), "--num-val", many, "--eval-batch-size", many, "--batch-size", few]
     expected, peak = with_room(setting, name, flags)
     real, injected = ["--task", WEIGHTED], ["--task", TIGHT, "--fit-eval", 12]
     with limited(setting, SHARE * peak):
@@ -75,9 +75,10 @@ CASES = {
 
 
 def sizes(setting: Setting) -> list[object]:
-    """A step whose activations, and not its weights, take the memory: about 2 GiB of it on a GPU."""
-    full = ["--width", 2048, "--num-train", 8192, "--batch-size", 4096, "--num-val", 64]
-    return setting.pick(full, ["--num-train", 32, "--batch-size", 16])
+    """A step whose activations, and not its weights, take the memory: about 2 GiB of it on a GPU, however small."""
+    if setting.is_gpu:
+        return ["--width", 2048, "--num-train", 8192, "--batch-size", 4096, "--num-val", 64]
+    return ["--num-train", 32, "--batch-size", 16]
 
 
 def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[str, torch.Tensor], int]:
