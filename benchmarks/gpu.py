@@ -44,6 +44,7 @@ PARTS = {
     "loop": 2.0,
     "throughput": 5.0,
     "saving": 1.5,
+    "compiled": 5.0,
 }
 """Modules of benchmarks/on_gpu, in order of value, and the most minutes that each may take."""
 ENDED = "ended"

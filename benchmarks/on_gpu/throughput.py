@@ -1,17 +1,15 @@
-"""Samples per second of every model that comes with the trainer: in float32, bf16, fp16, and compiled.
+"""Samples per second of every model that comes with the trainer: in float32, bf16 and fp16.
 
 The trainer's own loop trains them as `profiler.py step` would. What of a step is spent waiting for data, and the most
 memory that tensors occupied, is told beside it.
 """
 
-from dataclasses import fields
 from functools import partial
 
 import torch
 
 from benchmarks.on_gpu.models import BATCH_SIZES, MODELS, chosen
 from benchmarks.on_gpu.part import CACHE, Report, Setting
-from trainer.commands.flags import TRAINER_GROUPS
 from trainer.commands.in_process import process_restored
 from trainer.commands.parse import parse
 from trainer.config import refuse
@@ -22,15 +20,11 @@ from trainer.profiling.measure import opened
 from trainer.profiling.phase_clock import DATA
 
 PRECISIONS = {"off": ["--amp", "off"], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"]}
-COMPILE = "compile"
 
 
 def measure(setting: Setting, report: Report) -> None:
     """Precision by precision, so that a part that is cut short has all models in some of them."""
-    kinds = dict(PRECISIONS)
-    if any(field.name == COMPILE for group in TRAINER_GROUPS for field in fields(group)):
-        kinds |= {f"{name}, compiled": [*kinds[name], "--compile"] for name in setting.pick(("bf16", "off"), ())}
-    for kind, flags in kinds.items():
+    for kind, flags in PRECISIONS.items():
         for name in chosen(setting, on_cpu="bprmf"):
             report.attempt(f"{name}, {kind}", partial(of_model, setting, report, name, kind, flags))
 
