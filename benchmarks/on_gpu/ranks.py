@@ -35,7 +35,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def compare(setting: Setting, report: Report, name: str, flags: list[object]) -> None:
-    alone = run(setting, f"{name}, one process", *FLAGS, *(NORMED if "--sync-bn" in flags else []))
+    alone = run(setting, f"{name}, one process", *FLAGS, *(NORMED if "--batch-norm" in flags else []))
     started = time.perf_counter()
     directory, _ = run_several(setting, name, *flags)
     report.figure(f"{name}, seconds", round(time.perf_counter() - started, 1))
