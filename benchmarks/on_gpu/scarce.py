@@ -4,6 +4,7 @@ The limit is real: torch refuses to take more than a share of the GPU. On the CP
 are injected. Weights are compared in float64 with a run that had room.
 """
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ def limited(setting: Setting, num_bytes: float | None = None) -> Iterator[None]:
     if not setting.is_gpu:
         yield
         return
+    gc.collect()
     torch.cuda.empty_cache()
     if num_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(share_of_gpu(setting, num_bytes))
