@@ -1,8 +1,6 @@
-"""Leave-one-out data sets over interactions, with negative items.
+"""Data sets over interactions, with negative items: histories to train on, and held-out items with what came before.
 
-Of a user with three or more interactions the last is the test target, the one before it the validation target, and the
-rest is trained on; with fewer all are. Rows of a batch are left-aligned, padded with item 0 behind, and as wide as the
-longest of them.
+Rows of a batch are left-aligned, padded with item 0 behind, and as wide as the longest of them.
 
 Everything random is a function of seed, epoch and user (or sample), never of the batch.
 """
@@ -13,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, below, distinct_below, is_real, ragged
 from data.interactions.reader import Interactions
 from trainer.loading.cache import Arrays, cached_arrays
@@ -22,7 +21,7 @@ from trainer.loading.order import SampleKeys
 
 NUM_EVALUATION_NEGATIVES = 100
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 
@@ -41,14 +40,16 @@ class Negatives:
 
 @dataclass(frozen=True)
 class _Split:
-    """What is trained on.
+    """What is trained on, and what is held out.
 
-    num_train: (num_users,) int64, the first so many interactions of each user.
+    num_train, val_end: (num_users,) int64: the first so many interactions of each user are trained on, those up to
+        val_end are validation, the others the test.
     items: the sets of items trained on.
     scaled_times: (n,) int32 for all interactions, or None where they have no times.
     """
 
     num_train: np.ndarray
+    val_end: np.ndarray
     items: ItemSets
     scaled_times: np.ndarray | None
 
@@ -69,6 +70,12 @@ class TrainSequences:
 
     def __len__(self) -> int:
         return len(self.users)
+
+    @property
+    def item_popularity(self) -> np.ndarray:
+        """The share of all users who have each item in training, (num_items + 1,) float64; 0 for the padding."""
+        num_users_of = np.bincount(self._split.items.items, minlength=self._interactions.num_items + 1)
+        return num_users_of / self._interactions.num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
         """How many items are predicted for each of the samples (B,): (B,) int64."""
@@ -120,16 +127,17 @@ class _Candidates:
     seed: int
     stream: int
 
-    def draw(self, users: np.ndarray) -> np.ndarray:
-        """Users (B,) to items (B, 100) int64."""
-        bits = random_bits(self.seed, 0, users, NUM_EVALUATION_NEGATIVES, self.stream)
+    def draw(self, users: np.ndarray, turn: np.ndarray) -> np.ndarray:
+        """Users (B,), and which of the user's held-out items it is, from 0, (B,): to items (B, 100) int64."""
+        keys = users + turn * (len(self.excluded.offsets) - 1)
+        bits = random_bits(self.seed, 0, keys, NUM_EVALUATION_NEGATIVES, self.stream)
         num_others = self.excluded.num_others(users)
         r = distinct_below(bits, num_others) if self.distinct else below(bits, num_others)
         return self.excluded.others(users, r)
 
 
 class EvaluationSequences:
-    """The history of every user with three or more interactions, the item that follows, and items that do not.
+    """Each held-out item with the history before it, if there is any, and items that do not follow.
 
     Rows are ordered by the length of the history, so that neighbours need little padding.
 
@@ -143,19 +151,24 @@ class EvaluationSequences:
         maxlen: int,
         candidates: _Candidates,
         *,
-        follows_validation: bool,
+        is_test: bool,
         mask_seen: bool,
     ) -> None:
-        """follows_validation: the target is the last interaction, the one of the test, not the one before it."""
+        """is_test: the targets are those of the test, not of the validation."""
         self._interactions = interactions
         self._split = split
         self._maxlen = maxlen
         self._candidates = candidates
-        self._follows_validation = follows_validation
         self._mask_seen = mask_seen
         num_interactions = np.diff(interactions.offsets)
-        users = np.flatnonzero(num_interactions > split.num_train)
-        self.users = users[np.argsort(num_interactions[users], kind="stable")]
+        first, stop = (split.val_end, num_interactions) if is_test else (split.num_train, split.val_end)
+        first = np.maximum(first, 1)  # what comes first of all follows no history
+        num_rows = np.maximum(stop - first, 0)
+        users = np.repeat(np.arange(interactions.num_users), num_rows)
+        turn = np.arange(len(users)) - (np.cumsum(num_rows) - num_rows)[users]
+        order = np.argsort(first[users] + turn, kind="stable")
+        self.users, self._turn = users[order], turn[order]
+        self._position = first[self.users] + self._turn
 
     def __len__(self) -> int:
         return len(self.users)
@@ -165,44 +178,30 @@ class EvaluationSequences:
 
         {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent where
         interactions have no times), "target": (B,) int64, "candidates": (B, 100) int64, negatives, "seen": (B, S)
-        int64, the distinct items of the whole history but the target, in any order (absent unless asked for)}.
+        int64, the items of the whole history, 0 in place of the target (absent unless asked for)}.
         """
         users = self.users[keys.index]
         start = self._interactions.offsets[users]
-        target = start + self._split.num_train[users] + self._follows_validation
+        target = start + self._position[keys.index]
         length = np.minimum(target - start, self._maxlen)
         batch: Arrays = {
             "items": ragged(self._interactions.items, target - length, length).astype(np.int64),
             "length": length,
             "target": self._interactions.items[target].astype(np.int64),
-            "candidates": self._candidates.draw(users),
+            "candidates": self._candidates.draw(users, self._turn[keys.index]),
         }
         if self._split.scaled_times is not None:
             batch["times"] = ragged(self._split.scaled_times, target - length, length)
         if self._mask_seen:
-            batch["seen"] = self._seen(users, target)
+            history = ragged(self._interactions.items, start, target - start).astype(np.int64)
+            batch["seen"] = np.where(history == batch["target"][:, None], 0, history)
         return batch
 
-    def _seen(self, users: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """The items of training, with the one of validation if that is history, without the target."""
-        count = self._split.items.sizes(users)
-        seen = self._split.items.padded(users, num_more=1)  # one more for the item of validation
-        if self._follows_validation:
-            previous = self._interactions.items[target - 1]
-            is_new = ~(seen == previous[:, None]).any(axis=1)
-            seen[is_new, count[is_new]] = previous[is_new]
-            count += is_new
-        # The last item of the row takes the place of the target.
-        row, column = np.nonzero(seen == self._interactions.items[target][:, None])
-        count[row] -= 1
-        seen[row, column] = seen[row, count[row]]
-        seen[row, count[row]] = 0
-        return seen[:, : count.max(initial=0)]
 
-
-def leave_one_out(
+def split_interactions(
     interactions: Interactions,
     cache_dir: Path,
+    hold_out: HoldOut,
     *,
     seed: int,
     maxlen: int,
@@ -212,7 +211,7 @@ def leave_one_out(
 ) -> dict[str, TrainSequences | EvaluationSequences]:
     """The data sets "train", "val" and "test".
 
-    The history of validation is what is trained on; that of the test has the validation item behind it.
+    The history of a held-out item is all that the user had before, other held-out items included.
 
     seed: key of all negatives. Those of training change with the epoch, the 100 of an evaluation never do.
     maxlen: items of a history that are used, the last ones, >= 1.
@@ -224,7 +223,7 @@ def leave_one_out(
 
     Raises BadInput when there is nothing to train on, or too few items are left for the negatives of a user.
     """
-    split = _load_split(interactions, cache_dir)
+    split = _load_split(interactions, cache_dir, hold_out)
     train = TrainSequences(interactions, split, maxlen, seed, negatives)
     if not len(train):
         raise BadInput("--data-dir: no user has two interactions to train on; give more data, or a smaller --k-core")
@@ -236,17 +235,18 @@ def leave_one_out(
             split,
             maxlen,
             _Candidates(excluded, clean, seed, stream),
-            follows_validation=stream == _TEST_STREAM,
+            is_test=stream == _TEST_STREAM,
             mask_seen=mask_seen,
         )
         for stream in (_VAL_STREAM, _TEST_STREAM)
     )
     if negatives is not None:
         _check_enough_others(split.items, train.users, 1, "--data-dir")
+    evaluated = np.concatenate([val.users, test.users])
     if clean:
-        _check_enough_others(excluded, test.users, NUM_EVALUATION_NEGATIVES, "--eval-negatives clean")
+        _check_enough_others(excluded, evaluated, NUM_EVALUATION_NEGATIVES, "--eval-negatives clean")
     else:
-        _check_enough_others(excluded, test.users, 1, "--data-dir")
+        _check_enough_others(excluded, evaluated, 1, "--data-dir")
     return {"train": train, "val": val, "test": test}
 
 
@@ -259,22 +259,22 @@ def _check_enough_others(sets: ItemSets, users: np.ndarray, wanted: int, flag: s
         )
 
 
-def _load_split(interactions: Interactions, cache_dir: Path) -> _Split:
+def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) -> _Split:
     def build() -> Arrays:
-        num_interactions = np.diff(interactions.offsets)
-        num_train = np.where(num_interactions >= 3, num_interactions - 2, num_interactions)
+        num_train, val_end = hold_out.bounds(interactions)
         users, position = _users_and_positions(interactions)
         in_training = position < num_train[users]
-        arrays = {"num_train": num_train}
+        arrays = {"num_train": num_train, "val_end": val_end}
         arrays |= _item_sets(interactions, users, in_training).arrays
         if interactions.times is not None:
             arrays["scaled_times"] = scaled_times(interactions, interactions.times, in_training)
         return arrays
 
-    key = f"{interactions.key}-leave_one_out-{_FORMAT_VERSION}"
+    shares = "" if hold_out.kind == "leave-one-out" else f"-{hold_out.val_share}-{hold_out.test_share}"
+    key = f"{interactions.key}-{hold_out.kind}{shares}-{_FORMAT_VERSION}"
     arrays = cached_arrays(cache_dir, key, build)
     items = ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
-    return _Split(arrays["num_train"], items, arrays.get("scaled_times"))
+    return _Split(arrays["num_train"], arrays["val_end"], items, arrays.get("scaled_times"))
 
 
 def _load_all_items(interactions: Interactions, cache_dir: Path) -> ItemSets:

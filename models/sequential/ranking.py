@@ -5,6 +5,7 @@ Every loss is a sum over the positions whose target is an item.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def place_of_target(target: Tensor, others: Tensor) -> Tensor:
     return others.shape[1] - num_below - num_equal.double() / 2
 
 
-def ranking_metrics(place: Tensor, cutoffs: tuple[int, ...]) -> Tensor:
+def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
     """Hit rate, NDCG and reciprocal rank at each cutoff, summed over the queries: (3, len(cutoffs)) float64.
 
     place: (B,), from `place_of_target`. With one relevant item NDCG is 1 / log2(place + 2), and the reciprocal rank
@@ -135,3 +136,16 @@ def ranking_metrics(place: Tensor, cutoffs: tuple[int, ...]) -> Tensor:
     hit = (place <= torch.tensor(cutoffs, device=place.device) - 1).double()
     gain = math.log(2) / torch.log(place + 2)
     return torch.stack([hit.sum(0), (hit * gain).sum(0), (hit / (place + 1)).sum(0)])
+
+
+def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
+    """How often each item is among the best k of a query, at each cutoff k: (len(cutoffs), n) float64.
+
+    scores: (B, n); -inf is never recommended.
+    """
+    best = scores.topk(min(max(cutoffs), scores.shape[1]))
+    counts = (best.values > -math.inf).double()
+    times = counts.new_zeros(len(cutoffs), scores.shape[1])
+    for row, cutoff in zip(times, cutoffs, strict=True):
+        row.scatter_add_(0, best.indices[:, :cutoff].flatten(), counts[:, :cutoff].flatten())
+    return times

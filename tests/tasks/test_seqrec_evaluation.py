@@ -9,7 +9,8 @@ from tests.helpers.small_seqrec import ITEMS, KINDS, NUM_ITEMS, NUM_USERS, TIMES
 from tests.models.sequential.test_ranking import slow_metrics
 from trainer.loading.order import SampleKeys
 from trainer.loop.evaluate import evaluate
-from trainer.tasks.seqrec import CUTOFFS
+
+CUTOFFS = (1, 5, 10, 20)
 
 
 def slow_place(scores, target, rivals):
@@ -17,6 +18,18 @@ def slow_place(scores, target, rivals):
     above = sum(scores[rival] > scores[target] for rival in rivals)
     tied = sum(scores[rival] == scores[target] for rival in rivals)
     return above + tied / 2
+
+
+def slow_lists(rankings, split):
+    """What share of the catalogue is recommended, and what share of users have it in training, on average."""
+    trained_on = [set(row[:-2] if len(row) >= 3 else row) for row in ITEMS]
+    found = {}
+    for k in CUTOFFS:
+        shown = [item for ranking in rankings for item in ranking[:k]]
+        shares = [sum(item in own for own in trained_on) / NUM_USERS for item in shown]
+        found[f"{split}/coverage@{k}"] = len(set(shown)) / NUM_ITEMS
+        found[f"{split}/popularity@{k}"] = sum(shares) / len(shares)
+    return found
 
 
 def slow_scores(run, split, mask_seen):
@@ -27,7 +40,7 @@ def slow_scores(run, split, mask_seen):
     """
     held_back = {"val": 2, "test": 1}[split]
     dataset, maxlen = run.task.splits()[split], run.task.config.maxlen
-    places = {"": [], "sampled_": []}
+    places, rankings = {"": [], "sampled_": []}, []
     for i, user in enumerate(dataset.users):
         history, target = ITEMS[user][:-held_back], ITEMS[user][-held_back]
         times = slow_scaled_times(TIMES[user])[:-held_back]
@@ -38,7 +51,9 @@ def slow_scores(run, split, mask_seen):
         candidates = dataset.__getitems__(SampleKeys(np.array([i]), epoch=0))["candidates"][0].tolist()
         places[""].append(slow_place(scores, target, everything - set(history) if mask_seen else everything))
         places["sampled_"].append(slow_place(scores, target, candidates))
-    return {
+        pool = everything | {target} if not mask_seen else everything - set(history) | {target}
+        rankings.append(sorted(pool, key=lambda item: -scores[item])[: CUTOFFS[-1]])
+    return slow_lists(rankings, split) | {
         f"{split}/{prefix}{kind}@{cutoff}": total / len(of_users)
         for prefix, of_users in places.items()
         for cutoff in CUTOFFS

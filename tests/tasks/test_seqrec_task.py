@@ -16,11 +16,12 @@ from tests.helpers.small_seqrec import CPU, KINDS, NUM_ITEMS, assembled, make_ta
 from trainer.cli import main
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
-from trainer.tasks.seqrec import CUTOFFS
 
 MODES = {"default": [], "no time": ["--no-time"], "no mhc": ["--no-mhc"], "neither": ["--no-time", "--no-mhc"]}
 LOSSES = {"ce": [], "bce": [], "sampled": ["--num-negatives", "9"], "gbce": ["--num-negatives", "9"]}
+CUTOFFS = (1, 5, 10, 20)
 METRICS = [f"{protocol}{kind}@{cutoff}" for protocol in ("", "sampled_") for kind in KINDS for cutoff in CUTOFFS]
+METRICS += [f"{kind}@{cutoff}" for kind in ("coverage", "popularity") for cutoff in CUTOFFS]
 
 
 def run_main(argv, directory, *more):
@@ -29,7 +30,7 @@ def run_main(argv, directory, *more):
 
 
 def assert_complete(results, directory):
-    """All 24 metrics, which make sense, and the best by the one that selects."""
+    """All 32 metrics, which make sense, and the best by the one that selects."""
     metrics = results["metrics"]
     assert set(metrics) == {f"test/{name}" for name in METRICS}
     assert all(0 <= value <= 1 for value in metrics.values())
@@ -80,6 +81,14 @@ def test_flags_of_the_model_reach_it(argv):
     built = [assembled(argv, "--no-mhc", "--norm", order).learner.objective.model for order in orders]
     assert [model.blocks[0].attention_connection.order for model in built] == orders
     assert assembled(argv, "--no-mhc").learner.objective.model.blocks[0].attention_connection.order == "original"
+
+
+@pytest.mark.parametrize("split", ["ratio", "time"])
+def test_other_splits_and_cut_offs_train_and_select(split, argv, tmp_path, signals_restored):
+    results = run_main(argv, tmp_path, "--split", split, "--val-share", "0.2", "--ks", "3", "7", "--eval-start")
+    kinds = [*KINDS, *(f"sampled_{kind}" for kind in KINDS), "coverage", "popularity"]
+    assert set(results["metrics"]) == {f"test/{kind}@{k}" for kind in kinds for k in (3, 7)}
+    assert results["best"]["monitor"] == "val/ndcg@3" and 0 < results["metrics"]["test/coverage@3"] < 1
 
 
 def test_mixed_precision_trains(argv, tmp_path, signals_restored):
@@ -177,6 +186,9 @@ def test_mistakes_are_shown_together(refused, tmp_path):
     [
         ("--norm original", "--norm original: hyper-connections need pre"),
         ("--loss bce --num-negatives 2", "--num-negatives 2: --loss bce has no use for it"),
+        ("--val-share 0.2", "--val-share 0.2: --split leave-one-out has no use for it; leave it out"),
+        ("--split ratio --val-share 0.5 --test-share 0.5", "--val-share 0.5 and --test-share 0.5: leave nothing"),
+        ("--split time --time-column none --no-time --k-core 0", "--split time: the interactions have no times; take"),
         ("--loss softmax", "--loss softmax: must be one of ce, bce, sampled, gbce"),
         ("--mhc-expansion-rate 1", "--mhc-expansion-rate 1: "),
         ("--l2-emb -1", "--l2-emb -1: "),

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from data.interactions.columns import ColumnChoice
 from data.interactions.histories import Histories
+from data.interactions.hold_out import HoldOut, SplitKind
 from data.interactions.reader import Interactions, load_interactions
-from data.interactions.sequences import EvaluationSequences, Negatives, TrainSequences, leave_one_out
+from data.interactions.sequences import EvaluationSequences, Negatives, TrainSequences, split_interactions
 from data.interactions.synthetic import load_synthetic_interactions
 from models.sequential.mhc import hyper_connections
 from models.sequential.ranking import (
@@ -23,19 +24,21 @@ from models.sequential.ranking import (
     place_of_target,
     ranking_metrics,
     sampled_softmax,
+    times_recommended,
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
-from trainer.config import FlagGroup, flag
+from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, ParamGroup, Sums, Task
 
-CUTOFFS = (1, 5, 10, 20)
 METRICS = ("hr", "ndcg", "mrr")
 Loss = Literal["ce", "bce", "sampled", "gbce"]
 
+_SHARES = ("val_share", "test_share")
+_OF_SPLIT: dict[str, tuple[str, ...]] = {"leave-one-out": (), "ratio": _SHARES, "time": _SHARES}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
 """Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
@@ -63,6 +66,12 @@ class SeqrecFlags(FlagGroup):
         metavar="COLUMN",
     )  # fmt: skip
     k_core: int = flag(5, "drop users and items with fewer interactions, until none is left; 0 keeps all", at_least=0)
+    split: SplitKind = flag(
+        "leave-one-out", "what is held out. leave-one-out: of each user the last item for the test, the one before it "
+        "for validation; ratio: of each user the last share; time: of all interactions the latest share",
+    )  # fmt: skip
+    val_share: float = flag(0.1, "--split ratio, time: interactions held out for validation", above=0, below=1)
+    test_share: float = flag(0.1, "--split ratio, time: interactions held out for the test", above=0, below=1)
     time: bool = flag(True, "SASRec: ignore the time between items (default: TiSASRec)")
     mhc: bool = flag(True, "one plain residual stream instead of manifold-constrained hyper-connections")
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
@@ -98,6 +107,9 @@ class SeqrecFlags(FlagGroup):
     mask_seen: bool = flag(
         True, "rank, and recommend, items that the user has already seen too; by default the rest is ranked"
     )
+    ks: tuple[int, ...] = flag(
+        (1, 5, 10, 20), "cut-offs of the metrics; selects by ndcg@10, else that of the first", at_least=1
+    )
     top_k: int = flag(10, "--predict: items for each user", at_least=1)
 
     def problems(self) -> list[str]:
@@ -110,7 +122,14 @@ class SeqrecFlags(FlagGroup):
             found.append(f"--norm {self.norm}: hyper-connections need pre; add --no-mhc")
         if self.num_negatives is not None and self.loss not in _USUAL_NEGATIVES:
             found.append(f"--num-negatives {self.num_negatives}: --loss {self.loss} has no use for it; leave it out")
-        return found
+        if self.val_share + self.test_share >= 1:
+            shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
+            found.append(f"{shares}: leave nothing to train on; choose smaller ones")
+        return found + unused_flags(self, "split", _OF_SPLIT)
+
+    @property
+    def hold_out(self) -> HoldOut:
+        return HoldOut(self.split, self.val_share, self.test_share)
 
     @property
     def columns(self) -> ColumnChoice:
@@ -172,9 +191,13 @@ class SeqrecObjective(Objective):
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)
         sampled = place_of_target(of_target, scores.gather(1, batch["candidates"]))
-        without_seen(scores, batch)
+        recommended = times_recommended(without_seen(scores, batch), self.config.ks)
         full = place_of_target(of_target, scores.scatter_(1, target, -torch.inf))
-        return {"full": ranking_metrics(full, CUTOFFS), "sampled": ranking_metrics(sampled, CUTOFFS)}
+        return {
+            "full": ranking_metrics(full, self.config.ks),
+            "sampled": ranking_metrics(sampled, self.config.ks),
+            "recommended": recommended,
+        }
 
 
 def without_seen(scores: Tensor, batch: Batch) -> Tensor:
@@ -211,13 +234,17 @@ class SeqrecTask(Task):
     """SASRec or TiSASRec with or without hyper-connections; selected on validation NDCG@10 among all items."""
 
     Config = SeqrecFlags
-    monitor = ("val/ndcg@10", "max")
     defaults = {"lr": 2e-3, "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 256}
-    headline = ("loss", "hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
     predict_flags = ("user_column", "item_column", "time_column", "top_k")
 
     _histories: Histories | None = None
     """What `new_data` has read."""
+
+    def __init__(self, config: SeqrecFlags, seed: int, cache_dir: Path) -> None:
+        super().__init__(config, seed, cache_dir)
+        k = 10 if 10 in config.ks else config.ks[0]
+        self.monitor = (f"val/ndcg@{k}", "max")
+        self.headline = ("loss", f"hr@{k}", f"ndcg@{k}", f"sampled_hr@{k}", f"sampled_ndcg@{k}")
 
     def splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
         return self._splits
@@ -254,9 +281,10 @@ class SeqrecTask(Task):
     @cached_property
     def _splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
         config: SeqrecFlags = self.config
-        return leave_one_out(
+        return split_interactions(
             self._interactions,
             self.cache_dir,
+            config.hold_out,
             seed=self.seed,
             maxlen=config.maxlen,
             negatives=config.negatives,
@@ -315,18 +343,27 @@ class SeqrecTask(Task):
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """In training the mean loss of a next item.
 
-        In evaluation hr, ndcg and mrr at 1, 5, 10 and 20, among all items and, as sampled_hr and so on, among the true
-        item and 100 random ones. Ties take the middle of their places.
+        In evaluation, at the cut-offs of --ks: hr, ndcg and mrr among all items and, as sampled_hr and so on, among the
+        true item and 100 random ones, where ties take the middle of their places; and of the best k of all items
+        coverage, the share of the catalogue that is recommended to anybody, and popularity, the share of users who have
+        a recommended item in training, on average.
         """
-        weight = sums["weight"]
+        weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:
             return {"loss": float(sums["loss"] / weight)}
-        return {
+        metrics = {
             f"{prefix}{metric}@{cutoff}": float(sums[protocol][i, j] / weight)
             for protocol, prefix in (("full", ""), ("sampled", "sampled_"))
             for i, metric in enumerate(METRICS)
-            for j, cutoff in enumerate(CUTOFFS)
+            for j, cutoff in enumerate(cutoffs)
         }
+        train = self.splits()["train"]
+        assert isinstance(train, TrainSequences)
+        popularity = torch.from_numpy(train.item_popularity)
+        for counts, cutoff in zip(sums["recommended"], cutoffs, strict=True):
+            metrics[f"coverage@{cutoff}"] = int((counts > 0).sum()) / self.num_items
+            metrics[f"popularity@{cutoff}"] = float(counts @ popularity / counts.sum().clamp(min=1))
+        return metrics
 
     # --- recommending -------------------------------------------------------------------------------------------
 

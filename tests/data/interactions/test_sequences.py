@@ -1,4 +1,4 @@
-"""Leave-one-out data sets against slow per-user references; exactness and independence of the negatives."""
+"""Histories and held-out items against slow per-user references; exactness and independence of the negatives."""
 
 import os
 from collections import Counter
@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, distinct_below
 from data.interactions.reader import Interactions, load_interactions
-from data.interactions.sequences import Negatives, leave_one_out
+from data.interactions.sequences import Negatives, split_interactions
 from trainer.loading.counter_random import random_bits
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys, evaluation_keys
@@ -59,7 +60,8 @@ def make(interactions, cache_dir):
             "eval_negatives": "parity",
             "mask_seen": True,
         }
-        return leave_one_out(of, cache_dir, **settings | changes)
+        hold_out = changes.pop("hold_out", HoldOut())
+        return split_interactions(of, cache_dir, hold_out, **settings | changes)
 
     return run
 
@@ -115,9 +117,8 @@ def test_evaluation_equals_a_slow_reference(make, name, held_back) -> None:
         assert batch["times"][i].tolist() == pad(scaled[-MAXLEN:], MAXLEN)
         assert batch["length"][i] == len(history[-MAXLEN:]) and batch["target"][i] == target
         seen = set(history) - {target}
-        assert sorted(batch["seen"][i, : len(seen)].tolist()) == sorted(seen)
-        assert not batch["seen"][i, len(seen) :].any()
-        seen_widths.append(len(seen))
+        assert set(batch["seen"][i].tolist()) - {0} == seen
+        seen_widths.append(len(history))
     assert batch["seen"].shape[1] == max(seen_widths)
     assert {batch[n].dtype for n in ("items", "target", "length", "candidates", "seen")} == {np.dtype(np.int64)}
 
@@ -153,6 +154,53 @@ def test_no_user_to_evaluate(make) -> None:
         assert len(data["val"]) == len(data["test"]) == 0
         assert whole(data["test"])["candidates"].shape == (0, 100)
         assert whole(data["train"])["items"].tolist() == [[1]]
+
+
+def slow_shares(kind: str, val_share: float, test_share: float) -> list[tuple[int, int]]:
+    """How many of each user's interactions are training, and training or validation."""
+    everything = sorted(t for row in TIMES for t in row)
+    begin = [everything[int(len(everything) * (1 - share))] for share in (val_share + test_share, test_share)]
+    found = []
+    for row in TIMES:
+        n = len(row)
+        num_val, num_test = (max(1, int(n * share)) if n >= 3 else 0 for share in (val_share, test_share))
+        by_time = tuple(sum(t < limit for t in row) for limit in begin)
+        found.append((n - num_val - num_test, n - num_test) if kind == "ratio" else by_time)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ratio", "time"])
+def test_shares_that_are_held_out_equal_a_slow_reference(make, kind) -> None:
+    data = make(hold_out=HoldOut(kind, val_share=0.2, test_share=0.3))
+    bounds = slow_shares(kind, 0.2, 0.3)
+    trained = {user: row[: bounds[user][0]] for user, row in enumerate(ITEMS) if bounds[user][0] >= 2}
+    batch = whole(data["train"])
+    assert data["train"].users.tolist() == list(trained)
+    for i, row in enumerate(trained.values()):
+        assert batch["targets"][i].tolist() == pad(row[1:][-MAXLEN:], MAXLEN)
+    for name, part in (("val", 0), ("test", 1)):
+        expected = []
+        for user, row in enumerate(ITEMS):
+            first, stop = (bounds[user][0], bounds[user][1]) if part == 0 else (bounds[user][1], len(row))
+            expected += [(p, user, row[:p][-MAXLEN:], row[p], set(row[:p]) - {row[p]}) for p in range(first, stop) if p]
+        expected.sort(key=lambda found: found[0])
+        batch = whole(data[name])
+        assert len(batch["target"]) == len(expected) > len(ITEMS) / 2
+        for i, (_, user, history, target, seen) in enumerate(expected):
+            assert data[name].users[i] == user and batch["target"][i] == target
+            assert batch["items"][i].tolist() == pad(history, MAXLEN)
+            assert set(batch["seen"][i].tolist()) - {0} == seen
+        of_one_user = batch["candidates"][data[name].users == np.bincount(data[name].users).argmax()]
+        assert len(np.unique(of_one_user, axis=0)) == len(of_one_user) > 1  # each has a draw of its own
+
+
+def test_nothing_that_is_trained_on_is_later_than_what_is_held_out_by_time(make) -> None:
+    bounds = HoldOut("time", 0.2, 0.3).bounds(from_lists(ITEMS, TIMES, 130, "bounds"))
+    train, val, test = ([t for row, a, b in zip(TIMES, *bounds, strict=True) for t in row[part(a, b)]] for part in (
+        lambda a, b: slice(0, a), lambda a, b: slice(a, b), lambda a, b: slice(b, None)))  # fmt: skip
+    assert max(train) < min(val) <= max(val) < min(test)
+    with pytest.raises(BadInput, match=r"^--split time: the interactions have no times; take --split ratio"):
+        make(from_lists(ITEMS, None, 130, "timeless"), hold_out=HoldOut("time"))
 
 
 # Times
@@ -338,9 +386,10 @@ def test_movielens_1m(cache_dir) -> None:
         pytest.skip("set LOCKSTEP_DATA to a folder with ml-1m/ml-1m_complete_order.txt.gz")
     source = Path(folder, "ml-1m", "ml-1m_complete_order.txt.gz")
     interactions = load_interactions(source, 5, cache_dir)
-    data = leave_one_out(
+    data = split_interactions(
         interactions,
         cache_dir,
+        HoldOut(),
         seed=0,
         maxlen=200,
         negatives=Negatives(1, per_position=True),

@@ -1,0 +1,53 @@
+"""Which interactions are held out of training: a user's last ones, or the latest of all."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from data.interactions.reader import Interactions
+from trainer.loading.errors import BadInput
+
+SplitKind = Literal["leave-one-out", "ratio", "time"]
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """How interactions are divided. Everybody's training comes first, then validation, then test.
+
+    kind: "leave-one-out": of a user with three or more interactions the last is the test, the one before it the
+        validation. "ratio": of such a user the last test_share is the test, at least one interaction, and before it the
+        same for val_share. "time": the latest test_share of all interactions is the test, and before it the same for
+        val_share; interactions of one time stay together.
+    """
+
+    kind: SplitKind = "leave-one-out"
+    val_share: float = 0.1
+    test_share: float = 0.1
+
+    def bounds(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
+        """How many of each user's interactions are training, and how many training or validation, (num_users,) int64.
+
+        Raises BadInput where they cannot be divided so.
+        """
+        count = np.diff(interactions.offsets)
+        if self.kind == "time":
+            return self._bounds_in_time(interactions)
+        num_val, num_test = (self._num_held_out(count, share) for share in (self.val_share, self.test_share))
+        return count - num_val - num_test, count - num_test
+
+    def _num_held_out(self, count: np.ndarray, share: float) -> np.ndarray:
+        num = np.ones_like(count) if self.kind == "leave-one-out" else np.maximum(1, (count * share).astype(np.int64))
+        return np.where(count >= 3, num, 0)
+
+    def _bounds_in_time(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
+        times = interactions.times
+        if times is None:
+            raise BadInput("--split time: the interactions have no times; take --split ratio")
+        users = np.repeat(np.arange(interactions.num_users), np.diff(interactions.offsets))
+        in_order, shares = np.sort(times), (self.val_share + self.test_share, self.test_share)
+        begin_val, begin_test = (in_order[int(len(times) * (1 - share))] for share in shares)
+        num_train, val_end = (
+            np.bincount(users[times < begin], minlength=interactions.num_users) for begin in (begin_val, begin_test)
+        )
+        return num_train, val_end
