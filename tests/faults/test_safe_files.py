@@ -194,7 +194,7 @@ def nothing_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_interactions_in_an_archive_that_would_write_elsewhere(name, nothing_written, tmp_path):
-    archive = write_zip(nothing_written / "data.zip", {name: b"1 1 1\n1 2 2\n2 1 1\n"})
+    archive = write_zip(nothing_written / "data.zip", {name: b"user item time\n1 1 1\n1 2 2\n2 1 1\n"})
     assert load_interactions(archive, 1, tmp_path / "cache").num_users == 2
 
 
