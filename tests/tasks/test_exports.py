@@ -22,7 +22,11 @@ def signals(length):
 
 def histories(length):
     items = torch.randint(1, 9, (5, length))
-    return {"items": items, "length": torch.randint(1, length + 1, (5,)), "times": torch.arange(length).expand(5, -1)}
+    return {
+        "items": items,
+        "length": torch.randint(1, length + 1, (5,)),
+        "times": torch.arange(length, dtype=torch.int32).repeat(5, 1),
+    }
 
 
 def without_times(length):

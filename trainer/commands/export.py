@@ -77,14 +77,18 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
 
 
 def example_batches(task: Task) -> Iterator[Batch]:
-    """Of a validation set, or of the test set: samples at random, the same at every time."""
+    """Of a validation set, or of the test set: samples at random, the same at every time.
+
+    Contiguous in memory: programs take what lies as their first batch did.
+    """
     splits = task.splits()
     dataset = splits[next(iter(validation_sets(splits)), "test")]
     number = sum(_BATCH_SIZES)
     chosen = np.random.default_rng(0).choice(len(dataset), number, replace=len(dataset) < number)
     for index in np.split(chosen, np.cumsum(_BATCH_SIZES)[:-1]):
         keys = SampleKeys(np.sort(index), epoch=0)
-        yield task.collate(dataset.__getitems__(keys), keys)
+        batch = task.collate(dataset.__getitems__(keys), keys)
+        yield {name: tensor.contiguous() for name, tensor in batch.items()}
 
 
 def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
