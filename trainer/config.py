@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import operator
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,9 @@ from typing import Any
 
 from trainer.loading.errors import BadInput
 
+LARGEST = 2**63 - 1
+"""Of whole numbers: what the arithmetic of arrays holds."""
+MOST_SHOWN = 200
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -167,7 +171,7 @@ class Option:
             try:
                 values.append(self._parse_one(text))
             except ValueError as error:
-                raise ValueError(f"{self.name} {text}: {error}") from None
+                raise ValueError(f"{self.name} {shortened(text)}: {error}") from None
         return tuple(values) if self.is_list else values[0]
 
     def _parse_one(self, text: str) -> Any:
@@ -179,19 +183,21 @@ class Option:
         if self.choices and text not in self.choices:
             raise ValueError(f"must be {self._kind}")
         if self.type is Path:
-            path = Path(text)
-            return path if path == self.default else path.expanduser()  # a default stays as runs have recorded it
+            path = checked_path(text)
+            return path if path == self.default else _expanded(path)  # a default stays as runs have recorded it
         if self.type not in (int, float):
-            return text
+            return _checked_text(text)
         try:
             number = self.type(text)
         except ValueError:
             raise ValueError(f"must be {self._kind}") from None
-        if not math.isfinite(number):
+        if self.type is float and not math.isfinite(number):
             raise ValueError("must be a finite number")
         if not all(_LIMITS[name](number, limit) for name, limit in self.limits.items()):
             limits = (f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
             raise ValueError(f"must be {' and '.join(limits)}")
+        if self.type is int and abs(number) > LARGEST:
+            raise ValueError(f"must be at most {LARGEST}")
         return number
 
     @property
@@ -199,6 +205,41 @@ class Option:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         return {int: "a whole number", float: "a number"}.get(self.type, "text")
+
+
+def checked_path(text: str) -> Path:
+    """The path, whether or not something is there. Raises ValueError for one that the system cannot look at."""
+    if any(not character.isprintable() and character != "\t" for character in _checked_text(text)):
+        raise ValueError("must not have control characters in its name")
+    try:
+        os.lstat(_expanded(Path(text)))
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # whether it has to be there is for others to say
+    except OSError as error:
+        raise ValueError(f"cannot be looked at: {error.strerror}") from None
+    return Path(text)
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')} with a home") from None
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("is not text in UTF-8") from None
+    if "\0" in text:
+        raise ValueError("must not hold a NUL byte")
+    return text
+
+
+def shortened(text: str) -> str:
+    """What a message shows of a value that may be of any length."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def options(*group_types: type) -> dict[str, Option]:

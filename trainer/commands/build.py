@@ -1,8 +1,9 @@
 """Builds a run from a command line, at the position where it goes on."""
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.task import Objective, Task, validation_sets
 
+TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -77,10 +79,11 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
 def build_task(flags: Flags) -> Task:
     """The task with its data loaded. Raises BadInput."""
     assert flags.task_type is not None
-    task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
-    check_task(task)
-    splits = task.splits()
-    phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
+    with refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
+        task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
+        check_task(task)
+        splits = task.splits()
+        phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
     for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
         require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
         if len(dataset) == 0:
@@ -89,6 +92,20 @@ def build_task(flags: Flags) -> Task:
     if patience and not validation_sets(splits):
         raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
     return task
+
+
+@contextmanager
+def refusing_sizes(what: str, advice: str) -> Iterator[None]:
+    """Makes a BadInput of what torch and numpy say when a tensor or an array would be larger than any memory."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (MemoryError, OverflowError, RuntimeError, ValueError) as error:
+        if not isinstance(error, MemoryError | OverflowError) and TOO_LARGE.search(str(error)) is None:
+            raise
+        reason = (str(error).splitlines() or ["out of memory"])[0]
+        raise BadInput(f"{what} would be larger than the memory of this machine ({reason}); {advice}") from None
 
 
 def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> tuple[Run, list[str]]:
@@ -256,7 +273,8 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
         if is_new:
             task.initialise(objective)
 
-    objective = parallel.place(build, task.blocks, complete)
+    with refusing_sizes("the model", "lower the flags that say how large it is"):
+        objective = parallel.place(build, task.blocks, complete)
     return Learner(
         objective,
         in_precision(objective, precision),

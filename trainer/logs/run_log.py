@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from trainer.loading.errors import printable
 from trainer.loading.order import Position
 from trainer.logs.background import BackgroundLogger, end_all
 from trainer.logs.console import Table, of_headline, progress_bar
@@ -60,7 +61,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """One line that the user should read."""
         for logger in self._loggers:
-            logger.say(text)
+            logger.say(printable(text))
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
         """The items, with a bar on the console if going through them takes seconds."""

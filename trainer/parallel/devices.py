@@ -14,6 +14,10 @@ from trainer.config import FlagGroup, flag
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
+MOST_THREADS = 1024
+"""Of a process: with far more, starting them fails without a word."""
+MOST_PROCESSES = 1024
+"""Of a machine."""
 _LARGEST_MMAP_THRESHOLD = 2**25
 
 
@@ -23,11 +27,12 @@ class DeviceFlags(FlagGroup):
 
     device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
     num_threads: int | None = flag(
-        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", at_least=1
-    )
+        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", at_least=1,
+        at_most=MOST_THREADS,
+    )  # fmt: skip
 
     def problems(self) -> list[str]:
-        known = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", self.device)
+        known = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,6}))?", self.device)
         if known is None:
             return [f"--device {self.device}: must be auto, cpu, cuda or cuda:N"]
         num_gpus = torch.cuda.device_count()
@@ -48,8 +53,9 @@ class MultiDeviceFlags(FlagGroup):
         None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID"
     )
     nproc: int | None = flag(
-        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)", at_least=1
-    )
+        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)", at_least=1,
+        at_most=MOST_PROCESSES,
+    )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
     )

@@ -2,13 +2,19 @@
 
 import math
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config import shortened
 from trainer.parallel.devices import MultiDeviceFlags
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+MOST = 10**6
+"""Of processes and restarts; no machine has more ports either."""
+_NUMBER = re.compile("[0-9]{1,20}")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
@@ -29,10 +35,15 @@ class RankEnvironment:
     attempt: int = 0
 
     @property
+    def is_self_launched(self) -> bool:
+        """Whether `trainer.parallel.launch` has started this process."""
+        return self.init_method != "env://"
+
+    @property
     def meeting_place(self) -> str:
         """Where the processes meet, as a message names it."""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return address if self.init_method == "env://" else self.init_method
+        return self.init_method if self.is_self_launched else address
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
@@ -58,9 +69,13 @@ def read_rank_environment(
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not environ.get(name)
     ]
-    texts = {name: environ[name] for name in NUMBERS if environ.get(name)}
-    numbers = {name: int(text) for name, text in texts.items() if text.isdigit()}
-    problems += [f"{name}={texts[name]}: must be a whole number, 0 or more" for name in texts if name not in numbers]
+    texts = {name: environ[name] for name in (*NUMBERS, RESTARTS) if environ.get(name)}
+    numbers = {name: int(text) for name, text in texts.items() if _NUMBER.fullmatch(text)}
+    problems += [
+        f"{name}={shortened(texts[name])}: must be a whole number, from 0 to {MOST}"
+        for name in texts
+        if name not in numbers or numbers[name] > MOST
+    ]
     if flags.local_rank is not None and numbers.setdefault("LOCAL_RANK", flags.local_rank) != flags.local_rank:
         problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}")
     if flags.nproc is not None:
@@ -78,7 +93,7 @@ def read_rank_environment(
         return None, problems
     # Several torchrun agents meet at a new store each time, and do not count their restarts alike.
     is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
-    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_one_agent else 0
+    attempt = numbers.get(RESTARTS, 0) if is_one_agent else 0
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
     return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, attempt=attempt), []
 

@@ -6,8 +6,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from trainer.loading.errors import BadInput
+from trainer.loading.errors import BadInput, printable
 
+MOST_SHOWN = 1500
+"""Characters of a line, which may repeat what somebody wrote into a file."""
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_AGAIN = 75
@@ -44,8 +46,11 @@ def reason(error: BaseException) -> str:
 
 def print_refusal(refusal: BadInput) -> None:
     """Writes what the user has to change, a line each."""
-    for line in str(refusal).splitlines():
-        print_error(line)
+    for line in str(refusal).split("\n"):
+        shown = printable(line)
+        print_error(
+            shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN // 2]} ... {shown[-MOST_SHOWN // 3 :]}"
+        )
 
 
 def print_error(message: str, cause: BaseException | None = None) -> None:
