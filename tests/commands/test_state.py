@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import ROOT, WEIGHTED, launcher
 from tests.helpers.processes import free_port
 from trainer.commands.state import STATE
+from trainer.parallel.signals import ONE_CTRL_C_S
 
 STEPS_PER_EPOCH = 3
 TINY = ["--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
@@ -119,8 +120,9 @@ def test_failed_by_a_defect(happening, run_here, tmp_path):
 
 def test_failed_by_a_second_ctrl_c(happening, run_here, tmp_path):
     """It does not wait for a save, so there is nothing that "preempted" could promise."""
+    ask = "os.kill(os.getpid(), signal.SIGINT)"
     with pytest.raises(SystemExit):
-        run_here(*happening("[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"))
+        run_here(*happening(f"[{ask}, __import__('time').sleep({ONE_CTRL_C_S + 0.1}), {ask}]"))
     state = state_of(tmp_path / "run")
     assert (state["state"], state["signal"]) == ("failed", signal.SIGINT)
 

@@ -1,16 +1,20 @@
 """A request to stop: how much is still done after it, whichever process and whichever signal it reaches."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, launcher
 from tests.helpers.processes import end_session, left_of_session, num_training_ranks
-from trainer.parallel.signals import STOP_SIGNALS
+from trainer.parallel.launch import FOLDER, meeting_folder
+from trainer.parallel.signals import ONE_CTRL_C_S, STOP_SIGNALS, StopRequest
 
 MICRO_BATCHES = 3
 """Forwards of a step on each process."""
@@ -107,14 +111,105 @@ def test_one_process_in_evaluation(number, asking, run_here, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_two_processes(number, rank, training, asking, command, tmp_path):
-    """The one that is asked tells the other; whoever launched them takes it for a good end."""
+    """The one that is asked tells the other, and the launcher by its exit status."""
     # One forward that does not count comes first.
     arguments, after = asking(number, rank, 15 if training else 10, training, 2)
-    command(*launcher(2), *arguments)
+    command(*launcher(2), *arguments, status=128 + number)
     forwards = after()
     assert len(forwards) == 2
     assert_soon(forwards, training)
     assert_saved_as_preempted(tmp_path / "run")
+
+
+def test_one_ctrl_c_that_comes_twice_is_one_request():
+    """From a terminal, and passed on by a launcher that cannot see it."""
+    stop = StopRequest()
+    stop._on_signal(signal.SIGINT, None)
+    stop._on_signal(signal.SIGINT, None)
+    assert stop.signal_number == signal.SIGINT
+    time.sleep(ONE_CTRL_C_S + 0.05)
+    with pytest.raises(SystemExit):
+        stop._on_signal(signal.SIGINT, None)
+
+
+@pytest.fixture
+def group(environment, tmp_path):
+    """A self-launched group of two that trains, started in a session of its own: (launcher, ids of the ranks)."""
+    records, meeting = tmp_path / "records", tmp_path / "tmp"
+    records.mkdir()
+    meeting.mkdir()
+    arguments = [
+        "--task", WEIGHTED, "--epochs", 900, "--num-train", 24, "--batch-size", 4, "--num-threads", 1, "--num-workers",
+        1, "--device", "cpu", "--delay-s", 0.02, "--save-dir", tmp_path / "run",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *map(str, launcher(2) + arguments)], cwd=ROOT, stdin=subprocess.DEVNULL,
+        env=environment | {"LOCKSTEP_RECORD": str(records), "TMPDIR": str(meeting)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        while num_training_ranks(records) < 2:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        yield process, sorted(int(file.stem) for file in records.iterdir()), meeting
+    finally:
+        end_session(process.pid)
+        process.communicate()
+
+
+def stopped_once(process, tmp_path):
+    """What the group has printed, when all of it is gone."""
+    out, _ = process.communicate(timeout=100)
+    assert out.count("Stopped as asked; everything is saved.") == 1, out
+    assert "Traceback" not in out and "error:" not in out, out
+    assert left_of_session(process.pid) == []
+    assert_saved_as_preempted(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_stop_once_and_save(group, tmp_path):
+    """And what the launcher could not remove, the next one does."""
+    process, _, meeting = group
+    process.kill()
+    stopped_once(process, tmp_path)
+    (left,) = [folder for folder in meeting.iterdir() if folder.name.startswith(FOLDER)]
+    os.utime(left, (0, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(meeting))
+        with meeting_folder() as folder:
+            assert not left.exists()
+            with meeting_folder():
+                assert Path(folder).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_is_the_status_of_the_group(rank, group, tmp_path):
+    process, ranks, _ = group
+    os.kill(ranks[rank], signal.SIGTERM)
+    stopped_once(process, tmp_path)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_hang_up_of_the_launcher_is_passed_on(group, tmp_path):
+    process, _, _ = group
+    process.send_signal(signal.SIGHUP)
+    stopped_once(process, tmp_path)
+    assert process.returncode == 128 + signal.SIGHUP
+
+
+def test_folders_of_killed_launchers_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in (f"{FOLDER}stale", "lockstep-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rendezvous").touch()
+        os.utime(tmp_path / name, (0, 0))
+    with meeting_folder() as folder:
+        assert {path.name for path in tmp_path.iterdir()} == {"lockstep-other", Path(folder).name}
+        with meeting_folder() as other:
+            assert Path(folder).exists() and Path(other).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["lockstep-other"]
 
 
 @pytest.mark.slow

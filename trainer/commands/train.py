@@ -101,4 +101,4 @@ def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> in
     if len(agents) > 1:
         # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
         run.stop.await_own()
-    return EXIT_FINISHED if run.parallel.is_launched else run.stop.exit_status
+    return run.stop.exit_status if run.parallel.tells_signal else EXIT_FINISHED

@@ -29,7 +29,9 @@ class Parallel:
     for splitting data. gradient_divisor: what the wrapper divides summed gradients by. exchanges_in_forward: whether
     every forward waits for the other processes, so that all must make equally many. local_world_size: processes of
     this run on this machine. is_launched: whether a launcher waits for the exit status of this process, and starts it
-    again with the others, without whom it cannot try a step again. phase: what this process is doing; the loop says so.
+    again with the others, without whom it cannot try a step again. tells_signal: whether that launcher is this
+    trainer's own, to which a signal in the exit status is no failure. phase: what this process is doing; the loop says
+    so.
     """
 
     shard: tuple[int, int] = (0, 1)
@@ -37,6 +39,7 @@ class Parallel:
     exchanges_in_forward: bool = False
     local_world_size: int = 1
     is_launched: bool = False
+    tells_signal: bool = True
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self.use(devices)

@@ -49,6 +49,7 @@ class Distributed(Parallel):
         super().__init__()
         self.shard = (environment.rank, environment.world_size)
         self.gradient_divisor = environment.world_size
+        self.tells_signal = environment.is_self_launched
         self._flags = flags
         self._is_prompt = False
         if dist.is_initialized():

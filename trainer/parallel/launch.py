@@ -4,16 +4,18 @@ The processes of one run meet through a file and talk over the loopback interfac
 listens on a public address.
 """
 
+import fcntl
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -31,6 +33,10 @@ MOST_STARTS = 32
 EXIT_UNGUARDED = 64
 """Of a process that comes upon the start of the run again that it was started for; EX_USAGE of sysexits.h."""
 PROCESS_NAME = "Lockstep"
+NEW_FOR_S = 10
+"""So old a folder is at least before it counts as left behind: its launcher may be about to lock it."""
+FOLDER = "lockstep-meeting-"
+"""How the names of the temporary folders begin in which ranks meet."""
 STDOUT, STDERR = 1, 2
 
 
@@ -178,16 +184,47 @@ def launch(
     return status
 
 
+@contextmanager
+def meeting_folder() -> Iterator[str]:
+    """A temporary folder for the file in which ranks meet; those that killed launchers have left are removed before.
+
+    Whoever uses one holds a lock on it (`in_use`), which the kernel lets go of with the process, however it ends: the
+    ranks too, which outlive their launcher for as long as they save.
+    """
+    for stale in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with suppress(OSError), in_use(stale, fcntl.LOCK_EX):  # an error: of another user, or in use
+            if time.time() - stale.stat().st_mtime > NEW_FOR_S:
+                shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, in_use(folder):
+        yield folder
+
+
+@contextmanager
+def in_use(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
+    """Holds a lock on a folder. Raises OSError when somebody has one that excludes it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _run_in(folder: str, run: Callable[[RankEnvironment], int], environment: RankEnvironment) -> int:
+    with in_use(folder):
+        return run(environment)
+
+
 def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_checkpoints: bool) -> int:
     variables = {}
     if sys.platform == "linux":
         variables = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     failures: list[tuple[int, int]] = []
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, Launcher() as launcher:
+    with meeting_folder() as folder, Launcher() as launcher:
         ranks = {}
         for rank in range(world_size):
             environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{folder}/rendezvous")
-            ranks[launcher.start(functools.partial(run, environment), variables)] = rank
+            ranks[launcher.start(functools.partial(_run_in, folder, run, environment), variables)] = rank
         while launcher.running and not failures:
             failures = [(ranks[process], code) for process, code in launcher.wait().items() if code != 0]
     failed, exit_code = failures[0] if failures else (0, 0)

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import math
 import signal
 import sys
 import threading
@@ -17,6 +18,10 @@ AGENT_ASKS_WITHIN_S = 10.0
 """A torchrun agent looks for new nodes every `--monitor-interval`, 0.1 s unless told, and then asks its processes."""
 
 
+ONE_CTRL_C_S = 0.5
+"""A terminal and a launcher may both send one Ctrl-C, which then comes twice within less."""
+
+
 class StopRequest:
     """The handler of the stop signals. A second Ctrl-C leaves at once.
 
@@ -27,6 +32,7 @@ class StopRequest:
         self.signal_number: int | None = None
         self._pass_on = pass_on
         self._previous: dict[int, Any] = {}
+        self._asked_at = -math.inf
 
     def install(self) -> None:
         """A signal that is ignored, as nohup does with SIGHUP, stays ignored.
@@ -61,7 +67,9 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._pass_on is not None:
             self._pass_on(number)
-        if self.signal_number is not None and number == signal.SIGINT:
+        now, before = time.monotonic(), self._asked_at
+        self._asked_at = now
+        if self.signal_number is not None and number == signal.SIGINT and now - before > ONE_CTRL_C_S:
             sys.exit(128 + number)
         self.signal_number = number
 
