@@ -30,6 +30,7 @@ def test_labels_new_data(tmp_path, cache_dir):
     assert tables[0] == tables[1] and len(tables[0]) > 10
 
 
+@pytest.mark.slow
 @on_imagined_gpus(3)
 def test_a_frozen_encoder(tmp_path, cache_dir):
     run(cache_dir, *HAR, "--device", "cpu", "--save-dir", tmp_path / "first")
@@ -68,6 +69,7 @@ def test_measures_any_model():
     assert next(model.parameters()).device.type == "cpu"
 
 
+@pytest.mark.slow
 @on_imagined_gpus(2)
 def test_trains_from_python(tmp_path, cache_dir):
     settings = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "dtype": "float64", "num_threads": 1}

@@ -9,7 +9,7 @@ from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 
 CASES = {
     "two of three": ["--gpu-ids", "1,2", "--batch-size", 4, "--num-train", 25],  # the last batch is a single sample
-    "accumulation": ["--batch-size", 2, "--ema-decay", 0.9],
+    "accumulation": pytest.param(["--batch-size", 2, "--ema-decay", 0.9], marks=pytest.mark.slow),
 }
 DP = ["--multi-gpu", "dp"]
 

@@ -79,6 +79,7 @@ def test_memory_is_counted_and_runs_out():
     assert GPUS.memory_in_use(1) == 0
 
 
+@pytest.mark.slow
 @on_imagined_gpus()
 def test_a_backward_runs_in_the_threads_of_the_gpus():
     import threading

@@ -14,7 +14,9 @@ BAD_FIRST_EPOCH = [*POISONED, "--poisoned-epoch", 0]
 SETTINGS = {
     "accumulation": ["--batch-size", 3, "--grad-accum-steps", 3, "--max-grad-norm", 0],
     "ema": ["--ema-decay", 0.9, "--save-every-steps", 2],
-    "sgd with dropout": ["--optimizer", "sgd", "--momentum", 0.9, "--dropout", 0.3],
+    "sgd with dropout": pytest.param(
+        ["--optimizer", "sgd", "--momentum", 0.9, "--dropout", 0.3], marks=pytest.mark.slow
+    ),
     "skipped step": [*POISONED, "--epochs", 2, "--on-nonfinite", "skip", "--batch-norm", "--ema-decay", 0.9],
 }
 TASKS = {
@@ -71,6 +73,7 @@ def test_precisions(tmp_path, cache_dir):
         assert bool(state["scaler"]) == (amp == "fp16")
 
 
+@pytest.mark.slow
 @on_imagined_gpus(capability=(7, 5))
 def test_an_older_gpu_computes_in_fp16(tmp_path, cache_dir):
     tiny(cache_dir, tmp_path, "--device", "auto")
