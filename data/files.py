@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, stamp
+from trainer.loading.files import ARCHIVE_ERRORS, MOST_WHOLE, read_at_most, require_regular, stamp
 
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
@@ -84,9 +84,9 @@ class DataFile:
             yield content
 
     def read(self) -> bytes:
-        """The content. Raises BadInput."""
+        """The content. Raises BadInput, also for more than MOST_WHOLE bytes once it is unpacked."""
         with self.open() as file:
-            return file.read()
+            return read_at_most(file, MOST_WHOLE)
 
 
 class Folder(Source):
@@ -109,6 +109,7 @@ class Folder(Source):
                     yield file.relative_to(self.path).as_posix()
 
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        require_regular(self.path / name)
         return open(self.path / name, "rb")
 
 
@@ -145,7 +146,7 @@ class TarGz(Source):
         with reading_errors(self.where), closing(self._members()) as members:
             for name, stored in members:
                 if is_visible(name) and is_wanted(name):
-                    yield DataFile(self, name), _unpacked(name, stored).read()
+                    yield DataFile(self, name), read_at_most(_unpacked(name, stored), MOST_WHOLE)
 
     def names(self) -> Iterable[str]:
         return (name for name, _ in self._members())
@@ -155,7 +156,9 @@ class TarGz(Source):
         with closing(self._members()) as members:
             for found, stored in members:
                 if found == name:
-                    yield io.BytesIO(stored.read())  # a member of a stream does not do all that a file does
+                    yield io.BytesIO(
+                        read_at_most(stored, MOST_WHOLE)
+                    )  # a member of a stream does not do all that a file does
                     return
             raise _missing()
 
@@ -181,6 +184,7 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
             raise BadInput(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
             return Folder(path, where, depth=depth)
+        require_regular(path)
     if path.suffix == ".zip":
         return Zip(path, where)
     return TarGz(path, where) if path.name.endswith((".tar.gz", ".tgz")) else None
@@ -194,7 +198,8 @@ def reading_errors(where: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise BadInput(f"{where}: {error.strerror or error}; the data set is not complete") from None
     except ARCHIVE_ERRORS as error:
-        raise BadInput(f"{where}: cannot be read or is damaged ({error}); fetch it again") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise BadInput(f"{where}: cannot be read or is damaged ({reason}); fetch it again") from None
 
 
 def shown(names: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
 """New inertial signals to be labelled: one recording as a CSV, or windows that are cut already as a .npy."""
 
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -11,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
 from data.har.windows import SIGNALS, WindowFormat
 from trainer.loading.errors import BadInput
+from trainer.loading.files import lines_of, require_regular
 from trainer.loading.order import SampleKeys
 
 STANDING_STILL_G = (0.5, 2.0)
@@ -51,6 +53,7 @@ def read_new_windows(path: Path, wanted: WindowFormat = UCI_HAR) -> NewWindows:
     """
     label = f"--predict {path}"
     try:
+        require_regular(path)
         if path.suffix.lower() == ".npy":
             return NewWindows(_read_array(path, label, wanted), first_rows=None)
         rows = _read_recording(path, label, wanted.channels)
@@ -139,9 +142,9 @@ def _read_recording(path: Path, label: str, channels: Sequence[str]) -> np.ndarr
     return np.concatenate(parts) if parts else np.empty((0, len(channels)), np.float32)
 
 
-def csv_table(file: Iterable[str], label: str) -> tuple[list[str], Iterator[Line], bool]:
+def csv_table(file: IO[str], label: str) -> tuple[list[str], Iterator[Line], bool]:
     """The names of the columns (none of an empty file), the lines below, and whether numbers have decimal commas."""
-    text = iter(file)
+    text = lines_of(file)
     num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
     delimiter = delimiter_of(first)
     lines = csv_lines(chain([first], text), delimiter, label, num_blank)

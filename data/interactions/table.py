@@ -12,6 +12,7 @@ from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, parse_times
 from trainer.loading.errors import BadInput
+from trainer.loading.files import lines_of
 
 _ROWS_AT_ONCE = 1 << 16
 """So many lines at a time are taken apart, which bounds the memory that it takes."""
@@ -41,7 +42,7 @@ def read_table(file: DataFile, choice: ColumnChoice) -> Table:
     """Raises BadInput, naming file, line and reason, for whatever cannot be read. choice: columns that are given."""
     advice = "convert it, or give another file"
     with file.open() as content, reading_utf8(file.where, advice), io.TextIOWrapper(content, "utf-8-sig") as text:
-        lines = _fields(text, file.where)
+        lines = _fields(lines_of(text), file.where)
         head = list(islice(lines, 2))
         if not head:
             raise BadInput(f"{file.where}: is empty; give a file of interactions")

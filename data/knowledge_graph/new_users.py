@@ -7,6 +7,7 @@ import numpy as np
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
 from trainer.loading.errors import BadInput
+from trainer.loading.files import MOST_WHOLE, read_whole
 from trainer.loading.order import SampleKeys
 
 HEADER = "user"
@@ -23,7 +24,7 @@ def read_users(path: Path, catalogue: Catalogue) -> np.ndarray:
     is_trained_on = catalogue.train.sizes > 0
     label = f"--predict {path}"
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_whole(path, MOST_WHOLE).decode("utf-8-sig").splitlines()
     except OSError as error:
         raise BadInput(f"{label}: {error.strerror or error}; give a file with one user id a line") from None
     except UnicodeDecodeError as error:

@@ -93,7 +93,7 @@ def _from_text(file: DataFile, text: bytes) -> Numbers:
 def _from_array(file: DataFile, content: bytes) -> Numbers:
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError) as error:
         raise BadInput(f"{file.where}: is no array of numbers, or is damaged ({error}); fetch it again") from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise BadInput(

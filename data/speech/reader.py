@@ -16,7 +16,7 @@ from data.speech.layouts import Utterance, manifest_sound, utterances_of
 from data.speech.sources import Source, find, is_archive, opened
 from data.speech.text import normalise
 from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, refusing_disk_errors, stamp
+from trainer.loading.files import ARCHIVE_ERRORS, MOST_SOUND, read_whole, refusing_disk_errors, stamp
 
 Unreadable = Literal["skip", "refuse"]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -87,7 +87,7 @@ def read_recordings(path: Path, sample_rate: int) -> Corpus:
 def _read_recording(file: Path, sample_rate: int) -> np.ndarray:
     """(length,) int16, at least one sample."""
     try:
-        samples, rate = decode(file.read_bytes(), file.name)
+        samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
         if not len(samples):
             raise UnreadableAudio("has no samples")
     except (OSError, UnreadableAudio) as error:

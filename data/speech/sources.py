@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from data.files import is_visible
 from data.speech.audio_files import SUFFIXES
 from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, DISK_FULL, refusing_disk_errors
+from trainer.loading.files import ARCHIVE_ERRORS, DISK_FULL, MOST_SOUND, read_at_most, read_whole, refusing_disk_errors
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"
@@ -82,7 +82,7 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
     that leads out of it.
     """
     if path.is_dir():
-        yield Source(path, tuple(_names_in(path)), True, lambda name: (path / name).read_bytes())
+        yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND))
     elif is_archive(path):
         is_zip = path.name.lower().endswith(".zip")
         with ExitStack() as stack:
@@ -92,7 +92,7 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
                 raise BadInput(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
             yield Source(path, tuple(_visible(path, names)), False, read)
     elif path.name.lower().endswith(MANIFESTS):
-        yield Source(path.parent, (path.name,), True, lambda name: (path.parent / name).read_bytes())
+        yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND))
     else:
         raise BadInput(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
 
@@ -120,7 +120,12 @@ Archive = tuple[Iterable[str], Callable[[str], bytes]]
 @contextmanager
 def _zip(path: Path) -> Iterator[Archive]:
     with zipfile.ZipFile(path) as archive:
-        yield [name for name in archive.namelist() if not name.endswith("/")], archive.read
+        yield [name for name in archive.namelist() if not name.endswith("/")], lambda name: _member(archive, name)
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    with archive.open(name) as file:
+        return read_at_most(file, MOST_SOUND)
 
 
 @contextmanager
@@ -139,7 +144,7 @@ def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = archive.extractfile(member)
     assert file is not None, member.name  # a folder or a device
-    return file.read()
+    return read_at_most(file, MOST_SOUND)
 
 
 def _visible(path: Path, names: Iterable[str]) -> list[str]:

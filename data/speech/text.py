@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from trainer.loading.errors import BadInput
+from trainer.loading.files import MOST_RECORD, read_whole
 
 BLANK = 0
 Units = Literal["characters", "words"]
@@ -75,7 +76,7 @@ class Alphabet:
         """
         where = f"--alphabet {path}"
         try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            lines = read_whole(path, MOST_RECORD).decode("utf-8-sig").splitlines()
         except OSError as error:
             raise BadInput(f"{where}: {error.strerror or error}; give a file with one symbol a line") from None
         except UnicodeDecodeError as error:

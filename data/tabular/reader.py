@@ -13,6 +13,7 @@ from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
 from data.files import reading_errors
 from data.tabular.table import Column, Table, table_of_array
 from trainer.loading.errors import BadInput
+from trainer.loading.files import MOST_WHOLE, lines_of, require_regular
 
 MOST_COLUMNS = 1000
 
@@ -53,10 +54,11 @@ def _check_width(num_columns: int, where: str) -> None:
 
 def _read_csv(path: Path, where: str) -> Table:
     with reading_errors(where), reading_utf8(where, "save it as CSV in UTF-8"), _opened(path) as file:
-        return _parse_csv(file, where)
+        return _parse_csv(lines_of(file), where)
 
 
 def _opened(path: Path) -> IO[str]:
+    require_regular(path)
     if path.suffix.lower() == ".gz":
         return cast(IO[str], gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
     return path.open(encoding="utf-8-sig", newline="")
@@ -156,6 +158,11 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
     """Those of X, y and names that are there; X is. Nothing in the file is run."""
     try:
         with reading_errors(where), np.load(path, allow_pickle=False) as archive:
+            for part in archive.zip.infolist():
+                if part.file_size > MOST_WHOLE:
+                    raise BadInput(
+                        f"{where}: {part.filename} takes {part.file_size:,} bytes; {MOST_WHOLE:,} are the most"
+                    )
             if "X" not in archive:
                 raise BadInput(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
             return {name: archive[name] for name in ("X", "y", "names") if name in archive}

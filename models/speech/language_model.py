@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.loading.files import lines_of, require_regular
+
 START, END, UNKNOWN = "<s>", "</s>", "<unk>"
 SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")
 """How ARPA files of characters write a space."""
@@ -87,9 +89,10 @@ def read_arpa(path: Path) -> NGram:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Those that are not empty, with their numbers."""
+    require_regular(path)
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         try:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(lines_of(file), 1):
                 if line.strip():
                     yield number, line.strip()
         except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -15,7 +15,7 @@ import torch
 from trainer.checkpoint.format import CHECKSUM, RESUMABLE, checksum_of, flaw_of_checkpoint
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.loading.errors import BadInput
-from trainer.loading.files import refusing_disk_errors, stamp
+from trainer.loading.files import refusing_disk_errors, require_regular, stamp
 
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""
@@ -29,6 +29,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     damaged, holds anything else, lacks what is needed, or has an entry that no run writes.
     """
     with refusing_disk_errors(label):
+        require_regular(path)
         path.open("rb").close()
     try:
         if not verified:
@@ -85,6 +86,8 @@ def _refuse_changed_bits(path: Path) -> None:
         return  # nothing that torch writes today; torch.load says what it makes of it
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+            raise zipfile.BadZipFile("a part of it is compressed, which might unpack to anything")
         has_checksums = any(part.CRC for part in parts)  # torch can be told to leave them out
         damaged = archive.testzip() if has_checksums else None
     if damaged is not None:

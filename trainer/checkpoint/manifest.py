@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.checkpoint.format import flaw_of_manifest, sealed
-from trainer.loading.files import replace_text
+from trainer.loading.files import MOST_WHOLE, read_whole, replace_text
 from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"
@@ -53,10 +53,10 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
     say: gets a line about a damaged one. Raises OSError.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_whole(path, MOST_WHOLE))
     except FileNotFoundError:
         return []
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         say(f"{path} is damaged: it is no JSON object.")
         return []
     flaw = flaw_of_manifest(content)

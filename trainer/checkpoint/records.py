@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format import flaw_of_config
-from trainer.loading.files import refusing_disk_errors, replace_text
+from trainer.loading.files import MOST_RECORD, read_whole, refusing_disk_errors, replace_text
 
 CONFIG = "config.json"
 RESULTS = "results.json"
@@ -15,10 +15,10 @@ RESULTS = "results.json"
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """What `write_json` wrote; empty when there is no such file or it is damaged. say: gets a line if it is damaged."""
     try:
-        content = json.loads(path.read_bytes())
-    except OSError:
+        content = json.loads(read_whole(path, MOST_RECORD))
+    except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         say(f"{path} is damaged: it is no JSON object.")

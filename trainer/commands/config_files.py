@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import FlagGroup, Option, described, flag, nearest, options, shown
+from trainer.loading.files import MOST_RECORD, read_whole
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120
@@ -78,16 +79,21 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
     import tomllib  # here, so that a start without files does without
 
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # editors may put a mark in front
+        text = read_whole(path, MOST_RECORD).decode("utf-8-sig")  # editors may put a mark in front
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"is not text in UTF-8: {error.reason}") from None
     if path.suffix != ".json":
         try:
-            return tomllib.loads(text)
+            settings = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not valid TOML: {error}") from None
+        try:
+            _as_toml(settings)
+        except ValueError:
+            raise ValueError("holds a number of thousands of digits, which nothing can use") from None
+        return settings
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFlags, as_toml, with_origins
 from trainer.config import FlagGroup, flag, flag_name, flag_values
 from trainer.loading.errors import BadInput
+from trainer.loading.files import require_regular
 from trainer.loading.own_class import split_name
 from trainer.loop.blocks import BlockFlags
 from trainer.loop.plan import BatchFlags
@@ -135,6 +136,11 @@ class PredictFlags(FlagGroup):
     )
 
     def problems(self) -> list[str]:
+        if self.predict is not None and self.predict.exists() and not self.predict.is_dir():
+            try:
+                require_regular(self.predict)
+            except OSError as error:
+                return [f"--predict {self.predict}: {error.strerror}; give a file or a folder"]
         if self.output is None:
             return []
         given, target = f"--output {self.output}", self.output.resolve()

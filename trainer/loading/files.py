@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat as stat_of
 import tarfile
 import zipfile
 import zlib
@@ -17,6 +18,65 @@ ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.T
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
+
+
+MOST_LINE = 1 << 20
+"""Characters of a line of text that is read; a longer one is none that a person or a program has meant as such."""
+MOST_RECORD = 64 << 20
+"""Bytes of a small file: of settings, of the record of a run, of an alphabet."""
+MOST_WHOLE = 1 << 30
+"""Bytes of a file of data that is read as a whole, unpacked."""
+MOST_SOUND = 4 << 30
+"""Bytes of a recording: no wav is larger."""
+
+_BLOCK = 1 << 20
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """The content of a file. Raises OSError for one that is larger, and for what has no end or may wait for ever.
+
+    Of pipes those are read that a shell has made for this command, `<(...)`.
+    """
+    require_regular(path)
+    with path.open("rb") as file:
+        return read_at_most(file, most)
+
+
+def read_at_most(file: IO[bytes], most: int) -> bytes:
+    """The rest of a file. Raises OSError when that is more, without having read it."""
+    parts, left = [], most
+    while part := file.read(_BLOCK):  # all at once would take the memory for the most that it may be
+        left -= len(part)
+        if left < 0:
+            raise OSError(errno.EFBIG, f"is larger than {_size(most)}, the most that is read of such a file")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def require_regular(path: Path) -> None:
+    """Raises OSError for a device, a socket, and a pipe that is not the shell's."""
+    mode = path.stat().st_mode
+    if stat_of.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    is_of_shell = stat_of.S_ISFIFO(mode) and str(path).startswith("/dev/")
+    if not (stat_of.S_ISREG(mode) or is_of_shell):
+        raise OSError(errno.EINVAL, "is no file, but a device or a pipe")
+
+
+def lines_of(text: IO[str]) -> Iterator[str]:
+    """The lines of a text, whatever ends them. Raises OSError for one that is longer than MOST_LINE."""
+    while line := text.readline(MOST_LINE + 1):
+        if len(line) > MOST_LINE:
+            raise _line_too_long()
+        yield line
+
+
+def _line_too_long() -> OSError:
+    return OSError(errno.EFBIG, f"has a line of more than {MOST_LINE:,} characters")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 30} GiB" if num_bytes >= 1 << 30 else f"{num_bytes >> 20} MiB"
 
 
 @contextmanager

@@ -1,0 +1,197 @@
+"""What has no end, or unpacks to more than any valid file holds, is refused before it has taken the memory."""
+
+import gzip
+import os
+import tarfile
+import threading
+import tracemalloc
+import zipfile
+from io import BytesIO
+
+import pytest
+import torch
+
+import data.files
+import data.speech.sources
+from data.files import TarGz, Zip
+from data.har.recording import read_new_windows
+from data.interactions.reader import load_interactions
+from data.speech.reader import load_corpus, read_recordings
+from data.speech.text import Alphabet
+from data.tabular.reader import read_table
+from models.speech.language_model import read_arpa
+from tests.conftest import TINY, load
+from trainer.checkpoint.file import read_checkpoint
+from trainer.loading.errors import BadInput
+
+MEMORY = 200 << 20
+"""Bytes that a refusal may take, where what is refused unpacks to 3 GB."""
+ONE_LINE = gzip.compress(b"x" * (48 << 20)) * 64
+"""Members of gzip, one after the other: 3 GB, in 3 MB."""
+
+
+@pytest.fixture(autouse=True)
+def little_memory():
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MEMORY
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A named pipe that nobody writes into: whoever opens it would wait for ever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    # So that a test which fails ends.
+    rescue = threading.Timer(20, lambda: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)))
+    rescue.daemon = True
+    rescue.start()
+    yield path
+    rescue.cancel()
+    rescue.join()
+
+
+LINES = {
+    "ratings.txt.gz": lambda path: load_interactions(path, 1, path.parent / "cache"),
+    "table.csv.gz": lambda path: read_table(path),
+    "words.arpa.gz": lambda path: read_arpa(path),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_one_line_of_3_gb(name, tmp_path):
+    (tmp_path / name).write_bytes(ONE_LINE)
+    with pytest.raises((BadInput, OSError), match="has a line of more than 1,048,576 characters"):
+        LINES[name](tmp_path / name)
+
+
+def test_a_device(run_here, tmp_path):
+    """By each flag that names a file."""
+    for argv in (
+        ["--predict", "/dev/zero"], ["--config", "/dev/zero"], ["--resume-from", "/dev/zero"],
+        ["--task", "seqrec", "--data-dir", "/dev/zero"], ["--task", "kgat", "--data-dir", "/dev/zero"],
+        ["--task", "speech", "--data-dir", "/dev/zero"],
+        ["--task", "tabular", "--label", "x", "--data-dir", "/dev/zero"],
+    ):  # fmt: skip
+        _, err = run_here(*argv, "--save-dir", tmp_path / "new", "--num-threads", 1, "--device", "cpu", status=2)
+        assert err.startswith("error: --") and "/dev/zero: " in err, (argv, err)
+
+
+def test_each_reader_of_what_is_to_be_labelled(pipe, tmp_path):
+    (tmp_path / "x.wav").symlink_to("/dev/zero")
+    with pytest.raises(BadInput, match=r"x.wav: is no file, but a device or a pipe"):
+        read_recordings(tmp_path / "x.wav", 8000)
+    with pytest.raises(BadInput, match="is no file, but a device or a pipe"):
+        read_new_windows(pipe)
+
+
+def test_sound_that_a_manifest_names(tmp_path):
+    (tmp_path / "all.jsonl").write_text('{"audio_path": "/dev/zero", "text": "zero"}\n')
+    with pytest.raises(BadInput, match="is no file, but a device or a pipe"):
+        load_corpus(tmp_path / "all.jsonl", tmp_path)
+
+
+def test_a_pipe_for_each_file_of_a_run(train, pipe, tmp_path):
+    """It counts as damaged, and nobody waits for what it will never say."""
+    train(tmp_path / "run")
+    for name in ("config.json", "manifest.json", "memory.json", "results.json", "state.json"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        os.link(pipe, tmp_path / "run" / name)
+    out = train(tmp_path / "run", "--epochs", 2)
+    for name in ("config.json", "manifest.json", "memory.json"):
+        assert f"{name} is damaged" in out
+    assert "Resuming after optimizer step 3" in out
+
+
+def test_a_pipe_for_settings(pipe, refused, tmp_path):
+    refused([f"--config {pipe}: cannot be read: is no file, but a device or a pipe"], *TINY, "--config", pipe)
+
+
+def test_settings_from_the_shell_are_read(run_here, tmp_path):
+    """As `--config <(...)` gives them."""
+    read, write = os.pipe()
+    os.write(write, b"epochs = 3\n")
+    os.close(write)
+    out, _ = run_here("--config", f"/dev/fd/{read}", "--print-config")
+    os.close(read)
+    assert "epochs = 3" in out
+
+
+def test_a_checkpoint_that_unpacks_to_anything(train, tmp_path):
+    train(tmp_path / "run")
+    packed, stored = tmp_path / "packed.pth", tmp_path / "stored.pth"
+    torch.save(load(tmp_path / "run" / "last.pth"), stored)
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for part in old.namelist():
+            new.writestr(part, old.read(part))
+    read_checkpoint(stored, "x")
+    with pytest.raises(BadInput, match="a part of it is compressed"):
+        read_checkpoint(packed, "x")
+
+
+# --- members of archives -----------------------------------------------------------------------------------------
+
+
+def zipped(content):
+    file = BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("train.txt", content)
+    return file.getvalue()
+
+
+def tarred(content, name="train.txt"):
+    file = BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        archive.addfile(member, BytesIO(content))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz", "gz in tar.gz", "folder"])
+def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
+    monkeypatch.setattr(data.files, "MOST_WHOLE", 1 << 20)
+    content = bytes((1 << 20) + 1)
+    if kind == "folder":
+        (tmp_path / "train.txt.gz").write_bytes(gzip.compress(content))
+        source = data.files.Folder(tmp_path)
+    elif kind == "zip":
+        (tmp_path / "x.zip").write_bytes(zipped(content))
+        source = Zip(tmp_path / "x.zip")
+    else:
+        packed = tarred(gzip.compress(content), "train.txt.gz") if "gz in" in kind else tarred(content)
+        (tmp_path / "x.tar.gz").write_bytes(packed)
+        source = TarGz(tmp_path / "x.tar.gz")
+    with pytest.raises(BadInput, match="is larger than 1 MiB, the most that is read of such a file"):
+        source.files[0].read()
+    with pytest.raises(BadInput, match="is larger than 1 MiB"):
+        [*source.contents(lambda name: True)]
+
+
+def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.speech.sources, "MOST_SOUND", 1 << 20)
+    for name in ("x.zip", "x.tar"):
+        file = BytesIO()
+        content = bytes((1 << 20) + 1)
+        if name == "x.zip":
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr("a.wav", content)
+                archive.writestr("a.txt", "zero")
+        else:
+            with tarfile.open(fileobj=file, mode="w") as archive:
+                for member_name, member_content in {"a.wav": content, "a.txt": b"zero"}.items():
+                    member = tarfile.TarInfo(member_name)
+                    member.size = len(member_content)
+                    archive.addfile(member, BytesIO(member_content))
+        (tmp_path / name).write_bytes(file.getvalue())
+        with pytest.raises(BadInput, match="is larger than 1 MiB"):
+            load_corpus(tmp_path / name, tmp_path, unreadable="refuse")
+
+
+def test_an_alphabet_is_no_library(tmp_path):
+    with (tmp_path / "alphabet").open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(BadInput, match="is larger than 64 MiB"):
+        Alphabet.from_file(tmp_path / "alphabet", "characters")
