@@ -6,7 +6,6 @@ import difflib
 import inspect
 import math
 import operator
-import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.loading.errors import BadInput
+from trainer.loading.given import checked_path, checked_text, expanded, shortened
 
 LARGEST = 2**63 - 1
 """Of whole numbers: what the arithmetic of arrays holds."""
-MOST_SHOWN = 200
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -184,9 +183,9 @@ class Option:
             raise ValueError(f"must be {self._kind}")
         if self.type is Path:
             path = checked_path(text)
-            return path if path == self.default else _expanded(path)  # a default stays as runs have recorded it
+            return path if path == self.default else expanded(path)  # a default stays as runs have recorded it
         if self.type not in (int, float):
-            return _checked_text(text)
+            return checked_text(text)
         try:
             number = self.type(text)
         except ValueError:
@@ -205,41 +204,6 @@ class Option:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         return {int: "a whole number", float: "a number"}.get(self.type, "text")
-
-
-def checked_path(text: str) -> Path:
-    """The path, whether or not something is there. Raises ValueError for one that the system cannot look at."""
-    if any(not character.isprintable() and character != "\t" for character in _checked_text(text)):
-        raise ValueError("must not have control characters in its name")
-    try:
-        os.lstat(_expanded(Path(text)))
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # whether it has to be there is for others to say
-    except OSError as error:
-        raise ValueError(f"cannot be looked at: {error.strerror}") from None
-    return Path(text)
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')} with a home") from None
-
-
-def _checked_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("is not text in UTF-8") from None
-    if "\0" in text:
-        raise ValueError("must not hold a NUL byte")
-    return text
-
-
-def shortened(text: str) -> str:
-    """What a message shows of a value that may be of any length."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def options(*group_types: type) -> dict[str, Option]:

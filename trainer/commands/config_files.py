@@ -86,14 +86,14 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"is not text in UTF-8: {error.reason}") from None
     if path.suffix != ".json":
         try:
-            settings = tomllib.loads(text)
+            stated = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not valid TOML: {error}") from None
         try:
-            _as_toml(settings)
+            _as_toml(stated)
         except ValueError:
             raise ValueError("holds a number of thousands of digits, which nothing can use") from None
-        return settings
+        return stated
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import shortened
+from trainer.loading.given import shortened
 from trainer.parallel.devices import MultiDeviceFlags
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
