@@ -225,7 +225,7 @@ def be_part(name: str, device: str, is_small: bool, folder: Path) -> int:
 
 def end_with_parent() -> None:
     """The other end of standard input closes when the process that holds it is gone."""
-    sys.stdin.read()
+    os.read(0, 1)  # by sys.stdin it would hold a lock that forked workers, which close theirs, wait for
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
