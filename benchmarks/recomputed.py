@@ -35,6 +35,7 @@ COMMAND_LINES = {
     "tisasrec with mhc": ["--task", "seqrec"],
     "plmu": SPEECH,
     "lmu": [*SPEECH, "--model", "lmu", "--hidden-size", "128", "--num-heads", "4"],
+    "nano": ["--task", "tabular", "--num-tables", "64", "--num-val-tables", "4"],
 }
 NUM_WINDOWS = 2
 RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
