@@ -1,0 +1,33 @@
+"""The parts of benchmarks/gpu.py on an imagined GPU: those lines of them that only a GPU runs."""
+
+import importlib
+
+import pytest
+import torch
+
+from benchmarks.on_gpu import models, part
+from benchmarks.on_gpu.part import Report, Setting
+from tests.helpers.imagined_gpu import on_imagined_gpus
+
+PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "loop", "throughput", "saving"]
+"""Without those that fill a GPU's memory, and those that start processes."""
+QUICK = ("machine", "snapshot")
+MODELS = ("sasrec", "plmu")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PARTS]
+)
+@on_imagined_gpus(may_wait=True)
+def test_part_runs_on_an_imagined_gpu(name, tmp_path, cache_dir):
+    torch.cuda._sleep = lambda cycles: None
+    for other in models.MODELS.keys() - set(MODELS):
+        del models.MODELS[other]
+    (cache_dir / "lockstep").mkdir(exist_ok=True)
+    (tmp_path / part.CACHE).symlink_to(cache_dir / "lockstep")
+    setting = Setting("cuda", tmp_path / "part", is_small=True)
+    setting.folder.mkdir()
+    found = []
+    importlib.import_module(f"benchmarks.on_gpu.{name}").measure(setting, Report(found.append))
+    assert found
+    assert not [each for each in found if each.get("holds") is False]
