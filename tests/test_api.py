@@ -18,6 +18,7 @@ import trainer
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
 from trainer.parallel.errors import Failure
+from trainer.parallel.signals import ONE_CTRL_C_S
 from trainer.tasks import is_same_task, name_of
 from trainer.tasks.har import HarTask
 
@@ -181,7 +182,7 @@ def test_an_interrupted_fit_saves_and_goes_on_to_the_bit(step, acts, tmp_path):
 
 
 def test_a_second_interrupt_does_not_wait(acts, tmp_path):
-    acts(lambda: [interrupt(), interrupt()], 1)
+    acts(lambda: [interrupt(), time.sleep(ONE_CTRL_C_S + 0.1), interrupt()], 1)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
     assert trainer.fit(Actor, save_dir=tmp_path, **SETTINGS).run.state == "finished"

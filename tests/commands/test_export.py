@@ -84,7 +84,7 @@ def test_the_page(on_cpu, tmp_path, monkeypatch):
     assert (done.stdout, done.returncode) == (shown, 0), done.stderr
 
     weights = load(tmp_path / "checkpoints" / "spirals" / "best.pth")["model"]
-    for x, found in load(tmp_path / "found.pt"):
+    for x, found in torch.load(tmp_path / "found.pt"):
         for name in ("0", "2", "4"):
             x = torch.nn.functional.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
             x = x if name == "4" else torch.nn.functional.gelu(x)

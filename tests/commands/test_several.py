@@ -116,7 +116,8 @@ def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har,
     out = command("main.py", *argv).stdout
     recordings = HarTask(HarFlags(), 0, cache_dir)._recordings
     everyone = set(recordings.subjects[~recordings.is_test].tolist())
-    held_out = [read(tmp_path / f"fold-{k}" / "config.json")["config"]["--val-subjects"] for k in (1, 2)]
+    configs = [read(tmp_path / f"fold-{k}" / "config.json")["config"] for k in (1, 2)]
+    held_out = [[int(name) for name in config["--val-subjects"]] for config in configs]
     assert sorted([*held_out[0], *held_out[1]]) == sorted(everyone)
     summary = read(tmp_path / "summary.json")
     assert [(run["directory"], run["fold"], run["seed"]) for run in summary["runs"]] == [

@@ -1,12 +1,11 @@
 """A run -> a checkpoint -> a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer.checkpoint.manifest import verdict_of
 from trainer.loading.errors import BadInput
@@ -14,10 +13,6 @@ from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import Totals, share_of
-
-TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
-OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
-"""What these keep in the shape of a parameter."""
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
@@ -110,7 +105,6 @@ def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     position, step = Position(**state["position"]), state["step"]
     # Before there were evaluations within an epoch, every checkpoint within one came after its report.
     last_report = state.get("last_report", step if position.at_epoch_start else step - 1)
-    _refuse_other_shapes(state["optimizers"], learner.optimizers)
     run.parallel.load_moments(state["optimizers"], learner.optimizers)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
@@ -127,22 +121,6 @@ def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
         reported=_by_phase(state["reported"], first),
         skipped_steps=state.get("skipped_steps", 0),
     )
-
-
-def _refuse_other_shapes(saved: Mapping[str, Any], optimizers: Mapping[str, Sequence[Optimizer]]) -> None:
-    """Raises BadInput for moments of torch's own optimizers in another shape than their parameter's: it takes any."""
-    for phase, several in optimizers.items():
-        own_saved = saved.get(phase, [])
-        for optimizer, its in zip(several, own_saved if isinstance(own_saved, list) else [own_saved], strict=False):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for number, kept in its["state"].items():
-                for name in OF_A_PARAMETER & kept.keys() if isinstance(optimizer, TORCH_OPTIMIZERS) else ():
-                    if number < len(parameters) and kept[name].shape != parameters[number].shape:
-                        raise BadInput(
-                            f"optimizers.{phase}.state.{number}.{name} of the checkpoint has shape "
-                            f"{tuple(kept[name].shape)}, which is not that of its parameter; start over with --fresh, "
-                            "or begin with the weights alone: --init-from, in another --save-dir"
-                        )
 
 
 def _best(state: Mapping[str, Any]) -> Best | None:

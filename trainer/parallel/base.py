@@ -19,6 +19,10 @@ from trainer.task import Objective
 
 T = TypeVar("T")
 
+TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
+OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+"""What these keep in the shape of a parameter."""
+
 _SIX_NUMBERS = struct.Struct("<6q")
 
 
@@ -219,6 +223,7 @@ class Parallel:
                     "begin with its weights alone by --init-from"
                 )
             for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
+                _refuse_other_shapes(phase, its_saved["state"], optimizer)
                 optimizer.load_state_dict(self.own_moments(_with_settings_of(its_own, its_saved), optimizer))
 
     @contextmanager
@@ -256,6 +261,21 @@ def is_sharded(tensor: Tensor) -> bool:
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this process holds of tensors, in the same memory: of sharded ones a part, which may be empty."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+
+
+def _refuse_other_shapes(phase: str, saved: Mapping[int, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raises BadInput for moments of torch's own optimizers in another shape than their parameter's: it takes any."""
+    if not isinstance(optimizer, TORCH_OPTIMIZERS):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, kept in saved.items():
+        for name in OF_A_PARAMETER & kept.keys():
+            if number < len(parameters) and kept[name].shape != parameters[number].shape:
+                raise BadInput(
+                    f"optimizers.{phase}.state.{number}.{name} of the checkpoint has shape {tuple(kept[name].shape)}, "
+                    "which is not that of its parameter; start over with --fresh, or begin with the weights alone: "
+                    "--init-from, in another --save-dir"
+                )
 
 
 def _shapes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:

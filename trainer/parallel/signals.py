@@ -16,8 +16,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 AGENT_ASKS_WITHIN_S = 10.0
 """A torchrun agent looks for new nodes every `--monitor-interval`, 0.1 s unless told, and then asks its processes."""
-
-
 ONE_CTRL_C_S = 0.5
 """A terminal and a launcher may both send one Ctrl-C, which then comes twice within less."""
 
@@ -67,9 +65,9 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._pass_on is not None:
             self._pass_on(number)
-        now, before = time.monotonic(), self._asked_at
-        self._asked_at = now
-        if self.signal_number is not None and number == signal.SIGINT and now - before > ONE_CTRL_C_S:
+        if self.signal_number is None:
+            self._asked_at = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at > ONE_CTRL_C_S:
             sys.exit(128 + number)
         self.signal_number = number
 
