@@ -115,7 +115,7 @@ class TabularFlags(FlagGroup):
         "nano", "nano: cells attend to one another over columns and rows; tabicl: columns, rows, then the context, "
         "with the 27 million parameters of TabICL",
     )  # fmt: skip
-    width: int = flag(64, "nano: of the state of a cell", at_least=4)
+    width: int = flag(96, "nano: of the state of a cell", at_least=4)
     num_blocks: int = flag(3, "nano: blocks", at_least=1)
     num_heads: int = flag(4, "nano: heads of attention", at_least=1)
 
