@@ -48,7 +48,7 @@ class Loop(torch.nn.Module):
 """
 WITHOUT_THE_PROJECT = """
 import sys
-assert not any({root!r} in folder for folder in sys.path)
+assert {root!r} not in sys.path and "" not in sys.path
 {page}
 found = [(x, program(x)) for x in (torch.randn(size, 2) for size in (1, 2, 50))]
 torch.save(found, "found.pt")
