@@ -415,6 +415,23 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     *result = call.raised(*result);
 }
 
+// A softmax that reads 16 bits and writes 32, and its backward, are one kernel on a GPU alone.
+void softmax(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  auto input = stack->end() - 3;  // dim and half_to_float follow
+  if (stack->back().toBool()) {
+    *input = input->toTensor().to(at::kFloat);
+    stack->back() = false;
+  }
+  run_on_host(op, keys, stack);
+}
+
+void softmax_backward(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  auto type_of_input = stack->back().toScalarType();
+  stack->back() = (stack->end() - 4)->toTensor().scalar_type();  // of the gradient, which output and dim follow
+  run_on_host(op, keys, stack);
+  stack->back() = stack->back().toTensor().to(type_of_input);
+}
+
 // A cell of nn.LSTM, which has a kernel of its own on a GPU. gates: (batch, 4 x width), of input, forget, cell, output.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& before,
@@ -533,6 +550,10 @@ TORCH_LIBRARY_IMPL(aten, SparseCsrCUDA, m) { take_kernels_of(DispatchKey::Sparse
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* name : {"copy_", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  for (const char* name : {"_softmax", "_log_softmax"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
+  for (const char* name : {"_softmax_backward_data", "_log_softmax_backward_data"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
 }
