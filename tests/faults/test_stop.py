@@ -133,11 +133,10 @@ def test_one_ctrl_c_that_comes_twice_is_one_request():
 
 
 @pytest.fixture
-def group(environment, tmp_path):
+def group(environment, tmp_path, tmp_path_factory):
     """A self-launched group of two that trains, started in a session of its own: (launcher, ids of the ranks)."""
-    records, meeting = tmp_path / "records", tmp_path / "tmp"
+    records, meeting = tmp_path / "records", tmp_path_factory.mktemp("tmp")  # a path for sockets must be short
     records.mkdir()
-    meeting.mkdir()
     arguments = [
         "--task", WEIGHTED, "--epochs", 900, "--num-train", 24, "--batch-size", 4, "--num-threads", 1, "--num-workers",
         1, "--device", "cpu", "--delay-s", 0.02, "--save-dir", tmp_path / "run",

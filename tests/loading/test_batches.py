@@ -160,3 +160,16 @@ def test_a_trainer_ends_when_only_some_workers_could_start(environment):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "Too many open files" in done.stderr
+
+
+def test_a_batch_that_cannot_be_sent_ends_the_run(environment, tmp_path):
+    """The address of a socket in so long a folder would be too long."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    argv = [*TINY, "--num-workers", 1, "--save-dir", tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, "main.py", *map(str, argv)], cwd=ROOT, env=environment | {"TMPDIR": str(folder)},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "path too long" in done.stderr and "exited unexpectedly" in done.stderr

@@ -2,9 +2,12 @@
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.queues import Queue
 from typing import Any, Protocol
 
 import torch
@@ -177,3 +180,11 @@ def _depend_on_the_trainer(worker_id: int) -> None:
     # holds the trainer's connections too; while it lives, no other rank would notice that the trainer was killed.
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A batch that cannot be sent, for want of descriptors or by too long a TMPDIR, would be missed for ever.
+    Queue._on_queue_feeder_error = staticmethod(_end)  # type: ignore[attr-defined]
+
+
+def _end(error: Exception, batch: object) -> None:
+    """The trainer notices that this worker is gone."""
+    traceback.print_exception(error)
+    os._exit(1)
