@@ -1,5 +1,6 @@
 """From a command line to an exit status: reads the flags, and calls the command that they ask for."""
 
+import atexit
 import functools
 import os
 import signal
@@ -36,6 +37,11 @@ def run_process(
     """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it."""
     status = main(argv, several_devices, environment, task_type)
     if some_are_left():
+        exit_at_once(status)
+    if status != EXIT_FINISHED:
+        # After a failure threads may still wait for other processes in C++. One that comes back from there while the
+        # interpreter is being finalised would abort the process.
+        atexit._run_exitfuncs()
         exit_at_once(status)
     return status
 

@@ -115,6 +115,14 @@ def test_an_exception_is_told_once(world_size, where, phase, more, tracebacks, f
     assert_failed(run)
 
 
+def test_an_exception_with_a_thread_left_in_cpp(environment, tmp_path):
+    """Which would abort the process when it came back while the interpreter is being finalised."""
+    command = [sys.executable, "main.py", *map(str, TINY[:-4]), "--save-dir", str(tmp_path / "run")]
+    fault = {"LOCKSTEP_FAULT": "linger forward 0"}
+    run = subprocess.run(command, cwd=ROOT, env=environment | NO_GPU | fault, capture_output=True, text=True)
+    assert run.stderr.endswith("ValueError: the sky fell\n") and run.returncode == 1, run.stderr
+
+
 @slow
 def test_an_exception_of_the_main_process(faulty_run):
     run = faulty_run("raise forward 0", world_size=3)

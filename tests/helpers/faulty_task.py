@@ -6,7 +6,10 @@ first one of an evaluation.
 
 import os
 import signal
+import sys
+import threading
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -42,7 +45,25 @@ class Fault:
         elif self.what == "refuse":
             raise BadInput("the data ran away")
         else:
+            if self.what == "linger":
+                leave_thread_in_cpp()
             raise ValueError("the sky fell")
+
+
+class SlowEnd:
+    """Takes seconds when the interpreter is finalised."""
+
+    def __del__(self, sleep=time.sleep):  # this module's names may be gone
+        sleep(6)
+
+
+def leave_thread_in_cpp():
+    """A thread that waits in C++, and comes back while the interpreter is being finalised."""
+    sys.slow_end = SlowEnd()
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=3))
+    threading.Thread(target=store.wait, args=(["never"],), daemon=True).start()
+    time.sleep(0.5)
 
 
 class FaultySequences(Sequences):
