@@ -23,8 +23,8 @@
 #   itself must not notice: it dies of USR1, and on TERM it kills its workers 30 s later, saved or not.
 #   The workers stop together, save, and return 0, and so do torchrun and srun.
 #
-# A node that dies takes the lock of --save-dir with it. SLURM then queues the job again by itself, and where it lands on
-# another node the run is refused. When you know that no other job uses that folder, submit it with --take-over-lock.
+# A node that dies leaves its lock in --save-dir. SLURM then queues the job again by itself, and since it has the same job
+# id, and has been started once more, it takes the lock over.
 
 set -u
 

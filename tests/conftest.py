@@ -230,11 +230,12 @@ def largest_difference(a: dict, b: dict) -> float:
     return max(float((x - b["model"][k]).abs().max() / x.abs().max()) for k, x in a["model"].items())
 
 
-REFUSAL = ("lock", "state.json")
+LOCKS = ("lock", "lock.held")
+REFUSAL = (*LOCKS, "state.json")
 """What a refusal may change of a run: who was there, and what became of it."""
 
 
-def contents(directory: Path, leave_out: tuple[str, ...] = ("lock",)) -> dict[str, bytes]:
+def contents(directory: Path, leave_out: tuple[str, ...] = LOCKS) -> dict[str, bytes]:
     """Every file with its bytes; the lock names whoever looked last."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files if path.name not in leave_out}

@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 
+from tests.helpers.temporary_names import name_of
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 
@@ -41,6 +42,8 @@ def disk_operations(monkeypatch):
         real = getattr(os, name)
 
         def call(*args, **kwargs):
+            if describe(*args)[-1] == "lock":
+                return real(*args, **kwargs)
             if len(operations) in failures:
                 raise failures[len(operations)]
             operations.append(describe(*args))
@@ -48,8 +51,8 @@ def disk_operations(monkeypatch):
 
         monkeypatch.setattr(os, name, call)
 
-    wrap("fsync", lambda fd: ("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_size))
-    wrap("rename", lambda source, target: ("rename", os.path.basename(source), os.path.basename(target)))
+    wrap("fsync", lambda fd: ("fsync", name_of(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_size))
+    wrap("rename", lambda source, target: ("rename", name_of(source), name_of(target)))
     return operations, failures
 
 

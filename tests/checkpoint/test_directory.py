@@ -11,7 +11,6 @@ import pytest
 
 from tests.checkpoint.conftest import Crash, checkpoints, names, save
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, load
-from trainer.checkpoint.records import write_json
 from trainer.cli import main
 from trainer.loading.errors import BadInput
 
@@ -102,7 +101,7 @@ def test_files_honour_the_umask(opened):
     try:
         directory, _ = opened()
         save(directory, 1)
-        write_json(directory.path / "config.json", {})
+        directory.write_json("config.json", {})
     finally:
         os.umask(old)
     for path in directory.path.iterdir():
@@ -197,9 +196,9 @@ def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
         failures.clear()
         assert not names(directory.path, "*.tmp"), n
         assert (directory.path / "checkpoint_1.pth").read_bytes() == good
-        again, said = opened(keep=1)
+        directory, said = opened(keep=1)
         assert said == []
-        assert again.load_newest()["step"] == 10
+        assert directory.load_newest()["step"] == 10
     save(directory, 2, best_epoch=2)
     assert directory.load_newest()["step"] == 20
 

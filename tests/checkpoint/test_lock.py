@@ -1,83 +1,142 @@
 """One job at a time in a run directory, and the next one when it is gone."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from contextlib import suppress
 
 import pytest
 
+import trainer.checkpoint.lock
+from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, TINY, WEIGHTED
-from trainer.checkpoint.lock import release_lock, take_lock
+from tests.helpers.machines import race
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.lock import Holder, JobName, LockTaken, take_lock
+from trainer.checkpoint.retention import Retention
 from trainer.cli import main
 from trainer.loading.errors import BadInput
+from trainer.parallel.environment import job_of_launcher
 
 HOLD = (
     "import sys; from pathlib import Path; from trainer.checkpoint.lock import take_lock; "
     "lock = take_lock(Path(sys.argv[1]), take_over=False); print('held', flush=True); sys.stdin.read()"
 )
+ELSEWHERE = "process 7 on node-12.cluster"
+STALE_S = 0.6
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Another process that holds the lock of tmp_path."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
+def hold(tmp_path):
+    """Starts another process that holds the lock of tmp_path."""
+    processes = []
+
+    def start(*within):
+        process = subprocess.Popen(
+            [*within, sys.executable, "-c", HOLD, str(tmp_path)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
-def take(directory, take_over=False):
-    release_lock(take_lock(directory, take_over))
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(trainer.checkpoint.lock, "STALE_S", STALE_S)
+    monkeypatch.setattr(trainer.checkpoint.lock, "RENEW_S", STALE_S / 10)
 
 
-def test_a_living_holder_is_named_and_not_displaced(holder, tmp_path):
+@pytest.fixture
+def left_elsewhere(tmp_path):
+    """The lock of tmp_path as a job on another machine leaves it."""
+
+    def leave(job=None):
+        (tmp_path / "lock").write_text(str(Holder(ELSEWHERE, "another", job, "00000000")))
+        return tmp_path / "lock"
+
+    return leave
+
+
+def take(directory, take_over=False, job=None):
+    """Returns how long that took."""
+    began = time.monotonic()
+    take_lock(directory, take_over, job).release()
+    return time.monotonic() - began
+
+
+# --- on one machine ----------------------------------------------------------------------------------------------
+
+
+def test_a_living_holder_is_named_and_not_displaced(hold, tmp_path):
+    holder, job = hold(), JobName("of the user: me")
     for take_over in (False, True):
         with pytest.raises(BadInput, match=f"in use by process {holder.pid} on {socket.gethostname()}; wait for it"):
-            take(tmp_path, take_over)
+            take(tmp_path, take_over, job)
 
 
-def test_a_dead_holder_is_succeeded(holder, tmp_path):
+def test_a_dead_holder_is_succeeded_at_once(hold, tmp_path):
+    holder = hold()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert f"process {holder.pid} " in (tmp_path / "lock").read_text()
-    take(tmp_path)
+    assert take(tmp_path) < 1
 
 
-def test_a_lock_left_by_another_host_needs_a_flag(tmp_path, capsys, signals_restored):
-    left = "process 7 on node-12.cluster"
-    (tmp_path / "lock").write_text(left + "\n")
-    argv = ["--task", WEIGHTED, "--epochs", "1", "--num-threads", "1", "--save-dir", str(tmp_path)]
-    assert main(argv, several_devices=False) == 2
-    (message,) = capsys.readouterr().err.splitlines()
-    assert message.startswith(f"error: --save-dir {tmp_path}: in use by {left}, or left by it")
-    assert "--take-over-lock" in message
-    assert (tmp_path / "lock").read_text() == left + "\n"
-    assert not (tmp_path / "config.json").exists()
-    assert main([*argv, "--take-over-lock"], several_devices=False) == 0
-    assert main(argv, several_devices=False) == 0
+def in_namespaces(*kinds):
+    """The command that starts another one in namespaces of its own, or a skip."""
+    command = ["unshare", "--map-root-user", *kinds]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("this system does not let a user make namespaces")
+    return command
+
+
+def test_a_dead_holder_whose_host_had_another_name_is_succeeded_at_once(hold, tmp_path):
+    """As in a container that is killed and started again."""
+    script = 'hostname pod-1 && exec "$@"'
+    holder = hold(*in_namespaces("--uts"), "sh", "-c", script, "sh")
+    assert (tmp_path / "lock").read_text().startswith(f"process {holder.pid} on pod-1\n")
+    holder.kill()
+    holder.wait()
+    assert take(tmp_path) < 1
+
+
+def test_two_pid_namespaces_keep_each_other_out(hold, tmp_path):
+    """Their processes may have the same number, and do not see each other."""
+    hold(*in_namespaces("--pid", "--fork", "--mount-proc", "--kill-child"))
+    with pytest.raises(BadInput, match=r"in use by process 1 on .*; wait for it"):
+        take(tmp_path, take_over=True)
 
 
 def test_held_it_names_this_process_and_released_nobody(tmp_path):
     lock = take_lock(tmp_path, take_over=False)
-    assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-    release_lock(lock)
+    assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.release()
     assert (tmp_path / "lock").read_text() == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "lock.held"}
 
 
 @pytest.mark.parametrize("content", [b"", b"process 12", b"\xff\xfe\x00", b"anything else", b"x" * 5000])
 def test_a_damaged_file_keeps_nobody_out(content, tmp_path):
     (tmp_path / "lock").write_bytes(content)
-    take(tmp_path)
+    assert take(tmp_path) < 1
     assert (tmp_path / "lock").read_bytes() == b""
 
 
@@ -95,9 +154,205 @@ def test_two_jobs_on_one_folder(refused, tmp_path, environment):
         while not (tmp_path / "config.json").exists():
             assert first.poll() is None
             time.sleep(0.02)
-        for more in ([], ["--fresh"]):
+        for more in ([], ["--fresh"], ["--take-over-lock"]):
             refused([f"--save-dir {tmp_path}: in use by process {first.pid} "], *args, *more)
         assert not list(tmp_path.glob("previous-*"))
     finally:
         first.kill()
         first.wait()
+
+
+# --- on several machines, whose file system carries no locks --------------------------------------------------------
+
+
+def test_a_lock_that_nobody_renews_is_taken_over(left_elsewhere, impatient, tmp_path, capsys, signals_restored):
+    left_elsewhere()
+    argv = ["--task", WEIGHTED, "--epochs", "1", "--num-threads", "1", "--save-dir", str(tmp_path)]
+    began = time.monotonic()
+    assert main(argv, several_devices=False) == 0
+    assert time.monotonic() - began > STALE_S
+    assert f"in use by {ELSEWHERE}, or left by it when it died; waiting for 1 s" in capsys.readouterr().out
+
+
+def test_the_flag_spares_the_wait(left_elsewhere, tmp_path):
+    left_elsewhere()
+    assert take(tmp_path, take_over=True) < 1
+
+
+@pytest.mark.parametrize("by", [+1, -3600])
+def test_a_lock_that_is_renewed_is_not_taken_over(by, left_elsewhere, impatient, tmp_path):
+    """Also by a clock that goes back."""
+    lock, until = left_elsewhere(), threading.Event()
+
+    def renew():
+        now = int(time.time())
+        while not until.wait(STALE_S / 4):
+            now += by
+            os.utime(lock, (now, now))
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(BadInput, match=f"in use by {ELSEWHERE}; wait for it or choose another folder"):
+            take(tmp_path)
+    finally:
+        until.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("hours", [-24, 24])
+def test_the_age_by_the_clock_does_not_count(hours, left_elsewhere, impatient, tmp_path):
+    """Two machines, or one after a change of its clock, need not agree."""
+    then = time.time() + 3600 * hours
+    os.utime(left_elsewhere(), (then, then))
+    assert STALE_S < take(tmp_path) < STALE_S + 1
+
+
+def test_a_lock_that_is_released_meanwhile_is_taken(left_elsewhere, tmp_path):
+    lock = left_elsewhere()
+    threading.Timer(0.3, lambda: lock.write_text("")).start()
+    assert 0.2 < take(tmp_path) < 5
+
+
+def test_a_holder_renews_its_lock(impatient, tmp_path):
+    lock = take_lock(tmp_path, take_over=False)
+    os.utime(tmp_path / "lock", (0, 0))
+    time.sleep(STALE_S / 2)
+    assert (tmp_path / "lock").stat().st_mtime > 0
+    lock.release()
+    os.utime(tmp_path / "lock", (0, 0))
+    time.sleep(STALE_S / 4)
+    assert (tmp_path / "lock").stat().st_mtime == 0
+
+
+SLURM = {"SLURM_JOB_ID": "12"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_same"),
+    [
+        (SLURM, SLURM | {"SLURM_RESTART_COUNT": "1"}, True),
+        (SLURM | {"SLURM_RESTART_COUNT": "9"}, SLURM | {"SLURM_RESTART_COUNT": "10"}, True),
+        (SLURM, SLURM, False),  # two steps of one job may run at once
+        (SLURM | {"SLURM_RESTART_COUNT": "2"}, SLURM | {"SLURM_RESTART_COUNT": "1"}, False),
+        (SLURM, {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "1"}, False),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, True),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}, False),
+        ({"TORCHELASTIC_RUN_ID": "12"}, SLURM, False),
+        (SLURM | {"SLURM_RESTART_COUNT": "x"}, SLURM, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_later_start_of_the_same_job_does_not_wait(before, now, is_same, left_elsewhere, impatient, tmp_path):
+    jobs = [JobName(*job) if job else None for job in map(job_of_launcher, (before, now))]
+    left_elsewhere(jobs[0])
+    assert (take(tmp_path, job=jobs[1]) < STALE_S) == is_same
+
+
+def test_the_user_can_name_the_job(left_elsewhere, tmp_path, capsys, signals_restored):
+    left_elsewhere(JobName("of the user: job-5"))
+    argv = ["--task", WEIGHTED, "--epochs", "1", "--num-threads", "1", "--save-dir", str(tmp_path)]
+    assert main([*argv, "--job-id", "job-5"], several_devices=False) == 0
+    assert "waiting" not in capsys.readouterr().out
+
+
+# --- fencing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_holders(left_elsewhere, tmp_path):
+    """(one that does not know that it has lost the directory, its successor)"""
+    directories = [RunDirectory(tmp_path, Retention(3), print) for _ in range(2)]
+    for directory in directories:
+        directory.acquire(take_over_lock=True)  # the kernel does not keep a process from its own lock
+        if directory is directories[0]:
+            directory.save(state_at(1))
+    yield directories
+    for directory in directories:
+        directory.release()
+
+
+def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp_path):
+    old, new = two_holders
+    new.save(state_at(2))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    who = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
+    for write in (lambda: old.save(state_at(3)), lambda: old.write_json("state.json", {}), old.mark_final):
+        with pytest.raises(LockTaken, match=f"was taken over by {who} while this one gave no sign of life"):
+            write()
+    assert old.is_taken and not new.is_taken
+    old.release()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    new.save(state_at(4))
+
+
+def test_what_is_renamed_in_the_moment_of_a_taking_is_not_renamed(tmp_path, monkeypatch):
+    """Frozen between reading the lock and renaming."""
+    old, new = (RunDirectory(tmp_path, Retention(3), print) for _ in range(2))
+    old.acquire()
+    old.save(state_at(1))
+    require = old.writer.require
+
+    def freeze():
+        require()
+        monkeypatch.setattr(old.writer, "require", require)
+        new.acquire(take_over_lock=True)
+
+    monkeypatch.setattr(old.writer, "require", freeze)
+    with pytest.raises(LockTaken):
+        old.save(state_at(2))
+    assert [entry.epoch for entry in new.entries] == [1]
+    new.save(state_at(2))
+    assert new.load_newest()["step"] == 20
+    new.release()
+
+
+def test_training_ends_soon_when_the_directory_was_taken_over(tmp_path, capsys, signals_restored, impatient):
+    argv = [*TINY, "--epochs", 1000, "--delay-s", 0.1, "--save-dir", tmp_path]
+    other = RunDirectory(tmp_path, Retention(3), print)
+
+    def displace():
+        while not (tmp_path / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        other.acquire(take_over_lock=True)
+
+    thread = threading.Thread(target=displace)
+    thread.start()
+    assert main(list(map(str, argv)), several_devices=False) == 2
+    thread.join()
+    assert f"error: --save-dir {tmp_path}: was taken over by process {os.getpid()} " in capsys.readouterr().err
+    other.release()
+
+
+def outcome(folder, *race_arguments):
+    """(steps that were promised twice, the newest promised, the newest on the disk, takings, freezings)."""
+    promised, takings, freezings = race(folder, *race_arguments)
+    directory = RunDirectory(folder, Retention(3), print)
+    directory.acquire(take_over_lock=True)
+    newest = directory.load_newest()["step"]
+    directory.release()
+    return [step for step, times in Counter(promised).items() if times > 1], max(promised), newest, takings, freezings
+
+
+@pytest.mark.parametrize(
+    ("num_races", "seconds"), [(1, 3.0), pytest.param(20, 10.0, marks=pytest.mark.slow)], ids=["one", "many"]
+)
+def test_frozen_machines_never_save_beside_another(num_races, seconds, tmp_path):
+    first_seed = int(os.environ.get("LOCKSTEP_SEED", "0"))
+    totals = Counter()
+    for seed in range(first_seed, first_seed + num_races):
+        twice, promised, newest, takings, freezings = outcome(tmp_path / f"{seed}" / "run", seed, 4, seconds)
+        assert not twice and newest >= promised, f"LOCKSTEP_SEED={seed}"
+        totals.update(takings=takings, freezings=freezings)
+    print(dict(totals))
+    assert totals["takings"] > 2 and totals["freezings"] > 2
+
+
+@pytest.mark.slow
+def test_races_tell_where_the_lock_is_not_read(tmp_path):
+    for seed in range(20):
+        twice, *_ = outcome(tmp_path / f"{seed}" / "run", seed, 4, 4.0, "unread")
+        if twice:
+            return
+    raise AssertionError("no race found it")

@@ -8,7 +8,6 @@ import torch
 from tests.checkpoint.conftest import names, save
 from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, load, read_metrics
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.records import write_json
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.checkpoint.weights import load_best_weights
 from trainer.loading.errors import BadInput
@@ -116,7 +115,7 @@ def test_leftover_temporary_files_are_removed(opened):
 def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(opened):
     directory, _ = opened()
     (directory.path / "checkpoint_1.tmp").write_bytes(b"half")
-    write_json(directory.path / "config.json", {})
+    directory.write_json("config.json", {})
     assert not opened()[0].has_checkpoint
 
 
@@ -140,7 +139,7 @@ def test_no_intact_checkpoint_left_is_said_each_time(opened):
 def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
     directory, _ = opened()
     save(directory, 1).write_bytes(b"damaged")
-    write_json(directory.path / "results.json", {"step": 10})
+    directory.write_json("results.json", {"step": 10})
     for path in directory.path.iterdir():
         if path.name not in left:
             path.unlink()

@@ -11,8 +11,9 @@ from itertools import count
 
 import pytest
 
-from tests.conftest import ROOT, WEIGHTED, launcher
+from tests.conftest import LOCKS, ROOT, WEIGHTED, launcher
 from tests.helpers.processes import free_port
+from trainer.checkpoint.lock import Lock
 from trainer.commands.state import STATE
 from trainer.parallel.signals import ONE_CTRL_C_S
 
@@ -64,7 +65,7 @@ def newest(directory):
 
 
 def everything_but_the_state(directory):
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (STATE, "lock"))
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (STATE, *LOCKS))
     return {path: path.read_bytes() for path in files}
 
 
@@ -133,8 +134,10 @@ def test_a_kill_leaves_it_running(happening, command, tmp_path):
     assert state_of(tmp_path / "run")["state"] == "running"
 
 
-def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path):
-    statement = "(directory / 'state.tmp').mkdir(); raise BadInput('the data ran away')"
+def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(Lock, "temporary", Lock.temporary)  # so that it is put back
+    lock = "__import__('trainer.checkpoint.lock').checkpoint.lock.Lock"
+    statement = f"{lock}.temporary = lambda self, path: directory / 'gone' / 'a'; raise BadInput('the data ran away')"
     _, err = run_here(*happening(statement), status=2)
     assert err == "error: the data ran away\n"
     assert state_of(tmp_path / "run")["state"] == "running"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import TINY, assert_same_bits, contents, launcher, load
+from tests.conftest import REFUSAL, TINY, assert_same_bits, contents, launcher, load
 from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
@@ -65,7 +65,7 @@ def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
     file = save(content, tmp_path / "x.pth")
     message = f"{flag} {file}: is no checkpoint: it has no entry `model` with the weights, and is no state dict either"
     refused([message], *TINY, flag, file, "--save-dir", tmp_path / "run")
-    assert not contents(tmp_path / "run", ("lock", "state.json"))
+    assert not contents(tmp_path / "run", REFUSAL)
 
 
 def test_all_or_nothing():
@@ -170,7 +170,7 @@ def test_nothing_that_fits(refused, tmp_path):
     file = save({"a.weight": torch.ones(3, 3), "a.bias": torch.ones(3)}, tmp_path / "x.pth")
     parts = "nothing in it fits the model: the file has a.weight, a.bias, the model layers.0.weight, layers.1.weight, "
     refused([parts], *TINY, "--init-from-partial", file, "--save-dir", tmp_path / "run")
-    assert not contents(tmp_path / "run", ("lock", "state.json"))
+    assert not contents(tmp_path / "run", REFUSAL)
 
 
 def test_buffers_are_taken_like_parameters():

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.helpers.temporary_names import name_of
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.lock import LOCK
+from trainer.checkpoint.lock import KERNEL_LOCK, LOCK
 
 LOGS = ("train.log", "val.log", "metrics.jsonl")
 
@@ -85,7 +86,7 @@ class DiskRecorder:
         if isinstance(path, int):
             return False
         path = Path(os.fsdecode(path))
-        return path.parent.resolve() == self._folder and path.name != LOCK
+        return path.parent.resolve() == self._folder and name_of(path) not in (LOCK, KERNEL_LOCK, f"{LOCK}.tmp")
 
     def _traced_open(
         self,
@@ -99,7 +100,7 @@ class DiskRecorder:
     ) -> Any:
         if mode.strip("bt") not in ("w", "a") or not self._watches(file):
             return self._open(file, mode, buffering, encoding, errors, newline, **rest)
-        buffered = io.BufferedWriter(_RecordedFile(self, Path(file).name, file, mode.strip("bt")))
+        buffered = io.BufferedWriter(_RecordedFile(self, name_of(file), file, mode.strip("bt")))
         if "b" in mode:
             return buffered
         return io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
@@ -109,20 +110,20 @@ class DiskRecorder:
         if path == self._folder:
             self.happens(Operation("sync directory", "."), lambda: self._fsync(descriptor))
         elif self._watches(path):
-            self.happens(Operation("fsync", path.name), lambda: self._fsync(descriptor))
+            self.happens(Operation("fsync", name_of(path)), lambda: self._fsync(descriptor))
         else:
             self._fsync(descriptor)
 
     def _traced_pair(self, real: Callable[..., None], kind: str, source: Any, target: Any, **kwargs: Any) -> None:
-        if self._watches(source) and self._watches(target):
-            operation = Operation(kind, Path(source).name, Path(target).name)
+        if name_of(source) != name_of(target) and self._watches(source) and self._watches(target):
+            operation = Operation(kind, name_of(source), name_of(target))
             self.happens(operation, lambda: real(source, target, **kwargs))
         else:
             real(source, target, **kwargs)
 
     def _traced_unlink(self, real: Callable[..., None], path: Any, **kwargs: Any) -> None:
         if not kwargs and self._watches(path) and os.path.lexists(path):
-            self.happens(Operation("unlink", Path(path).name), lambda: real(path))
+            self.happens(Operation("unlink", name_of(path)), lambda: real(path))
         else:
             real(path, **kwargs)
 

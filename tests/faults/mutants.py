@@ -87,14 +87,14 @@ def named_before_flushed() -> None:
 def listed_after_named() -> None:
     """The checkpoint gets its name before the manifest knows it."""
     write, flush = trainer.checkpoint.directory.write_manifest, trainer.checkpoint.directory.flush_path
-    late: list[tuple[Path, Any]] = []
+    late: list[tuple[Any, ...]] = []
 
     def flush_and_write(path: Path) -> None:
         flush(path)
         while late:
             write(*late.pop())
 
-    trainer.checkpoint.directory.write_manifest = lambda path, entries: late.append((path, entries))
+    trainer.checkpoint.directory.write_manifest = lambda *args: late.append(args)
     trainer.checkpoint.directory.flush_path = flush_and_write
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load
+from tests.conftest import LOCKS, ROOT, WEIGHTED, assert_same_bits, load
 
 SLOWLY = ["--task", WEIGHTED, "--num-train", 24, "--global-batch-size", 8, "--lr", 0.01, "--num-threads", 1,
           "--epochs", 6, "--delay-s", 0.2]  # fmt: skip
@@ -110,7 +110,8 @@ def test_stopped_by_a_signal_all_save_and_the_same_command_goes_on(number, start
     command("main.py", *argv)
     for seed in (0, 1, 2):
         assert_same_as_by_hand(directory, SLOWLY, seed, cli)
-    assert sorted(path.name for path in directory.iterdir()) == ["lock", "seed-0", "seed-1", "seed-2", "summary.json"]
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == [*LOCKS, "seed-0", "seed-1", "seed-2", "summary.json"]
 
 
 @pytest.mark.slow

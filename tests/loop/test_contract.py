@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import TINY, contents
+from tests.conftest import REFUSAL, TINY, contents
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
 from trainer.tasks import TASKS
 
@@ -125,7 +125,7 @@ BEFORE_TRAINING = {
 def test_what_the_start_can_see_is_refused_before_training(task, message, refused, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "broken", lambda: task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
-    assert not contents(tmp_path, ("lock", "state.json"))
+    assert not contents(tmp_path, REFUSAL)
 
 
 def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):

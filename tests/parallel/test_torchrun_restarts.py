@@ -72,12 +72,14 @@ def test_a_lock_that_a_lost_node_of_the_same_job_left_is_taken_over(under_torchr
 
 
 @pytest.mark.parametrize("agents", [[], ["another"], None, 7])
-def test_a_lock_of_another_job_is_not(agents, under_torchrun, start, tmp_path):
+def test_a_lock_of_another_job_is_not(agents, under_torchrun, start, tmp_path, monkeypatch):
+    """Before nobody has renewed it for a while."""
     start()
+    monkeypatch.setattr("trainer.checkpoint.lock._is_renewed", lambda path: True)
     (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
     rewrite_config(tmp_path / "run", torchrun_agents=agents)
     _, err = start(status=2)
-    assert f"in use by {ELSEWHERE}, or left by it" in err
+    assert f"in use by {ELSEWHERE}; wait for it" in err
 
 
 @pytest.mark.parametrize("restarted", [True, False])

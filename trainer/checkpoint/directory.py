@@ -6,6 +6,7 @@ old state or the new one.
 """
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -13,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from trainer.checkpoint.file import CheckpointReader, write_checkpoint
-from trainer.checkpoint.lock import LOCK, release_lock, take_lock
+from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, JobName, Lock, LockTaken, Writer, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
 from trainer.checkpoint.records import RESULTS, read_config, read_json
-from trainer.checkpoint.recovery import find_checkpoints, put_in_place, set_aside
+from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
 from trainer.loading.errors import BadInput
@@ -50,18 +51,18 @@ class RunDirectory:
         self.earlier_attempt: dict[str, Any] | None = None
         self._retention = retention
         self._say = say
-        self._lock: IO[str] | None = None
+        self._lock: Lock | None = None
         self._reader = CheckpointReader(path, say)
         self._lost: list[str] = []
         """Without any usable checkpoint: what shows that there was one."""
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(self, take_over_lock: bool = False, agents: Sequence[str] = ()) -> None:
+    def acquire(self, take_over_lock: bool = False, agents: Sequence[str] = (), job: JobName | None = None) -> None:
         """Creates, locks and repairs the directory. Raises BadInput when it cannot be used.
 
-        take_over_lock: also when a job on another host left its lock. agents: the torchrun agents of this job. If one
-        of them started the attempt before too, the job goes on without the node that left its lock.
+        take_over_lock, job: see `take_lock`. agents: the torchrun agents of this job. If one of them started the
+        attempt before too, the job goes on without the node that left its lock.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -69,9 +70,10 @@ class RunDirectory:
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
-            self._lock = take_lock(self.path, take_over_lock or self.earlier_attempt is not None)
+            self._lock = take_lock(self.path, take_over_lock or self.earlier_attempt is not None, job, self._say)
+            claim_temporary_files(self.path, self._lock)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
-            put_in_place(self.path, self.entries, self._say)
+            put_in_place(self.path, self.entries, self._say, self._lock)
             for leftover in self.path.glob("*.tmp"):
                 leftover.unlink()
             self._update_links()
@@ -81,11 +83,26 @@ class RunDirectory:
         """Whether this process has the lock."""
         return self._lock is not None
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether another process has been seen to have taken it over: the next save says so and ends the run."""
+        return self._lock is not None and self._lock.is_lost
+
+    @property
+    def writer(self) -> Writer:
+        """Gives the files their names; see `trainer.checkpoint.lock`."""
+        return self._lock or Writer()
+
     def release(self) -> None:
         """Lets go of the lock."""
         if self._lock is not None:
-            release_lock(self._lock)
+            self._lock.release()
             self._lock = None
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Replaces a file of it as a whole, durably. Raises BadInput when the disk refuses, or LockTaken."""
+        with refusing_disk_errors(f"--save-dir {self.path}: cannot write {name}"):
+            self.writer.replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def require_space(self, num_bytes: int) -> None:
         """Raises BadInput when the file system has no room for one checkpoint."""
@@ -99,7 +116,8 @@ class RunDirectory:
     def start_over(self) -> None:
         """Moves everything of the previous run to a folder `previous-N`. Raises BadInput when it cannot."""
         with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
-            old = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("previous-")]
+            stay = (LOCK, KERNEL_LOCK)
+            old = [p for p in self.path.iterdir() if p.name not in stay and not p.name.startswith("previous-")]
             if old:
                 folders = (self.path / f"previous-{number}" for number in itertools.count(1))
                 target = next(folder for folder in folders if not folder.exists())
@@ -111,7 +129,7 @@ class RunDirectory:
 
     def _update_links(self) -> None:
         is_finished = bool(self.entries) and read_json(self.path / RESULTS).get("step") == self.entries[-1].step
-        update_links(self.path, self.entries, is_finished)
+        update_links(self.path, self.entries, is_finished, self.writer)
 
     # --- loading ---------------------------------------------------------------------------------------------
 
@@ -129,10 +147,11 @@ class RunDirectory:
         for entry in reversed(self.entries):
             state = self._reader.read(entry)
             if state is not None:
-                for bad in damaged:
-                    set_aside(self.path / bad.file)
-                    self.entries.remove(bad)
-                self._update_links()
+                with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system"):
+                    for bad in damaged:
+                        set_aside(self.path / bad.file)
+                        self.entries.remove(bad)
+                    self._update_links()
                 return state
             damaged.append(entry)
         reasons = self._lost or [f"{entry.file} is damaged" for entry in damaged]
@@ -151,10 +170,11 @@ class RunDirectory:
     def save(self, state: dict[str, Any]) -> Path:
         """Writes one checkpoint and points `last`, and if it is the best, `best` to it.
 
-        Raises BadInput when the disk refuses, NoRoom when it is full; what was there before stays.
+        Raises BadInput when the disk refuses, NoRoom when it is full, LockTaken when another process has taken over;
+        what was there before stays.
         """
         path = unused_path(self.path, Position(**state["position"]))
-        temporary = path.with_suffix(".tmp")
+        temporary = self.writer.temporary(path)
         needed = state_bytes(state)
         try:
             # What is left of a disk that is nearly full is for the logs.
@@ -162,12 +182,15 @@ class RunDirectory:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             self._flush_metrics()
             entry = Entry.of(state, path.name, write_checkpoint(state, temporary))
-            write_manifest(self.path / MANIFEST, [*self.entries, entry])
-            temporary.rename(path)
+            write_manifest(self.path / MANIFEST, [*self.entries, entry], self.writer)
+            self.writer.rename(temporary, path)
             flush_path(self.path)
         except (OSError, RuntimeError) as error:
             self._forget_attempt(temporary)
             raise self._refusal(error, path.name, needed) from None
+        except LockTaken:
+            temporary.unlink(missing_ok=True)
+            raise
         self.entries.append(entry)
         self._reader.trust(entry)
         self._tidy()
@@ -179,7 +202,7 @@ class RunDirectory:
         Its metrics are on the disk then, since nobody will write them again.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system and run the same command again"):
-            update_links(self.path, self.entries, is_finished=True)
+            update_links(self.path, self.entries, is_finished=True, writer=self.writer)
             self._flush_metrics()
 
     def forget_later_values(self, state: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.checkpoint.format import flaw_of_manifest, sealed
-from trainer.loading.files import MOST_WHOLE, read_whole, replace_text
+from trainer.checkpoint.lock import Writer
+from trainer.loading.files import MOST_WHOLE, read_whole
 from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"
@@ -66,10 +67,10 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
     return []
 
 
-def write_manifest(path: Path, entries: Sequence[Entry]) -> None:
-    """Replaces the file as a whole, durably. Raises OSError."""
+def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None:
+    """Replaces the file as a whole, durably. Raises OSError, LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
-    replace_text(path, json.dumps(sealed(content), indent=2) + "\n")
+    writer.replace_text(path, json.dumps(sealed(content), indent=2) + "\n")
 
 
 def verdict_of(state: Mapping[str, Any]) -> tuple[float | None, bool]:

@@ -1,4 +1,4 @@
-"""The small JSON files of a run directory, each replaced as a whole, durably."""
+"""The small JSON files of a run directory, each replaced as a whole by `RunDirectory.write_json`."""
 
 import json
 from collections.abc import Callable
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format import flaw_of_config
-from trainer.loading.files import MOST_RECORD, read_whole, refusing_disk_errors, replace_text
+from trainer.loading.files import MOST_RECORD, read_whole, refusing_disk_errors
 
 CONFIG = "config.json"
 RESULTS = "results.json"
 
 
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """What `write_json` wrote; empty when there is no such file or it is damaged. say: gets a line if it is damaged."""
+    """What was written; empty when there is no such file or it is damaged. say: gets a line if it is damaged."""
     try:
         content = json.loads(read_whole(path, MOST_RECORD))
     except FileNotFoundError:
@@ -38,12 +38,6 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
         say(f"{path} is damaged: {flaw}.")
         return {}
     return content
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Raises BadInput when the disk refuses."""
-    with refusing_disk_errors(f"--save-dir {path.parent}: cannot write {path.name}"):
-        replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def delete(path: Path) -> None:

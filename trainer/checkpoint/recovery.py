@@ -7,11 +7,25 @@ from pathlib import Path
 
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
 from trainer.checkpoint.format import CHECKPOINT_NAME
+from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
 from trainer.loading.errors import BadInput
 from trainer.loading.files import flush_path
+
+
+def claim_temporary_files(folder: Path, writer: Writer) -> None:
+    """Takes them away from an earlier holder, who may be alive and about to rename one; see `trainer.checkpoint.lock`.
+
+    Checkpoints stay, under another name: one that the manifest has is complete. Raises OSError.
+    """
+    for path in folder.glob("*.tmp"):
+        with suppress(FileNotFoundError):  # it has just been renamed
+            if path.name.startswith("checkpoint_"):
+                path.rename(writer.temporary(path))
+            else:
+                path.unlink()
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
@@ -37,13 +51,13 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
     return entries, [] if entries else lost
 
 
-def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
+def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Writer) -> None:
     """Gives checkpoints that were found under another name their own. Raises OSError."""
     for entry in entries:
         if re.fullmatch(CHECKPOINT_NAME, entry.file):
             continue
         source, target = folder / entry.file, unused_path(folder, entry.position)
-        link(target, source)
+        link(target, source, writer)
         flush_path(folder)
         entry.file = target.name
         if source.suffix == ".pth":

@@ -7,31 +7,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import Entry, best_first, newest_best
 
 LINKS = ("last.pth", "best.pth", "final.pth")
 
 
-def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool) -> None:
+def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writer: Writer) -> None:
     """Points last.pth, best.pth and, if the run is finished, final.pth to their checkpoints. Raises OSError."""
     newest = entries[-1] if entries else None
     for name, entry in zip(LINKS, (newest, newest_best(entries), newest if is_finished else None), strict=True):
         if entry is not None:
-            link(folder / name, folder / entry.file)
+            link(folder / name, folder / entry.file, writer)
 
 
-def link(name: Path, file: Path) -> None:
+def link(name: Path, file: Path, writer: Writer) -> None:
     """Gives a file a second name: a hard link, or a copy where the file system has none. Raises OSError."""
     if name.exists() and name.samefile(file):
         return
-    temporary = name.with_suffix(".link.tmp")
+    temporary = writer.temporary(name.with_suffix(".link.pth"))
     temporary.unlink(missing_ok=True)
     try:
         try:
             os.link(file, temporary)
         except OSError:
             shutil.copyfile(file, temporary)
-        temporary.rename(name)
+        writer.rename(temporary, name)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from trainer.loading.files import MOST_RECORD, read_whole
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120
-HOW_IT_WAS_STARTED = ("--save-dir", "--fresh", "--take-over-lock", "--eval-only")
+HOW_IT_WAS_STARTED = ("--save-dir", "--fresh", "--take-over-lock", "--job-id", "--eval-only")
 """Flags that a record's run had, and that another run which repeats it has not."""
 
 

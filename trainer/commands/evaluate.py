@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.records import RESULTS, write_json
+from trainer.checkpoint.records import RESULTS
 from trainer.checkpoint.weights import load_best_weights
 from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.describe import describe_run
@@ -60,8 +60,8 @@ def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums
     progress, best = run.progress, run.progress.best
     num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
     run.directory.mark_final()
-    write_json(
-        run.directory.path / RESULTS,
+    run.directory.write_json(
+        RESULTS,
         {
             "task": run.facts["task"],
             "scored": scored,

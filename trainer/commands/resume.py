@@ -21,7 +21,7 @@ from trainer.loop.run import Run
 from trainer.tasks import is_same_task
 
 START_FLAGS = (
-    "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--eval-only"
+    "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--job-id", "--eval-only"
 )  # fmt: skip
 RUN_ID = "[0-9a-f]{12}"
 _SHOWN_WIDTH = 60

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import delete, read_json, write_json
+from trainer.checkpoint.records import delete, read_json
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
+from trainer.commands.train import own_job
 from trainer.loading.errors import BadInput
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
@@ -41,12 +42,12 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     jobs = plan_jobs(flags, [*argv, *slots.flags], folds, run_alone)
     directory = RunDirectory(save_dir, flags.checkpoint.retention(task), say)
     try:
-        directory.acquire(flags.checkpoint.take_over_lock)
+        directory.acquire(flags.checkpoint.take_over_lock, job=own_job(flags.checkpoint))
         if directory.has_checkpoint:
             raise BadInput(f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs")
         for job in jobs if not flags.checkpoint.fresh else []:
             job.refuse_another_run()
-        return SeveralRuns(flags, task, jobs, slots).train()
+        return SeveralRuns(flags, task, jobs, slots, directory).train()
     finally:
         directory.release()
 
@@ -59,6 +60,7 @@ class SeveralRuns:
     task: Task
     jobs: Sequence[Job]
     slots: Slots
+    directory: RunDirectory
 
     def train(self) -> int:
         """Trains those that are not finished, and sums all up; returns the exit status."""
@@ -86,7 +88,7 @@ class SeveralRuns:
             if launcher.stop:
                 say("Stopped as asked; everything is saved. The same command goes on from here.")
                 return launcher.stop.exit_status
-        write_json(self.flags.checkpoint.save_dir / SUMMARY, summary)
+        self.directory.write_json(SUMMARY, summary)
         table.conclusion(summary)
         return 0
 

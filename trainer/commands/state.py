@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import CONFIG, read_json, write_json
+from trainer.checkpoint.records import CONFIG, read_json
 from trainer.loading.errors import BadInput
 from trainer.loop.memory_limit import MEMORY
 from trainer.loop.run import Run
@@ -56,7 +56,7 @@ class RunState:
                 self._write("refused" if isinstance(error, BadInput) else "failed", message)
         with suppress(BadInput):
             if isinstance(error, Failure) and error.memory_limit is not None:
-                write_json(path / MEMORY, dict(error.memory_limit))
+                self._directory.write_json(MEMORY, dict(error.memory_limit))
 
     def fail(self, failure: Failure) -> None:
         """Another process failed, and this one is stuck. Called by another thread than the one that trains."""
@@ -70,8 +70,8 @@ class RunState:
             run.log.state = state
         if state == "finished" == read_state(path.parent):
             return
-        write_json(
-            path,
+        self._directory.write_json(
+            STATE,
             {
                 "state": state,
                 "epoch": run.progress.position.epoch if run is not None else None,

@@ -6,7 +6,7 @@ import stat as stat_of
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -110,10 +110,12 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def written_as_a_whole(path: Path, temporary: Path, binary: bool = False) -> Iterator[IO[Any]]:
+def written_as_a_whole(
+    path: Path, temporary: Path, binary: bool = False, rename: Callable[[Path, Path], object] = Path.rename
+) -> Iterator[IO[Any]]:
     """A file, by default of text, that takes its place when all of it is on the disk; if that fails, nothing changes.
 
-    temporary: its name until then, in the same folder. Raises OSError.
+    temporary: its name until then, in the same folder. rename: gives it its name. Raises OSError.
     """
     try:
         as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": ""}
@@ -121,7 +123,7 @@ def written_as_a_whole(path: Path, temporary: Path, binary: bool = False) -> Ite
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        rename(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from trainer.checkpoint.records import write_json
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -139,7 +138,7 @@ def _remember(run: Run, limit: MemoryLimit) -> None:
     """For this run and, where this process holds the directory, for its next start."""
     run.memory_limit = limit
     if run.directory.is_held:
-        write_json(run.directory.path / MEMORY, asdict(limit))
+        run.directory.write_json(MEMORY, asdict(limit))
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------

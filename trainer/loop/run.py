@@ -96,8 +96,11 @@ class Run:
 
     @property
     def save_is_due(self) -> bool:
-        """Whether `--save-every-minutes` have passed since the last checkpoint, by this process's clock."""
-        return 0 < self.settings.save_every_s <= self.progress.seconds_since_reading
+        """Whether `--save-every-minutes` have passed since the last checkpoint, by this process's clock.
+
+        Or a save would end this run, since another process has taken its directory over.
+        """
+        return self.directory.is_taken or 0 < self.settings.save_every_s <= self.progress.seconds_since_reading
 
     @property
     def eval_micro_batch_size(self) -> int:

@@ -100,8 +100,7 @@ def agree_ahead(run: Run, work: Iterator[T], by_the_clock: bool = False) -> Iter
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
     """
-    has_clock = run.settings.max_s > 0 or run.settings.save_every_s > 0
-    asks_clock = by_the_clock and has_clock and run.parallel.is_main
+    asks_clock = by_the_clock and run.parallel.is_main
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
