@@ -21,6 +21,7 @@ PRESETS = sorted((ROOT / "configs").glob("*/?gpu.toml"))
 MEMORY = ROOT / "configs" / "memory.toml"
 LAYERS = sorted((ROOT / "configs").glob("*/memory.toml"))
 """Of single workloads, over their presets."""
+PUBLISHED = sorted((ROOT / "configs" / "seqrec").glob("*_published.toml"))
 WORKLOADS = {
     "har": lambda folder: ["--data-dir", write_layout(folder / "uci"), "--num-val-subjects", 1, "--epochs", 3],
     "kgat": lambda folder: ["--epochs", 5, "--embed-dim", 8],
@@ -86,7 +87,7 @@ def test_every_workload_has_them_for_1_2_4_and_8_gpus():
     ]
 
 
-@pytest.mark.parametrize("path", [*PRESETS, MEMORY, *LAYERS], ids=name_of)
+@pytest.mark.parametrize("path", [*PRESETS, MEMORY, *LAYERS, *PUBLISHED], ids=name_of)
 def test_its_own_command_is_understood(path):
     ((script, arguments),) = commands_in(path.read_text().replace("#     ", ""))
     assert name_of(path) in arguments
@@ -96,6 +97,8 @@ def test_its_own_command_is_understood(path):
         one_gpu = parsed(script, [argument for argument in arguments if argument != name_of(path)])
         assert 2 * flags.batch.batch_size == one_gpu.batch.batch_size
         assert split_of(flags, 1).global_batch_size == split_of(one_gpu, 1).global_batch_size
+    elif path in PUBLISHED:
+        assert (flags.run.task, script) == ("seqrec", "main.py")
     elif path != MEMORY:
         assert flags.run.task == path.parent.name
         assert script == ("main.py" if num_gpus(path) == 1 else "main_multi_gpu.py")

@@ -10,7 +10,7 @@ from models.sequential.mhc import HyperConnection
 from models.sequential.ranking import place_of_target, ranking_metrics
 from models.sequential.sasrec import Residual, SASRec
 from models.sequential.tisasrec import TiSASRec
-from tests.conftest import assert_same_bits, cut_back, largest_difference, launcher, load, read_metrics
+from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_seqrec import CPU, KINDS, NUM_ITEMS, assembled, make_task
 from trainer.cli import main
@@ -255,6 +255,16 @@ def test_time_tells_more_than_order_and_both_more_than_popularity(cache_dir, tmp
     assert 3 * popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3)) < found["neither"]
     assert found["neither"] + 0.02 < found["no mhc"]
     assert found["no time"] + 0.02 < found["default"]
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("sasrec", SASRec), ("tisasrec", TiSASRec)])
+def test_published_settings_step_at_one_rate_without_clipping(preset, kind, argv, tmp_path, signals_restored):
+    argv = ["--config", str(ROOT / "configs" / "seqrec" / f"{preset}_published.toml"), *argv]
+    run = assembled(argv)
+    assert type(run.learner.objective.model) is kind and run.learner.max_grad_norm == 0
+    run_main(argv, tmp_path, "--epochs", "2", "--log-interval", "1")
+    steps = read_metrics(tmp_path, "step")
+    assert steps and {record["learning_rate"] for record in steps} == {0.001}
 
 
 def test_a_short_training_beats_popularity_clearly(cache_dir, tmp_path, signals_restored):

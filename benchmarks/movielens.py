@@ -1,0 +1,122 @@
+"""Every model of --task seqrec on MovieLens-1M by the published settings, three seeds: what docs/results.md says of them.
+
+    python benchmarks/movielens.py --data-dir ml-1m.zip --save-dir checkpoints/movielens --jobs 2
+
+Each run is a command line of main.py on one thread, which is printed, in a folder of its own: the same command goes on
+where it was stopped, and runs that are there already are only read. Every column takes the epoch that is best by that
+column's own metric on the validation set; only the checkpoints of those epochs are kept. The last line is one JSON
+object.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SASREC, TISASREC = (f"--config configs/seqrec/{model}_published.toml" for model in ("sasrec", "tisasrec"))
+ROWS = {
+    "SASRec, 200 items": SASREC,
+    "TiSASRec, 50 items": TISASREC,
+    "SASRec, 50 items": f"{SASREC} --maxlen 50",
+    "SASRec, 200 items, full softmax": f"{SASREC} --loss ce",
+    "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --no-mhc=false",
+    "TiSASRec, 50 items, mHC": f"{TISASREC} --no-mhc=false",
+    "TiSASRec, 50 items, 4 blocks": f"{TISASREC} --num-blocks 4",
+    "TiSASRec, 50 items, 4 blocks, mHC": f"{TISASREC} --num-blocks 4 --no-mhc=false",
+    "TiSASRec, 50 items, 8 blocks": f"{TISASREC} --num-blocks 8",
+    "TiSASRec, 50 items, 8 blocks, mHC": f"{TISASREC} --num-blocks 8 --no-mhc=false",
+}
+METRICS = ("hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, help="MovieLens-1M (default: a generated catalogue)")
+    parser.add_argument("--save-dir", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="only these")
+    parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1, 2))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
+    parser.add_argument("--epochs", type=int, help="of all runs (default: as published)")
+    args = parser.parse_args()
+    jobs = [(row, seed) for seed in args.seeds for row in args.rows]
+    data = ["--data-dir", str(args.data_dir.resolve())] if args.data_dir else []
+    epochs = ["--epochs", str(args.epochs)] if args.epochs else []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda job: train(*job, [*data, *epochs], args.save_dir.resolve()), jobs))
+        found = dict(zip(jobs, pool.map(lambda job: scores(folder(args.save_dir.resolve(), *job)), jobs), strict=True))
+    results = {row: summary([found[row, seed] for seed in args.seeds]) for row in args.rows}
+    print(f"\n| model | {' | '.join(METRICS)} | seeds | epochs of best | wall s |\n|{' --- |' * (len(METRICS) + 4)}")
+    for row, result in results.items():
+        shown = (f"{result['mean'][metric]:.4f} ({result['deviation'][metric]:.4f})" for metric in METRICS)
+        chosen = ", ".join(str(each["epoch"]["sampled_ndcg@10"]) for each in result["runs"])
+        print(f"| {row} | {' | '.join(shown)} | {len(args.seeds)} | {chosen} | {result['wall_s']:.0f} |")
+    print(json.dumps(results))
+
+
+def folder(save_dir: Path, row: str, seed: int) -> Path:
+    return save_dir / row.replace(", ", "-").replace(" ", "-") / str(seed)
+
+
+def main_py(*arguments: str) -> str:
+    """Output of a command line of main.py."""
+    return subprocess.run(
+        [sys.executable, "main.py", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def train(row: str, seed: int, flags: list[str], save_dir: Path) -> None:
+    own = folder(save_dir, row, seed)
+    if (own / "results.json").exists():
+        return
+    command = ["--task", "seqrec", *shlex.split(ROWS[row]), *flags, "--seed", str(seed), "--num-threads", "1"]
+    command += ["--save-dir", str(own), "--keep-checkpoints", "0"]
+    print(shlex.join(["python", "main.py", *command]), flush=True)
+    main_py(*command)
+
+
+def scores(run: Path) -> dict[str, Any]:
+    """Of each metric the best epoch on the validation set, and the test score of that epoch."""
+    best = best_epochs([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+    chosen = {run / f"checkpoint_{epoch}.pth" for epoch in best.values()}
+    for checkpoint in set(run.glob("checkpoint_*.pth")) - chosen:
+        checkpoint.unlink()
+
+    @cache
+    def of_test(epoch: int) -> dict[str, float]:
+        checkpoint = run / f"checkpoint_{epoch}.pth"
+        printed = main_py("--config", str(run / "config.json"), "--eval-only", "--resume-from", str(checkpoint))
+        return {name: float(value) for name, value in re.findall(r"test/(\S+) ([\d.]+)", printed)}
+
+    return {
+        "epoch": best,
+        "test": {metric: of_test(epoch)[metric] for metric, epoch in best.items()},
+        "wall_s": json.loads((run / "results.json").read_text())["train_seconds"],
+    }
+
+
+def best_epochs(events: list[dict[str, Any]]) -> dict[str, int]:
+    """Of each metric the epoch that is best by it. events: the lines of metrics.jsonl."""
+    epochs = {event["epoch"]: event for event in events if "val/ndcg@10" in event}
+    return {metric: max(epochs, key=lambda epoch: epochs[epoch][f"val/{metric}"]) for metric in METRICS}
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {metric: [run["test"][metric] for run in runs] for metric in METRICS}
+    return {
+        "mean": {metric: mean(column) for metric, column in columns.items()},
+        "deviation": {metric: stdev(column) if len(column) > 1 else 0.0 for metric, column in columns.items()},
+        "wall_s": mean(run["wall_s"] for run in runs),
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""benchmarks/movielens.py: which epoch each column takes, and that a second start trains nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.movielens import METRICS, best_epochs
+from tests.conftest import ROOT, read_metrics
+
+
+def test_each_column_takes_the_epoch_that_is_best_by_its_own_metric():
+    scores = {5: (0.1, 0.4, 0.2, 0.2), 10: (0.3, 0.3, 0.1, 0.3), 15: (0.2, 0.2, 0.3, 0.1)}
+    events = [
+        {"event": "epoch", "epoch": epoch, **{f"val/{name}": value for name, value in zip(METRICS, row, strict=True)}}
+        for epoch, row in scores.items()
+    ]
+    best = best_epochs([{"event": "epoch", "epoch": 1}, *events, {"event": "result"}])
+    assert best == dict(zip(METRICS, (10, 5, 15, 10), strict=True))
+
+
+@pytest.mark.slow
+def test_it_trains_all_rows_and_goes_on(environment, tmp_path):
+    """Two seeds of a row on the generated catalogue, of which one is trained first."""
+
+    def run(*seeds):
+        arguments = ["--save-dir", tmp_path, "--rows", "SASRec, 50 items", "--epochs", 2, "--seeds", *seeds]
+        words = [sys.executable, ROOT / "benchmarks" / "movielens.py", *arguments]
+        done = subprocess.run([*map(str, words)], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    assert sum(line.startswith("python main.py") for line in run(0)) == 1
+    lines = run(0, 1)
+    (trained,) = (line for line in lines if line.startswith("python main.py"))
+    assert "--seed 1 " in trained
+    (row,) = json.loads(lines[-1]).values()
+    first = tmp_path / "SASRec-50-items" / "0"
+    (of_test,) = read_metrics(first, "result")
+    assert row["runs"][0]["test"] == pytest.approx({name: of_test[f"test/{name}"] for name in METRICS}, abs=1e-4)
+    assert sorted(path.name for path in first.glob("checkpoint_*.pth")) == ["checkpoint_2.pth"]
