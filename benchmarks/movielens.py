@@ -1,4 +1,4 @@
-"""Every model of --task seqrec on MovieLens-1M by the published settings, three seeds: what docs/results.md says of them.
+"""Every model of --task seqrec on MovieLens-1M by the published settings, with three seeds.
 
     python benchmarks/movielens.py --data-dir ml-1m.zip --save-dir checkpoints/movielens --jobs 2
 
