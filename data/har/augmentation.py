@@ -40,11 +40,11 @@ class WindowAugmenter:
     def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
         """signals: (n, C, T) float32, left as they are. index: (n,) their sample ids."""
         num, num_turned = len(signals), 3 * self._num_triplets
+        maps, factors = self.linear_maps(epoch, index)
         triplets = signals[:, :num_turned].reshape(num, self._num_triplets, 3, -1)
-        augmented = (self.linear_map(epoch, index) @ triplets).reshape(num, num_turned, -1)
+        augmented = (maps @ triplets).reshape(num, num_turned, -1)
         if num_turned < self._num_channels:
-            others = self._scales(epoch, index)[:, num_turned:, None] * signals[:, num_turned:]
-            augmented = np.concatenate([augmented, others], axis=1)
+            augmented = np.concatenate([augmented, factors[:, :, None] * signals[:, num_turned:]], axis=1)
         if self._strength.tempo_spread > 0:
             draw = uniform(self._seed, epoch, index, (), _TEMPO_STREAM)
             augmented = at_tempo(augmented, 1 + np.float32(self._strength.tempo_spread) * (2 * draw - 1))
@@ -52,20 +52,18 @@ class WindowAugmenter:
             augmented += self._noise * normal(self._seed, epoch, index, signals.shape[1:], _JITTER_STREAM)
         return augmented
 
-    def linear_map(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """The random rotation, then scale, of each window's triplets: (n, num_triplets, 3, 3) float32."""
+    def linear_maps(self, epoch: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each window the random rotation, then scale, of its triplets, and the factors of its other channels.
+
+        (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets) float32.
+        """
+        draws = normal(self._seed, epoch, index, (3 + self._num_channels,), _MAP_STREAM)
+        axis, scale = draws[:, :3], 1 + np.float32(self._strength.scale_std) * draws[:, 3:]
         turn = uniform(self._seed, epoch, index, (), _TURN_STREAM)
         angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
-        scale = self._scales(epoch, index)[:, : 3 * self._num_triplets].reshape(-1, self._num_triplets, 3, 1)
-        return scale * rotation_matrices(self._draws(epoch, index)[:, :3], angle)[:, None]
-
-    def _scales(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """The factor of each channel: (n, C) float32."""
-        return 1 + np.float32(self._strength.scale_std) * self._draws(epoch, index)[:, 3:]
-
-    def _draws(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """Of each window an axis, not normalised, and a number for the scale of each channel: (n, 3 + C)."""
-        return normal(self._seed, epoch, index, (3 + self._num_channels,), _MAP_STREAM)
+        of_triplets, of_others = np.split(scale, [3 * self._num_triplets], axis=1)
+        rotations = rotation_matrices(axis, angle)[:, None]
+        return of_triplets.reshape(-1, self._num_triplets, 3, 1) * rotations, of_others
 
 
 def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:

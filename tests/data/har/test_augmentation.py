@@ -77,7 +77,7 @@ def test_tempos_fill_their_range() -> None:
 
 def test_angles_stay_within_the_limit_and_axes_go_everywhere() -> None:
     augment = WindowAugmenter(Augmentation(15.0, 0.0, 0.0, 0.0), np.ones(9), seed=0)
-    turns = augment.linear_map(0, np.arange(2000))[:, 0].astype(np.float64)
+    turns = augment.linear_maps(0, np.arange(2000))[0][:, 0].astype(np.float64)
     angles = np.rad2deg(np.arccos(np.clip((np.trace(turns, axis1=1, axis2=2) - 1) / 2, -1, 1)))
     assert 14.5 < angles.max() < 15.01
     assert np.mean(angles) == pytest.approx(7.5, abs=0.5)
