@@ -31,6 +31,18 @@ def plain_name(name: str) -> str:
     return letters.removesuffix("id") or letters
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names, whole numbers by value if all are, else by text."""
+    names = list(names)
+    return sorted(names, key=_numeric_order if all(name.isascii() and name.isdigit() for name in names) else None)
+
+
+def _numeric_order(digits: str) -> tuple[int, str, str]:
+    # Not int(digits), which refuses numbers of thousands of digits.
+    significant = digits.lstrip("0")
+    return len(significant), significant, digits
+
+
 def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int = 0) -> Iterator[Line]:
     """The lines that are not blank. Quotes, and spaces before a value, do not belong to it.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import Line, plain_name, reading_utf8
+from data.csv_lines import Line, in_order, plain_name, reading_utf8
 from data.files import DataFile, Folder, shown, source_at
 from data.har.recording import ROWS_AT_ONCE, csv_table, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
@@ -26,7 +26,6 @@ _NOT_SIGNALS = ("time", "timestamp", "date", "datetime", "seconds", "t", "index"
 """Columns that are left out, besides subject and label, where the channels are not named."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 """Columns of the table of `--predict`, which has one for each class too."""
-_MOST_DIGITS = 1000
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
             f"{where}: nobody does one thing for {wanted.length} rows, so that there is no window; choose a smaller "
             "--window"
         )
-    names, classes = _in_order(subjects), _in_order(labels)
+    names, classes = in_order(set(subjects)), in_order(set(labels))
     _refuse_names(names, classes, where)
     remarks = [f"Recordings: {len(names)} subjects, {len(classes)} classes, channels {', '.join(channels)}."]
     if left_out:
@@ -210,13 +209,6 @@ def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:
         if label:
             yield start, stop
         start = stop
-
-
-def _in_order(names: Sequence[str]) -> list[str]:
-    distinct = set(names)
-    if all(name.isascii() and name.isdigit() and len(name) < _MOST_DIGITS for name in distinct):
-        return sorted(distinct, key=lambda name: (int(name), name))
-    return sorted(distinct)
 
 
 def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -> None:

@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
+from data.csv_lines import Line, csv_lines, delimiter_of, in_order, reading_utf8
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, parse_times
@@ -89,7 +89,7 @@ class _Parser:
         if not blocks:
             raise BadInput(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
         users, items, *times = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        user_ids, item_ids = self._users.in_order(), self._items.in_order()
+        user_ids, item_ids = in_order(self._users), in_order(self._items)
         remarks = [self._layout.remark, *(_doubts(times[0], len(users)) if times else [])]
         return Table(
             self._users.places(user_ids)[users],
@@ -145,23 +145,11 @@ class _Codes(dict[str, int]):
         self.newest = []
         return np.fromiter(map(self.__getitem__, names), np.int64, len(names))
 
-    def in_order(self) -> list[str]:
-        """The names, whole numbers by value if all are, else by text."""
-        if all(name.isascii() and name.isdigit() for name in self):
-            return sorted(self, key=_numeric_order)
-        return sorted(self)
-
     def places(self, ordered: Collection[str]) -> np.ndarray:
         """Of each code the position of its name."""
         places = np.empty(len(self), np.int64)
         places[self.of(ordered)] = np.arange(len(self))
         return places
-
-
-def _numeric_order(digits: str) -> tuple[int, str, str]:
-    # Not int(digits), which refuses numbers of thousands of digits.
-    significant = digits.lstrip("0")
-    return len(significant), significant, digits
 
 
 def _is_no_name(text: str) -> bool:
