@@ -31,6 +31,15 @@ def plain_name(name: str) -> str:
     return letters.removesuffix("id") or letters
 
 
+def is_number(text: str) -> bool:
+    """Whether `float` reads it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """The names, whole numbers by value if all are, else by text."""
     names = list(names)

@@ -5,6 +5,8 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from data.csv_lines import is_number
+
 _TIME_LIMIT = 2**62
 """Differences of smaller times fit into int64."""
 _CALENDAR_S = (1e8, 4.1e9)
@@ -34,19 +36,11 @@ def is_time(text: str) -> bool:
 
 def is_calendar_time(text: str) -> bool:
     """Whether it can be nothing but a time: a date, or seconds or milliseconds since 1970 between 1973 and 2099."""
-    if not _is_number(text):
+    if not is_number(text):
         return is_time(text)
     low, high = _CALENDAR_S
     number = float(text)
     return low <= number < high or 1e3 * low <= number < 1e3 * high
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _whole_numbers(texts: Sequence[str]) -> np.ndarray:

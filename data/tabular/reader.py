@@ -9,7 +9,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
+from data.csv_lines import Line, csv_lines, delimiter_of, is_number, reading_utf8
 from data.files import reading_errors
 from data.tabular.table import Column, Table, table_of_array
 from trainer.loading.errors import BadInput
@@ -83,17 +83,9 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     """Columns without a name, such as the row numbers that pandas writes, are called by their places."""
     _check_width(len(fields), where)
     names = [field.strip() or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
-    if all(_is_number(name) for name in names):
+    if all(is_number(name) for name in names):
         raise BadInput(f"{where}: holds numbers where the names of the columns should be; add a line of names")
     return names
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _blocks(lines: Iterable[Line], num_columns: int, where: str) -> Iterator[list[list[str]]]:
@@ -126,7 +118,7 @@ class _Texts:
         codes = np.concatenate([np.empty(0, np.int32), *self._codes])
         texts = list(self._places)
         if decimal_comma:
-            texts = [point if _is_number(point := text.replace(",", ".")) else text for text in texts]
+            texts = [point if is_number(point := text.replace(",", ".")) else text for text in texts]
         return Column.of_codes(name, codes, texts)
 
 
