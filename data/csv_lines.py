@@ -4,8 +4,11 @@ import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import IO, NamedTuple
 
 from trainer.loading.errors import BadInput
+from trainer.loading.files import lines_of
 
 DELIMITERS = (",", ";", "\t")
 
@@ -64,6 +67,28 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int =
                 yield num_before + reader.line_num, fields
     except csv.Error as error:
         raise BadInput(f"{where}, line {num_before + reader.line_num}: {error}; mend the line") from None
+
+
+class CsvTable(NamedTuple):
+    """line: on which the names of the columns end. header: the names; none of an empty file."""
+
+    line: int
+    header: list[str]
+    lines: Iterator[Line]
+    decimal_comma: bool
+
+
+def csv_table(file: IO[str], where: str) -> CsvTable:
+    """A file whose first line that is not blank names columns, which commas, semicolons or tabs separate.
+
+    With semicolons the decimal point of a number may be a comma. where: the file as messages call it. Raises BadInput.
+    """
+    text = lines_of(file)
+    num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
+    delimiter = delimiter_of(first)
+    lines = csv_lines(chain([first], text), delimiter, where, num_blank)
+    line, names = next(lines, (0, []))
+    return CsvTable(line, [name.strip() for name in names], lines, delimiter == ";")
 
 
 @contextmanager

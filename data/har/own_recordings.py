@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import Line, in_order, plain_name, reading_utf8
+from data.csv_lines import CsvTable, csv_table, in_order, plain_name, reading_utf8
 from data.files import DataFile, Folder, shown, source_at
-from data.har.recording import ROWS_AT_ONCE, csv_table, numbers, signal_columns
+from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 from trainer.loading.errors import BadInput
@@ -144,28 +144,27 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 def _channels(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str]]:
     """The columns that are signals, and those that are left out."""
-    with _opened(file) as (header, _, _):
-        own = {header[column] for column in _subject_and_label(header, wanted, file)}
-    others = [name for name in header if name not in own]
+    with _opened(file) as table:
+        own = {table.header[column] for column in _subject_and_label(table, wanted, file)}
+    others = [name for name in table.header if name not in own]
     channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS]
     if not channels:
-        raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(header)}")
+        raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(table.header)}")
     return channels, [name for name in others if name not in channels]
 
 
 @contextmanager
-def _opened(file: DataFile) -> Iterator[tuple[list[str], Iterator[Line], bool]]:
-    """See `csv_table`."""
+def _opened(file: DataFile) -> Iterator[CsvTable]:
     with file.open() as content, reading_utf8(file.where, "save it as CSV in UTF-8"):
-        header, lines, decimal_comma = csv_table(io.TextIOWrapper(content, "utf-8-sig", newline=""), file.where)
-        if not header:
+        table = csv_table(io.TextIOWrapper(content, "utf-8-sig", newline=""), file.where)
+        if not table.header:
             raise BadInput(f"{file.where}: is empty; give a CSV with a line of column names")
-        yield header, lines, decimal_comma
+        yield table
 
 
-def _subject_and_label(header: Sequence[str], wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
+def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
     """Their columns. Raises BadInput for those that are not known, with the flags that name them."""
-    found, problems = [], []
+    header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, _SUBJECTS), "label": (wanted.label_column, _LABELS)}
     for role, (chosen, names) in usual.items():
         plain = [plain_name(name) for name in header]
@@ -177,15 +176,16 @@ def _subject_and_label(header: Sequence[str], wanted: OwnFormat, file: DataFile)
             problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it by --{role}-column)")
     if problems:
         raise BadInput(
-            f"{file.where}, line 1: has no column known as {' and '.join(problems)}; there are: {', '.join(header)}"
+            f"{file.where}, line {table.line}: has no column known as {' and '.join(problems)}; there are: {', '.join(header)}"
         )
     return found[0], found[1]
 
 
 def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
-    with _opened(file) as (header, lines, decimal_comma):
-        subject, label = _subject_and_label(header, wanted, file)
-        columns = signal_columns(header, channels, f"{file.where}, line 1")
+    with _opened(file) as table:
+        line, header, lines, decimal_comma = table
+        subject, label = _subject_and_label(table, wanted, file)
+        columns = signal_columns(header, channels, f"{file.where}, line {line}")
         parts: list[np.ndarray] = []
         subjects: list[str] = []
         labels: list[str] = []

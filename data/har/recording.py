@@ -1,18 +1,17 @@
 """New inertial signals to be labelled: one recording as a CSV, or windows that are cut already as a .npy."""
 
 import zipfile
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import Line, csv_lines, delimiter_of, reading_utf8
+from data.csv_lines import Line, csv_table, reading_utf8
 from data.har.windows import SIGNALS, WindowFormat
 from trainer.loading.errors import BadInput
-from trainer.loading.files import lines_of, require_regular
+from trainer.loading.files import require_regular
 from trainer.loading.order import SampleKeys
 
 STANDING_STILL_G = (0.5, 2.0)
@@ -132,24 +131,14 @@ def _as_float32(array: np.ndarray) -> np.ndarray:
 def _read_recording(path: Path, label: str, channels: Sequence[str]) -> np.ndarray:
     """(rows, C) float32."""
     with path.open(encoding="utf-8-sig", newline="") as file, reading_utf8(label, "give a CSV, or an array as .npy"):
-        header, lines, decimal_comma = csv_table(file, label)
+        line, header, lines, decimal_comma = csv_table(file, label)
         if not header:
             raise BadInput(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
-        columns = signal_columns(header, channels, f"{label}, line 1")
+        columns = signal_columns(header, channels, f"{label}, line {line}")
         parts = []
         while some := list(islice(lines, ROWS_AT_ONCE)):
             parts.append(numbers(some, header, columns, label, decimal_comma))
     return np.concatenate(parts) if parts else np.empty((0, len(channels)), np.float32)
-
-
-def csv_table(file: IO[str], label: str) -> tuple[list[str], Iterator[Line], bool]:
-    """The names of the columns (none of an empty file), the lines below, and whether numbers have decimal commas."""
-    text = lines_of(file)
-    num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
-    delimiter = delimiter_of(first)
-    lines = csv_lines(chain([first], text), delimiter, label, num_blank)
-    header = [name.strip() for name in next(lines, (0, []))[1]]
-    return header, lines, delimiter == ";"
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:

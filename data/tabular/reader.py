@@ -3,17 +3,17 @@
 import gzip
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, is_number, reading_utf8
+from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
 from data.tabular.table import Column, Table, table_of_array
 from trainer.loading.errors import BadInput
-from trainer.loading.files import MOST_WHOLE, lines_of, require_regular
+from trainer.loading.files import MOST_WHOLE, require_regular
 
 MOST_COLUMNS = 1000
 
@@ -54,7 +54,7 @@ def _check_width(num_columns: int, where: str) -> None:
 
 def _read_csv(path: Path, where: str) -> Table:
     with reading_errors(where), reading_utf8(where, "save it as CSV in UTF-8"), _opened(path) as file:
-        return _parse_csv(lines_of(file), where)
+        return _parse_csv(file, where)
 
 
 def _opened(path: Path) -> IO[str]:
@@ -64,25 +64,22 @@ def _opened(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-def _parse_csv(file: Iterable[str], where: str) -> Table:
-    num_blank, first = next(((i, line) for i, line in enumerate(file) if not line.isspace()), (0, ""))
-    if not first:
+def _parse_csv(file: IO[str], where: str) -> Table:
+    line, header, lines, decimal_comma = csv_table(file, where)
+    if not header:
         raise BadInput(f"{where}: is empty; {_ADVICE}")
-    delimiter = delimiter_of(first)
-    lines = csv_lines(chain([first], file), delimiter, where, num_blank)
-    names = _column_names(next(lines)[1], f"{where}, line {num_blank + 1}")
+    names = _column_names(header, f"{where}, line {line}")
     columns = [_Texts() for _ in names]
     for rows in _blocks(lines, len(names), where):
         for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
             column.add(texts)
-    decimal_comma = delimiter == ";"
     return Table(where, tuple(c.column(name, decimal_comma) for name, c in zip(names, columns, strict=True)))
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:
     """Columns without a name, such as the row numbers that pandas writes, are called by their places."""
     _check_width(len(fields), where)
-    names = [field.strip() or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
+    names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(is_number(name) for name in names):
         raise BadInput(f"{where}: holds numbers where the names of the columns should be; add a line of names")
     return names
