@@ -156,9 +156,8 @@ class TarGz(Source):
         with closing(self._members()) as members:
             for found, stored in members:
                 if found == name:
-                    yield io.BytesIO(
-                        read_at_most(stored, MOST_WHOLE)
-                    )  # a member of a stream does not do all that a file does
+                    # A member of a stream does not do all that a file does.
+                    yield io.BytesIO(read_at_most(stored, MOST_WHOLE))
                     return
             raise _missing()
 
