@@ -99,13 +99,11 @@ class _Rows:
 
 
 def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
-    channels: list[str] | None = list(wanted.channels) if wanted.channels else None
-    left_out: list[str] = []
+    named, left_out = (list(wanted.channels), []) if wanted.channels else _channels(files[0], wanted)
+    channels = triplets_first(named)[0]
     windows, subjects, labels, num_short, num_short_rows = [], [], [], 0, 0
     for file in files:
-        if channels is None:
-            channels, left_out = _channels(file, wanted)
-        rows = _read(file, wanted, triplets_first(channels)[0])
+        rows = _read(file, wanted, channels)
         for start, stop in _bouts(rows):
             if stop - start < wanted.length:
                 num_short, num_short_rows = num_short + 1, num_short_rows + stop - start
@@ -114,7 +112,6 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
             windows.append(some)
             subjects += [rows.subjects[start]] * len(some)
             labels += [rows.labels[start]] * len(some)
-    assert channels is not None
     where = files[0].source.where if len(files) > 1 else files[0].where
     if not windows:
         raise BadInput(
@@ -123,7 +120,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         )
     names, classes = in_order(set(subjects)), in_order(set(labels))
     _refuse_names(names, classes, where)
-    remarks = [f"Recordings: {len(names)} subjects, {len(classes)} classes, channels {', '.join(channels)}."]
+    remarks = [f"Recordings: {len(names)} subjects, {len(classes)} classes, channels {', '.join(named)}."]
     if left_out:
         remarks.append(f"Not read: the columns {', '.join(left_out)}; --channels names those that are.")
     if num_short:
@@ -133,13 +130,18 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         )
     return {
         "signals": np.concatenate(windows),
-        "labels": np.array([classes.index(label) for label in labels]),
-        "subjects": np.array([names.index(subject) for subject in subjects]),
-        "channels": array_of_texts(triplets_first(channels)[0]),
+        "labels": _places(labels, classes),
+        "subjects": _places(subjects, names),
+        "channels": array_of_texts(channels),
         "classes": array_of_texts(classes),
         "subject_names": array_of_texts(names),
         "remarks": array_of_texts(remarks),
     }
+
+
+def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
+    place = {name: i for i, name in enumerate(ordered)}
+    return np.array([place[name] for name in names])
 
 
 def _channels(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str]]:
@@ -175,9 +177,8 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
         if not columns:
             problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it by --{role}-column)")
     if problems:
-        raise BadInput(
-            f"{file.where}, line {table.line}: has no column known as {' and '.join(problems)}; there are: {', '.join(header)}"
-        )
+        missing = f"has no column known as {' and '.join(problems)}"
+        raise BadInput(f"{file.where}, line {table.line}: {missing}; there are: {', '.join(header)}")
     return found[0], found[1]
 
 
