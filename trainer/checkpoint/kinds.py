@@ -147,9 +147,17 @@ def tensor(name: str, value: Any) -> None:
 def finite_tensor(name: str, value: Any) -> None:
     """Without infinities and NaN."""
     tensor(name, value)
-    # A sum is read faster than every value is judged, and tells unless it overflows.
-    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+    if not_finite({name: value}):
         raise ValueError(f"{name} holds values that are not finite")
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold infinities or NaN."""
+    # A sum is read faster than every value is judged, and tells unless it overflows.
+    sums = [torch.isfinite(value.sum()) for value in tensors.values()]
+    if not sums or bool(torch.stack(sums).all()):
+        return []
+    return [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
 
 
 def _mapping(name: str, value: Any) -> Mapping[Any, Any]:

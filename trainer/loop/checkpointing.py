@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from trainer.checkpoint.kinds import not_finite
 from trainer.checkpoint.manifest import verdict_of
 from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
@@ -84,12 +84,7 @@ def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Te
 
 
 def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
-    # A sum is read faster than every value is judged, and tells unless it overflows.
-    finite = [torch.isfinite(value.sum()) for value in weights.values()]
-    if finite and bool(torch.stack(finite).all()):
-        return
-    bad = [name for name, value in weights.items() if not bool(torch.isfinite(value).all())]
-    if bad:
+    if bad := not_finite(weights):
         position = run.progress.position
         epoch = position.epoch if position.at_epoch_start else position.epoch + 1
         raise BadInput(
