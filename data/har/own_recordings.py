@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from data.csv_lines import CsvTable, csv_table, in_order, plain_name, reading_utf8
-from data.files import DataFile, Folder, shown, source_at
+from data.files import DataFile, Folder, is_visible, shown, source_at
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
@@ -51,7 +51,8 @@ def are_own(path: Path) -> bool:
     """Whether a path leads to a user's own recordings, not to UCI HAR: a CSV, or a folder with some."""
     if path.is_dir():
         published = ("train", "UCI HAR Dataset", "UCI HAR Dataset.zip")
-        return any(_is_csv(file.name) for file in path.iterdir()) and not any((path / p).exists() for p in published)
+        has_csv = any(_is_csv(file.name) and is_visible(file.name) for file in path.iterdir() if file.is_file())
+        return has_csv and not any((path / p).exists() for p in published)
     return path.is_file() and _is_csv(path.name)
 
 

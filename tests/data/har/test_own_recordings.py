@@ -74,6 +74,11 @@ def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load,
     assert found.signals[2, 2, 0] == np.float32(float(rows_of([("a", "sit", 1)], 2)[0][2]))  # acc_z, wherever it stands
 
 
+def test_a_folder_with_nothing_but_hidden_tables_holds_none(tmp_path):
+    write(tmp_path / "._mine.csv", rows_of(BOUTS))
+    assert not are_own(tmp_path)
+
+
 def test_decimal_commas_and_chosen_columns(load, tmp_path):
     rows = [[f"{i / 4:.2f}".replace(".", ","), "note", i, "p", "ab"[i // 12]] for i in range(24)]
     path = write(tmp_path / "mine.csv", rows, ["level", "note", "t2", "who", "does"], ";")
