@@ -20,7 +20,8 @@
 # How a request to stop travels, 120 s before the time limit:
 #   SLURM sends USR1 to this shell alone (B:). This shell passes it to srun, which passes it to every node. TERM would
 #   not do: srun makes a SIGKILL of it. On each node a second shell sends TERM to the training processes. torchrun
-#   itself must not notice: it dies of USR1, and on TERM it kills its workers 30 s later, saved or not.
+#   itself must not notice: it dies of USR1, and on TERM it kills its workers 30 s later, saved or not. (torch 2.13 has
+#   --signals-to-handle and --shutdown-timeout for that, but this script is for torch 2.8 too.)
 #   The workers stop together, save, and return 0, and so do torchrun and srun.
 #
 # A node that dies leaves its lock in --save-dir. SLURM then queues the job again by itself, and since it has the same job

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.loading.given import shortened
 from trainer.parallel.devices import MultiDeviceFlags
+from trainer.parallel.schedulers import RANK_NAMES, rank_variables
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST = 10**6
@@ -23,8 +24,8 @@ class RankEnvironment:
     """Who this process is among several.
 
     local_rank, local_world_size: among the processes of this machine; None where the launcher did not say.
-    init_method: where the processes meet; "env://" or a file. attempt: how often the same launcher has started all of
-    them again, with the addresses of the attempt before left where they meet.
+    init_method: where the processes meet; "env://", an address, or a file. attempt: how often the same launcher has
+    started all of them again, with the addresses of the attempt before left where they meet.
     """
 
     rank: int
@@ -37,30 +38,34 @@ class RankEnvironment:
     @property
     def is_self_launched(self) -> bool:
         """Whether `trainer.parallel.launch` has started this process."""
-        return self.init_method != "env://"
+        return self.init_method.startswith("file://")
 
     @property
     def meeting_place(self) -> str:
         """Where the processes meet, as a message names it."""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return self.init_method if self.is_self_launched else address
+        return address if self.init_method == "env://" else self.init_method
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
     """Whether a launcher, or somebody by hand, has said which rank this process is."""
-    return any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return any(name in environ for name in RANK_NAMES) or any(rank_variables(environ))
 
 
 def read_rank_environment(
     environ: Mapping[str, str], flags: MultiDeviceFlags | None
 ) -> tuple[RankEnvironment | None, list[str]]:
-    """The rank variables that torchrun, torch.distributed.launch or a hand-written script sets.
+    """The rank variables that torchrun, torch.distributed.launch, srun, mpirun or a hand-written script sets.
 
     flags: None for a run of one process. Returns None if there are none, and one sentence for each contradiction.
     """
     if flags is None or flags.multi_gpu == "dp":
         return None, one_process_problems(environ)
-    present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+    scheduled, missing = rank_variables(environ)
+    if missing:
+        return None, missing
+    environ = {**environ, **scheduled}
+    present = [name for name in RANK_NAMES if name in environ]
     if not present:
         unset = f"--local-rank {flags.local_rank}: RANK and WORLD_SIZE are not set; use torchrun"
         return None, [unset] if flags.local_rank is not None else []
@@ -95,7 +100,8 @@ def read_rank_environment(
     is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
     attempt = numbers.get(RESTARTS, 0) if is_one_agent else 0
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
-    return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, attempt=attempt), []
+    meeting_place = "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**environ) if scheduled else "env://"
+    return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, meeting_place, attempt), []
 
 
 def torchrun_agent() -> str | None:
