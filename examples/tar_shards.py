@@ -1,0 +1,231 @@
+"""Pictures in tar shards, as the webdataset library writes them; all of them together may be larger than any memory.
+
+python -m examples.tar_shards shards
+python main.py --task examples/tar_shards.py:TarShards --shards shards --epochs 2
+
+A sample is neighbouring members of an uncompressed tar with one KEY: KEY.npy, here (32, 32) uint8, and KEY.cls, its
+class in digits. Where the members lie is found once, and kept in --cache-dir; a sample is read from its place when its
+turn comes, and nothing is unpacked. So each has a number, and `order` says which ones a step has.
+"""
+
+import argparse
+import io
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer import BadInput, Batch, FlagGroup, Objective, SampleKeys, Sums, Task, cached_arrays, flag, sharded_batches
+
+SHAPE = (32, 32)
+NUM_CLASSES = 4
+FIELDS = ("npy", "cls")
+MOST_MEMBER = 64 << 20
+"""Bytes of a member that is read."""
+MOST_HEADER = 1 << 20
+END = bytes(2 * tarfile.BLOCKSIZE)
+"""What a tar that is whole ends with."""
+
+
+# --- where the samples of a shard lie ----------------------------------------------------------------------------
+
+
+class Headers(io.BufferedReader):
+    """A tar of which only headers are read, and none that says it is longer than they are."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= MOST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)
+
+
+def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
+    """Key, field, first byte and size of each file in a tar."""
+    length = os.fstat(file.fileno()).st_size
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for member in archive:
+            if not member.isreg() or member.issparse():
+                continue
+            if member.size > min(MOST_MEMBER, length - member.offset_data):
+                raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
+            path = PurePosixPath(member.name)
+            stem, _, field = path.name.partition(".")
+            yield str(path.with_name(stem or ".")), field, member.offset_data, member.size
+    file.seek(archive.offset)  # where tarfile saw an end, or nothing that it could read
+    if file.read(len(END)) != END:
+        raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
+
+
+def index_of(path: Path) -> dict[str, np.ndarray]:
+    """spans: (n, 2, 2) int64, of each sample and field the first byte and the number of bytes. Raises BadInput."""
+    spans = []
+    try:
+        with Headers(io.FileIO(path), tarfile.BLOCKSIZE) as file:
+            for key, group in groupby(members(file), key=lambda member: member[0]):
+                found = {field: span for _, field, *span in group}
+                if missing := [field for field in FIELDS if field not in found]:
+                    raise tarfile.ReadError(f"{key} has no .{missing[0]}")
+                spans.append([found[field] for field in FIELDS])
+    except (OSError, tarfile.TarError) as error:
+        raise BadInput(f"--shards: {path} cannot be read or is damaged ({error}); fetch it again") from None
+    return {"spans": np.array(spans, dtype=np.int64).reshape(-1, len(FIELDS), 2)}
+
+
+# --- the data set ------------------------------------------------------------------------------------------------
+
+
+class Shard:
+    """One that is open. spans: see `index_of`."""
+
+    def __init__(self, path: Path, spans: np.ndarray) -> None:
+        self.path, self.spans = path, spans
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the last reference)
+
+    def sample(self, number: int) -> tuple[np.ndarray, int]:
+        """Raises BadInput."""
+        try:
+            picture, label = (self._read(*span) for span in self.spans[number].tolist())
+            return decoded(picture, label)
+        except Exception as error:  # whatever a decoder makes of damaged bytes
+            raise BadInput(f"--shards: sample {number} of {self.path} is damaged ({error}); fetch it again") from None
+
+    def _read(self, start: int, size: int) -> bytes:
+        content = os.pread(self._file.fileno(), size, start)
+        if len(content) < size:
+            raise EOFError("the file has become shorter")
+        return content
+
+
+def decoded(picture: bytes, label: bytes) -> tuple[np.ndarray, int]:
+    """The place for a decoder of your own. Raises what it likes."""
+    array, number = np.lib.format.read_array(io.BytesIO(picture), allow_pickle=False), int(label)
+    if array.shape != SHAPE or array.dtype != np.uint8 or not 0 <= number < NUM_CLASSES:
+        raise ValueError(f"{array.dtype} of shape {array.shape}, class {number}")
+    return array, number
+
+
+class TarSamples:
+    """The samples of shards, one shard after another. Two are open at a time: a batch may lie across a border."""
+
+    def __init__(self, paths: Sequence[Path], cache_dir: Path) -> None:
+        self._paths, self._cache_dir = paths, cache_dir
+        self.sizes = np.array([len(self._spans(path)) for path in paths], dtype=np.int64)
+        self._starts = np.cumsum(self.sizes) - self.sizes
+        self._opened = lru_cache(maxsize=2)(lambda shard: Shard(paths[shard], self._spans(paths[shard])))
+
+    def _spans(self, path: Path) -> np.ndarray:
+        """Mapped from the disk, not held."""
+        status = path.stat()
+        stamp = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+        key = f"tar-{blake2b(stamp.encode(), digest_size=16).hexdigest()}"
+        return cached_arrays(self._cache_dir, key, partial(index_of, path))["spans"]
+
+    def __len__(self) -> int:
+        return int(self.sizes.sum())
+
+    def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
+        shards = np.searchsorted(self._starts, keys.index, side="right") - 1
+        numbers = keys.index - self._starts[shards]
+        samples = [self._opened(shard).sample(i) for shard, i in zip(shards.tolist(), numbers.tolist(), strict=True)]
+        pictures, labels = zip(*samples, strict=True)
+        return {"picture": np.stack(pictures), "label": np.array(labels)}
+
+
+# --- the task ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TarFlags(FlagGroup):
+    """Task: pictures in tar shards"""
+
+    shards: Path = flag(Path("shards"), "folder with train-*.tar, val-*.tar and test-*.tar")
+
+
+class Network(nn.Sequential):
+    def __init__(self) -> None:
+        convolution, pool = nn.Conv2d(1, 16, 5, stride=2), nn.AdaptiveMaxPool2d(2)
+        super().__init__(convolution, nn.GELU(), pool, nn.Flatten(), nn.Linear(64, NUM_CLASSES))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """pictures: (B, 32, 32) uint8. Returns logits (B, NUM_CLASSES)."""
+        x = (pictures.unsqueeze(1) - 128.0) / 50
+        return super().forward(x.to(next(self.parameters()).dtype))
+
+
+class PictureObjective(Objective):
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        logits = self.model(batch["picture"])
+        loss = F.cross_entropy(logits, batch["label"], reduction="sum")
+        return {"loss": loss, "correct": (logits.argmax(dim=1) == batch["label"]).sum()}
+
+
+class TarShards(Task):
+    Config = TarFlags
+    monitor = ("val/accuracy", "max")
+
+    def splits(self) -> Mapping[str, TarSamples]:
+        return self._splits
+
+    @cached_property
+    def _splits(self) -> Mapping[str, TarSamples]:
+        found = {name: sorted(self.config.shards.glob(f"{name}-*.tar")) for name in ("train", "val", "test")}
+        for name, paths in found.items():
+            if not paths:
+                raise BadInput(f"--shards {self.config.shards}: holds no {name}-*.tar")
+        return {name: TarSamples(paths, self.cache_dir) for name, paths in found.items()}
+
+    def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:
+        return sharded_batches(self.splits()["train"].sizes, global_batch_size, self.seed, epoch)
+
+    def build_objective(self) -> Objective:
+        return PictureObjective(Network())
+
+    def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        return {name: float(sums[key] / sums["weight"]) for name, key in (("loss", "loss"), ("accuracy", "correct"))}
+
+
+# --- shards to try it with ---------------------------------------------------------------------------------------
+
+
+def stripes(label: int, rng: np.random.Generator) -> np.ndarray:
+    """A picture whose stripes have the direction of the class, anywhere, in noise."""
+    angle, phase = np.pi * label / NUM_CLASSES, rng.uniform(0, 2 * np.pi)
+    y, x = np.mgrid[: SHAPE[0], : SHAPE[1]]
+    waves = np.sin(x * np.cos(angle) + y * np.sin(angle) + phase) + rng.normal(size=SHAPE)
+    return np.clip(128 + 50 * waves, 0, 255).astype(np.uint8)
+
+
+def write_shard(path: Path, num_samples: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with tarfile.open(path, "w") as archive:
+        for number in range(num_samples):
+            label, picture = number % NUM_CLASSES, io.BytesIO()
+            np.save(picture, stripes(label, rng))
+            for field, content in zip(FIELDS, (picture.getvalue(), str(label).encode()), strict=True):
+                member = tarfile.TarInfo(f"{number:06}.{field}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write them")
+    parser.add_argument("--num-shards", type=int, default=8, help="of training (default: 8)")
+    parser.add_argument("--num-samples", type=int, default=500, help="in each (default: 500)")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    names = [f"train-{number:06}.tar" for number in range(args.num_shards)]
+    for seed, name in enumerate(["val-000000.tar", "test-000000.tar", *names]):
+        write_shard(args.folder / name, args.num_samples, seed)
+
+
+if __name__ == "__main__":
+    main()
