@@ -105,7 +105,8 @@ def test_what_cannot_be_done_is_refused(refused, monkeypatch, tmp_path):
 def test_two_processes_learn_the_same(flag, command, tmp_path):
     found = []
     for world_size, more in ((1, []), (2, [flag])):
-        where = ["--save-dir", tmp_path / str(world_size), "--global-batch-size", 4, "--dtype", "float64"]
+        where = ["--save-dir", tmp_path / str(world_size), "--dtype", "float64"]
+        where += ["--global-batch-size", 4, "--batch-size", 1]  # the model tells padding from none
         plain = ["--dropout", 0, "--no-norm"]
         command(*launcher(world_size), "--task", AHEAD_OF_TIME, *SHORT, *where, *plain, *more)
         found.append(load(tmp_path / str(world_size) / "final.pth"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, assert_same_bits, load
 from tests.helpers import forks
 from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
@@ -45,7 +45,8 @@ class Starter:
             process.join(120)
             statuses = [process.exitcode]
         else:
-            statuses = forks.run_group(["--multi-gpu", form, *argv], world_size, self.environment, output, prepare)
+            argv = ["--multi-gpu", form, *argv]
+            statuses = forks.run_group(argv, world_size, self.environment, output, prepare, timeout_s=300)
         assert statuses == [0] * world_size, output.read_text()
         return directory
 
@@ -142,6 +143,36 @@ def test_trains_every_task_that_comes_with_it(task, start):
     whole = start(f"{task}-one", base=base)
     found = start(f"{task}-fsdp", base=base, form="fsdp", world_size=2)
     assert difference(loaded(found / "final.pth")["model"], loaded(whole / "final.pth")["model"]) < TOLERANCE
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+RAGGED = [
+    "--task", f"{ROOT / 'tests' / 'helpers' / 'ragged_task.py'}:AheadOfTime", "--device", "cpu", "--num-threads", 1,
+    "--max-steps", 5, "--batch-size", 1, "--global-batch-size", 4, "--lr", 0.01,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [[], ["--no-has-blocks"], ["--grad-checkpointing"], ["--reshard", "never"]], ids=" ".join
+)
+def test_compiled_units_learn_the_same(more, start):
+    base = [*RAGGED, "--dtype", "float64", "--dropout", 0, "--no-norm"]
+    plain = start(f"plain{more}", base=base)
+    compiled = start(f"compiled{more}", "--compile", *more, base=base, form="fsdp", world_size=2)
+    assert difference(loaded(compiled / "final.pth")["model"], loaded(plain / "final.pth")["model"]) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--grad-checkpointing"]], ids=" ".join)
+def test_a_compiled_run_that_goes_on_is_identical(more, start):
+    """With dropout and batch norm."""
+    often = ["--compile", *more, "--save-every-steps", 2, "--keep-checkpoints", 0]
+    unbroken = start(f"unbroken{more}", *often, base=RAGGED, form="fsdp", world_size=2)
+    middle = unbroken / "checkpoint_0_0_8.pth"
+    resumed = start(f"resumed{more}", *often, "--resume-from", middle, base=RAGGED, form="fsdp", world_size=2)
+    assert_same_bits(*(load(folder / "final.pth") for folder in (unbroken, resumed)))
 
 
 # --- what cannot be divided ------------------------------------------------------------------------------------------
