@@ -72,7 +72,7 @@ from trainer.task import Objective, Task
 K_CORE = 5
 TISASREC_BATCH_SIZE, SASREC_BATCH_SIZE = 32, 128
 USERS_PER_TURN = 50
-SPEED_TARGETS = {"tisasrec": 40, "sasrec": 3, "evaluation": 50}
+SPEED_TARGETS = {"tisasrec": 45, "sasrec": 4, "evaluation of sasrec": 20, "evaluation of tisasrec": 40}
 MEMORY_TARGET = 0.25
 LARGEST_DIFFERENCE = 1e-10
 
@@ -369,7 +369,7 @@ def evaluation_of(model: str, setting: Setting, repeats: int) -> dict:
         evaluate_users(reference, [users[i] for i in chosen], sizes, random)
 
     result = take_turns(
-        "evaluation",
+        f"evaluation of {model}",
         some_users,
         lambda: evaluate_all(task, objective.eval(), setting.flags().batch.eval_batch_size),
         repeats,

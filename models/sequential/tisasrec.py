@@ -86,7 +86,8 @@ def interval_logits(query: Tensor, keys: Tensor, bucket: Tensor) -> Tensor:
 def interval_sums(attention: Tensor, values: Tensor, bucket: Tensor) -> Tensor:
     """sum_j attention_ij values[bucket_ij]: (B, heads, Tq, T), (heads, buckets, C) -> (B, heads, Tq, C)."""
     by_bucket = attention.new_zeros(*attention.shape[:-1], values.shape[-2])
-    return by_bucket.scatter_add_(-1, bucket, attention) @ values
+    # Not `@`, which copies the table for every row of the batch.
+    return torch.einsum("bhik,hkc->bhic", by_bucket.scatter_add_(-1, bucket, attention), values)
 
 
 class TiSASRec(SequentialRecommender):
