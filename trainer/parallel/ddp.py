@@ -235,7 +235,11 @@ class Distributed(Parallel):
     def sync_buffers(self, objective: nn.Module) -> None:
         self.phase.enter(EXCHANGE)
         for buffer in objective.buffers():
-            dist.broadcast(buffer, src=0)
+            # Of others NCCL refuses to send the numbers, and gloo sends other ones.
+            whole = buffer.contiguous()
+            dist.broadcast(whole, src=0)
+            if whole is not buffer:
+                buffer.copy_(whole)
 
     def close(self) -> None:
         self.diagnosis.monitor.close()
