@@ -324,6 +324,18 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     assert not torch.equal(weight, torch.ones(2))
 
 
+def test_a_step_without_gradients_asks_nothing_of_the_scaler():
+    """As of a loss that needs none of what its phase trains."""
+    precision = Precision("fp16", torch.float32, CPU)
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    outcome = precision.step([optimizer], [weight], 1.0)
+    assert (outcome.applied, outcome.alarm, float(outcome.grad_norm)) == (True, False, 0.0)
+    assert precision.scaler.get_scale() == 65536
+    precision.backward(weight.sum() * 2, 1.0)
+    assert precision.step([optimizer], [weight], 1.0).applied
+
+
 @pytest.mark.parametrize("without_waiting", [False, True])
 def test_the_average_advances_on_applied_steps_only(without_waiting):
     torch.manual_seed(0)

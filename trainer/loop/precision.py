@@ -108,8 +108,10 @@ class Precision:
         waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,
         or if a gradient is sparse.
         """
-        for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
+        is_scaled = self.scaler.is_enabled() and any(parameter.grad is not None for parameter in params)
+        if is_scaled:
+            for optimizer in optimizers:
+                self.scaler.unscale_(optimizer)
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if any(grad.is_sparse for grad in grads):
             grads = _coalesced_values(params)
@@ -119,7 +121,7 @@ class Precision:
         step = _step_on_host if grad_norm.device.type == "cpu" else _step_on_device
         applied = step(optimizers, grads, grad_norm, max_grad_norm)
         alarm = applied.logical_not() if isinstance(applied, Tensor) else not applied
-        if self.scaler.is_enabled():
+        if is_scaled:
             alarm = self._update_scale(grad_norm) & alarm
         for parameter in params:  # as zero_grad does, without its profiling
             parameter.grad = None
