@@ -287,6 +287,7 @@ def global_state():
         "determinism": torch.get_deterministic_debug_mode(),
         "fills": torch.utils.deterministic.fill_uninitialized_memory,
         "benchmark": torch.backends.cudnn.benchmark,
+        "tf32": torch.backends.cudnn.allow_tf32,
         "dtype": torch.get_default_dtype(),
         "torch": torch.get_rng_state().tolist(),
         "numpy": str(np.random.get_state()),
@@ -305,8 +306,8 @@ def test_the_process_is_as_it_was(end, acts, tmp_path):
         random.random()
         np.random.random()
         sys.path.insert(0, str(tmp_path))
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # as --deterministic does on a GPU
-        torch.backends.cudnn.benchmark = True
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # as on a GPU
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = True, False
         {"finished": int, "interrupted": interrupt, "failed": fail, "refused": int}[end]()
 
     acts(change_everything, 1)

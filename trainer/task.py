@@ -337,7 +337,8 @@ class Task(ABC):
         """The samples of the phase that together make the largest batch of at most `count`: (count,) int64.
 
         epoch: as in `order`. Those of the last epoch are tried before training, to find out whether they fit into
-        memory. By default any, which is right where all samples are equally large.
+        memory. By default any, which is right where all samples are equally large; only then does cuDNN measure which
+        of its algorithms is fastest for their shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 

@@ -28,9 +28,6 @@ def measure(setting: Setting, report: Report) -> None:
     report.figure("gpus", torch.cuda.device_count())
     report.figure("cuda", torch.version.cuda)
     report.figure("cudnn", torch.backends.cudnn.version())
-    report.figure("tf32, in convolutions and in matrix products", [
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    ])  # fmt: skip
     report.figure("driver", said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"))
     if torch.distributed.is_nccl_available():
         report.figure("nccl", ".".join(map(str, torch.cuda.nccl.version())))

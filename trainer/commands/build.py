@@ -63,17 +63,23 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
 
 
 def set_up_torch(flags: Flags, parallel: Parallel) -> None:
-    """Threads and determinism of this process."""
+    """Threads, determinism, and the libraries of a GPU, for this process."""
+    assert flags.task_type is not None
     set_num_threads(flags.devices.num_threads, parallel.local_world_size)
-    if flags.precision.deterministic or parallel.device.type == "cpu":
-        if parallel.device.type == "cuda":
-            os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+    is_gpu = parallel.device.type == "cuda"
+    is_deterministic = flags.precision.deterministic or not is_gpu
+    if is_deterministic:
         # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
         torch.set_deterministic_debug_mode("error")
         # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    else:
-        torch.backends.cudnn.benchmark = True
+    if is_gpu:
+        # Of every run, for it is read once in a process, whose next run may be a deterministic one.
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+        # Trying all algorithms for a shape pays where that shape comes again, and may end otherwise the next time.
+        is_one_shape = flags.task_type.largest_samples is Task.largest_samples
+        torch.backends.cudnn.benchmark = is_one_shape and not is_deterministic
+        torch.backends.cudnn.allow_tf32 = False  # as in matrix products: of float32 all digits
 
 
 def build_task(flags: Flags) -> Task:

@@ -25,7 +25,11 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (np.random.get_state, np.random.set_state),
 )
 """What reads something global, and what writes it."""
-_SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
+_SWITCHES = (
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "allow_tf32"),
+)
 
 
 @contextmanager

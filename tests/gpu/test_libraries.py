@@ -1,0 +1,35 @@
+"""What a run tells the libraries of a GPU before it computes."""
+
+from tests.helpers.imagined_gpu import on_imagined_gpus
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@on_imagined_gpus()
+def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
+    import os
+
+    import torch
+
+    from trainer.commands.build import set_up_torch, start_parallel
+    from trainer.commands.in_process import process_restored
+    from trainer.commands.parse import parse
+
+    os.environ.pop(WORKSPACE, None)
+    cudnn = torch.backends.cudnn
+
+    def told(task, *more):
+        flags, problems = parse(["--task", task, "--cache-dir", str(tmp_path), *more], False)
+        assert not problems
+        set_up_torch(flags, start_parallel(flags, None))
+        return cudnn.benchmark, cudnn.allow_tf32, os.environ[WORKSPACE]
+
+    for cudnn.benchmark in (False, True):
+        with process_restored():
+            # cuBLAS reads its setting once: the first run of a process has that of a later, deterministic one.
+            assert told("har") == (True, False, ":4096:8")
+            assert told("har", "--deterministic") == (False, False, ":4096:8")
+            # Utterances of other lengths in every batch: no shape comes again.
+            assert told("speech") == (False, False, ":4096:8")
+        assert cudnn.allow_tf32 and WORKSPACE not in os.environ
+    assert cudnn.benchmark
