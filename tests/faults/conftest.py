@@ -2,9 +2,12 @@ from functools import partial
 
 import pytest
 
+from tests.conftest import launcher
+from tests.faults.faulty_group import start_faulty, watch_to_end
 from tests.faults.job import CommandLine, Forks
 from tests.faults.lives import Life, unbroken_life
 from tests.faults.watched import RECIPE, kill_in, named_points, watch
+from tests.helpers.processes import end_session
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +53,18 @@ def resumed(fresh, tmp_path_factory, forked):
     life = Life(tmp_path_factory.mktemp("resumed") / "run", RECIPE)
     kill_in(life, named_points(fresh.operations)["between manifest and rename"], forked)
     return watch(life, forked)
+
+
+@pytest.fixture
+def faulty_run(environment, tmp_path):
+    """Starts a group on one of whose ranks something happens; returns how it ended and what was left of it."""
+    sessions = []
+
+    def run(fault, start=launcher, world_size=2, more=()):
+        process = start_faulty(fault, start, world_size, more, environment, tmp_path)
+        sessions.append(process.pid)
+        return watch_to_end(process, tmp_path)
+
+    yield run
+    for session in sessions:
+        end_session(session)

@@ -10,89 +10,20 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import ROOT, launcher
+from tests.faults.faulty_group import FSDP, PROCESS, TINY, TRACEBACK, assert_failed, assert_one_message
 from tests.helpers import forks
-from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, session_members, torchrun
+from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, torchrun
 from trainer.loop.step_results import StepResults
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.heartbeat import Heartbeat
 from trainer.parallel.phase import CurrentPhase
 
-FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
-TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
-        "--hang-timeout-s", 3, "--save-every-steps", 2]  # fmt: skip
-FSDP = ["--multi-gpu", "fsdp"]
-TRACEBACK = "Traceback (most recent call last)"
-PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"
 slow = pytest.mark.slow
-
-
-def shared_memory_of(pids):
-    """What these processes have open in /dev/shm, and what torch may have called after them there."""
-    found = set()
-    for pid in pids:
-        found |= {path.name for path in Path("/dev/shm").glob(f"torch_{pid}_*")}
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # it has just ended
-            continue
-        found |= {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-    return found
-
-
-@pytest.fixture
-def faulty_run(environment, tmp_path):
-    """Starts a group on one of whose ranks something happens; returns how it ended and what was left of it."""
-    sessions = []
-
-    def start(fault, start=launcher, world_size=2, more=()):
-        args = [*start(world_size), *TINY, "--save-dir", tmp_path / "run", *more]
-        with (tmp_path / "out").open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, args)], cwd=ROOT, env=environment | NO_GPU | {"LOCKSTEP_FAULT": fault},
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        sessions.append(process.pid)
-        deadline, pids, shared_memory = time.monotonic() + 150, set(), set()
-        while process.poll() is None:
-            assert time.monotonic() < deadline, (tmp_path / "out").read_text()
-            pids |= set(session_members(process.pid))
-            shared_memory |= shared_memory_of(pids)
-            time.sleep(0.2)
-        left = left_of_session(process.pid)
-        out = (tmp_path / "out").read_text()
-        return SimpleNamespace(
-            out=out,
-            errors=[line for line in out.splitlines() if line.startswith("error: ")],
-            status=process.returncode,
-            left=left,
-            leaked=(shared_memory | shared_memory_of(pids)) & set(os.listdir("/dev/shm")),
-            state=json.loads((tmp_path / "run" / "state.json").read_text()),
-        )
-
-    yield start
-    for session in sessions:
-        end_session(session)
-
-
-def assert_one_message(run, pattern, tracebacks=0):
-    (error,) = run.errors
-    assert re.fullmatch(f"error: {pattern}", error), run.out
-    assert run.out.count(TRACEBACK) == tracebacks, run.out
-    assert "/gloo/" not in run.out
-    assert run.left == []
-    assert run.leaked == set()
-
-
-def assert_failed(run, status=1):
-    assert run.status == status, run.out
-    assert run.state["state"] == "failed"
-    assert run.errors == [f"error: {run.state['message']}"]
 
 
 # --- an exception ------------------------------------------------------------------------------------------------
