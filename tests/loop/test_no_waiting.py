@@ -18,6 +18,7 @@ from trainer.commands.build import assemble_run, prepare_training
 from trainer.commands.parse import parse
 from trainer.logs.run_log import SilentLog
 from trainer.loop import totals
+from trainer.loop.lockstep import Lockstep
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 from trainer.parallel.base import SingleDevice
@@ -130,6 +131,18 @@ def test_nothing_of_a_step_is_fetched_from_the_device(argv, numberless, cache_di
     with Copies() as copies:
         train_steps(run, EndsAfter(NUM_STEPS))
     assert not copies.waited_for
+
+
+def test_nothing_of_a_fingerprint_is_fetched(numberless, cache_dir):
+    """As one of two processes, until the steps after which it has arrived."""
+    numberless.shard = (0, 2)
+    run = run_of(["--task", WEIGHTED, "--num-train", "2000"], numberless, cache_dir)
+    run.lockstep = Lockstep(run.learner.objective, numberless, every=3)
+    run.lockstep.begin()
+    with Copies() as copies:
+        train_steps(run, EndsAfter(NUM_STEPS))
+    assert not copies.waited_for
+    assert len(run.lockstep._taken) == NUM_STEPS // 3
 
 
 def test_a_fetched_loss_is_noticed(numberless, cache_dir, monkeypatch):

@@ -31,6 +31,7 @@ from trainer.loop.blocks import prepare_blocks, refusing_compilation
 from trainer.loop.contract import check_batch, check_blocks, check_single_samples, check_task, try_phase
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
+from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
@@ -204,10 +205,11 @@ def assemble_run(
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
     plan = build_plan(flags, task, batches)
     learning_rate = build_learning_rate(flags, task, plan, lr_factor)
+    learner = build_learner(flags, task, parallel, is_new)
     return Run(
         task=task,
         parallel=parallel,
-        learner=build_learner(flags, task, parallel, is_new),
+        learner=learner,
         plan=plan,
         batches=batches,
         memory_limit=MemoryLimit.unknown(flags.batch, parallel.device),
@@ -226,6 +228,7 @@ def assemble_run(
             log_interval=flags.run.log_interval,
         ),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
+        lockstep=Lockstep(learner.objective, parallel, flags.multi.lockstep_every if flags.multi is not None else 0),
         facts={
             "task": flags.run.task,
             "config": values,

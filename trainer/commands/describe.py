@@ -38,6 +38,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in run.task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
         *run.task.remarks(),
+        *run.lockstep.remarks(),
     ]
     scaled = run.learning_rate.peak
     if scaled != flags.learning.lr:

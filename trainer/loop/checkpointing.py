@@ -19,9 +19,11 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """Copies this moment, and writes it as a checkpoint while training goes on. All processes call it.
 
     value: the monitored metric, None where there was no validation. Raises BadInput if the checkpoint before could not
-    be written, unless for lack of room: then it says so, and tries again. What is to be on the disk now needs
-    `finish_saving`.
+    be written, unless for lack of room: then it says so, and tries again; and if the processes have drifted apart. What
+    is to be on the disk now needs `finish_saving`.
     """
+    for note in run.lockstep.compare_now(run.progress.step):
+        run.log.say(note)
     run.progress.read_clock()
     run.progress.last_save = run.progress.step
     run.parallel.sync_buffers(run.learner.objective)

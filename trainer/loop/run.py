@@ -10,6 +10,7 @@ from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
+from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.plan import BatchSplit, Plan, PlannedStep
 from trainer.loop.progress import Progress
@@ -57,6 +58,7 @@ class Run:
     saver: BackgroundSaver
     settings: LoopSettings
     step_results: StepResults
+    lockstep: Lockstep
     facts: dict[str, Any]
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)

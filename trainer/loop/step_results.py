@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.loop.arrival import Arrival
 from trainer.loop.plan import PlannedStep
 from trainer.task import Sums
 
@@ -46,8 +47,7 @@ class StepResults:
         self._at_once = at_once
         self._new: list[StepRecord] = []
         self._sent: list[StepRecord] = []
-        self._alarms = torch.empty(0, dtype=torch.bool)
-        self._arrived: torch.cuda.Event | None = None
+        self._alarms: Arrival | None = None
 
     def add(self, record: StepRecord) -> None:
         self._new.append(record)
@@ -71,19 +71,11 @@ class StepResults:
         self._sent, self._new = self._new, []
         if not self._sent:
             return
-        alarms = torch.stack([torch.as_tensor(record.result.alarm) for record in self._sent])
-        if alarms.is_cuda:
-            self._alarms = torch.empty(alarms.shape, dtype=alarms.dtype, pin_memory=True)
-            self._alarms.copy_(alarms, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(alarms.device))
-        else:
-            self._alarms = alarms
+        self._alarms = Arrival(torch.stack([torch.as_tensor(record.result.alarm) for record in self._sent]))
 
     def _receive(self) -> list[StepRecord]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        alarms = self._alarms.tolist() if self._sent else []
-        found = [record for record, alarm in zip(self._sent, alarms, strict=True) if alarm]
-        self._sent = []
+        if self._alarms is None:
+            return []
+        found = [record for record, alarm in zip(self._sent, self._alarms.content(), strict=True) if alarm]
+        self._sent, self._alarms = [], None
         return found

@@ -33,6 +33,7 @@ def train(run: Run) -> None:
     """
     progress = run.progress
     progress.read_clock()
+    run.lockstep.begin()
     try:
         if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and progress.best is None:
             report_start(run)
@@ -59,7 +60,7 @@ def train_epoch(run: Run) -> None:
         progress.start_epoch(progress.position.epoch, run.task.phases)
         start_epoch(run)
     start_stretch(run)
-    for window, agreed in agree_ahead(run, training_windows(run), by_the_clock=True):
+    for window, agreed in agree_ahead(run, training_windows(run), is_training=True):
         if progress.last_report < progress.step and run.plan.reports_after(progress.step):
             end_stretch(run)
             report(run)
@@ -100,6 +101,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         progress.totals[phase].add(result.sums, window.weight, result.applied)
         run.step_results.add(StepRecord(progress.step + 1, step, result))
     progress.advance(step.after)
+    run.lockstep.after_step(progress.step)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = saves_after_step(run, agreed)

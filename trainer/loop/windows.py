@@ -91,29 +91,35 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
         yield weighted(batch)
 
 
-def agree_ahead(run: Run, work: Iterator[T], by_the_clock: bool = False) -> Iterator[tuple[T, Agreed]]:
+def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Iterator[tuple[T, Agreed]]:
     """Adds to each piece of work what all processes say of it.
 
-    by_the_clock: whether the main process's clock may end the work, and ask for checkpoints. Raises StopRequested once
-    any process was asked to stop, TimeIsUp once the clock ends it.
+    is_training: whether the main process's clock may end the work and ask for checkpoints, and fingerprints of the
+    model go along. Raises StopRequested once any process was asked to stop, TimeIsUp once the clock ends it, BadInput
+    where the processes have drifted apart.
 
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
     """
-    asks_clock = by_the_clock and run.parallel.is_main
+    asks_clock = is_training and run.parallel.is_main
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
-        pending = run.parallel.start_sum(Agreed(piece.weight, bool(run.stop), *clock))
+        own = Agreed(piece.weight, bool(run.stop), *clock)
+        fingerprint = run.lockstep.numbers_to_add(run.progress.step) if is_training else ()
+        pending = run.parallel.start_sum(own + fingerprint)
         if waiting is not None:
-            yield _agreed(*waiting)
+            yield _agreed(run, *waiting)
         waiting = piece, pending
     if waiting is not None:
-        yield _agreed(*waiting)
+        yield _agreed(run, *waiting)
 
 
-def _agreed(piece: T, pending: Callable[[], Sequence[float]]) -> tuple[T, Agreed]:
-    agreed = Agreed(*pending())
+def _agreed(run: Run, piece: T, pending: Callable[[], Sequence[float]]) -> tuple[T, Agreed]:
+    sums = pending()
+    agreed, fingerprints = Agreed(*sums[: len(Agreed._fields)]), sums[len(Agreed._fields) :]
+    for note in run.lockstep.compare(fingerprints):
+        run.log.say(note)
     if agreed.num_stop_requests > 0:
         raise StopRequested
     if agreed.time_is_up > 0:

@@ -1,5 +1,7 @@
 """How a run is spread over devices: the interface that everything outside sees, and its form for one device."""
 
+import os
+import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +34,8 @@ class Parallel:
     devices: those that this process feeds; the model lives on the first one. shard: (rank, world_size) of this process,
     for splitting data. gradient_divisor: what the wrapper divides summed gradients by. exchanges_in_forward: whether
     every forward waits for the other processes, so that all must make equally many. local_world_size: processes of
-    this run on this machine. is_launched: whether a launcher waits for the exit status of this process, and starts it
+    this run on this machine. num_parts: processes of consecutive ranks that have one copy of the parameters between
+    them. is_launched: whether a launcher waits for the exit status of this process, and starts it
     again with the others, without whom it cannot try a step again. tells_signal: whether that launcher is this
     trainer's own, to which a signal in the exit status is no failure. phase: what this process is doing; the loop says
     so.
@@ -42,6 +45,7 @@ class Parallel:
     gradient_divisor: int = 1
     exchanges_in_forward: bool = False
     local_world_size: int = 1
+    num_parts: int = 1
     is_launched: bool = False
     tells_signal: bool = True
 
@@ -75,6 +79,10 @@ class Parallel:
     def describe(self) -> str:
         """The devices, in a few words. All processes call it."""
         return ", ".join(map(device_label, self.devices))
+
+    def describe_own(self) -> str:
+        """This process and its devices."""
+        return f"process {os.getpid()} on {socket.gethostname()}, {', '.join(map(device_label, self.devices))}"
 
     def place(
         self,

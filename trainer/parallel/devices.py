@@ -64,6 +64,10 @@ class MultiDeviceFlags(FlagGroup):
         "main process does", above=0,
     )  # fmt: skip
     hang_timeout_s: float = flag(120.0, "the same within training and evaluation, once the first step is done", above=0)
+    lockstep_every: int = flag(
+        500, "compare the weights of all processes to the bit after every so many optimizer steps, and before every "
+        "save; 0 is off", metavar="STEPS", at_least=0,
+    )  # fmt: skip
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
     find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
     reshard: Literal["always", "never"] = flag(

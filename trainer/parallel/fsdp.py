@@ -52,7 +52,7 @@ class Sharded(Distributed):
             )
             raise BadInput(problem) if environment.rank == 0 else Failure(problem, EXIT_BAD_INPUT)
         super().__init__(environment, flags, devices)
-        self._num_parts = num_parts
+        self.num_parts = num_parts
         shape = (environment.world_size // num_parts, num_parts)
         names = ("replicate", "shard")
         is_flat = shape[0] == 1
@@ -71,9 +71,9 @@ class Sharded(Distributed):
             self._set_timeouts(self._flags.hang_timeout_s)
 
     def describe(self) -> str:
-        copies = self.shard[1] // self._num_parts
+        copies = self.shard[1] // self.num_parts
         models = f"{copies} copies of the model, each" if copies > 1 else "the model"
-        return f"{super().describe()}, {models} in {self._num_parts} part(s)"
+        return f"{super().describe()}, {models} in {self.num_parts} part(s)"
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Sharded(Distributed):
     # --- what a step needs -------------------------------------------------------------------------------------------
 
     def whole_norm(self, own: Tensor) -> Tensor:
-        norms = [torch.empty_like(own) for _ in range(self._num_parts)]
+        norms = [torch.empty_like(own) for _ in range(self.num_parts)]
         dist.all_gather(norms, own, group=self._mesh.get_group(self._mesh.ndim - 1))
         return torch.linalg.vector_norm(torch.stack(norms))
 

@@ -1,0 +1,207 @@
+"""Ranks that have drifted apart are noticed and named, and what they have become is not saved."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT
+from tests.helpers import forks
+from trainer.loading.errors import BadInput
+from trainer.loop.fingerprint import Fingerprint, num_words
+from trainer.loop.lockstep import Lockstep
+from trainer.loop.step_results import GROUP_SIZE
+from trainer.parallel.base import SingleDevice
+
+CPU = torch.device("cpu")
+# 9 steps an epoch on 3 processes, 13 on 2, and a checkpoint at its end.
+RUN = [
+    "--task", f"{ROOT / 'tests' / 'helpers' / 'drifting_task.py'}:Drifting", "--device", "cpu", "--num-threads", 1,
+    "--batch-size", 4, "--lr", 0.01, "--max-steps", 26,
+]  # fmt: skip
+EVERY = ["--lockstep-every"]
+
+
+def member(rank):
+    return rf"rank {rank} \(process \d+ on {re.escape(os.uname().nodename)}, cpu\)"
+
+
+@pytest.fixture
+def drifted(environment, tmp_path):
+    """Runs a group that drifts apart: its exit statuses, its output, and the steps that are saved."""
+
+    def run(drift, *more, world_size=2, form="ddp"):
+        argv = ["--multi-gpu", form, *RUN, "--save-dir", tmp_path / "run", *more]
+        output = tmp_path / "out.txt"
+        statuses = forks.run_group(argv, world_size, environment | {"LOCKSTEP_DRIFT": drift}, output)
+        manifest = tmp_path / "run" / "manifest.json"
+        entries = json.loads(manifest.read_text())["checkpoints"] if manifest.exists() else []
+        return statuses, output.read_text(), [entry["step"] for entry in entries]
+
+    return run
+
+
+def assert_told(output, step, since, where, guilty, others):
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    before = rf" \(after step {since} they were the same\)" if since else ""
+    assert re.match(
+        f"error: the ranks are no longer in lockstep: after optimizer step {step}{before} {where} held other bits on "
+        f"{guilty} than on {others}; ",
+        error,
+    ), error
+    assert "Traceback" not in output
+
+
+def test_one_bit_on_one_of_three_ranks(drifted):
+    statuses, output, saved = drifted("bit 1 12", *EVERY, 4, "--save-every-steps", 5, world_size=3)
+    assert_told(output, 12, 10, r"model\.layers\.4\.weight", member(1), f"{member(0)} and {member(2)}")
+    assert statuses == [2, 2, 2]
+    assert saved == [5, 9, 10]
+
+
+def test_a_forward_that_changes_a_parameter_is_noticed_before_the_save(drifted):
+    statuses, output, saved = drifted("forward 1 5", *EVERY, 1000)
+    assert_told(output, 13, None, r"model\.layers\.1\.bias", member(0), member(1))
+    assert (statuses, saved) == ([2, 2], [])
+
+
+@pytest.mark.slow
+def test_nothing_is_compared_where_nobody_wants_it(drifted):
+    assert drifted("bit 1 5", *EVERY, 0)[::2] == ([0, 0], [13, 26])
+
+
+def test_buffers_of_each_rank_s_own_are_told_once(drifted):
+    statuses, output, saved = drifted("buffer", *EVERY, 2)
+    assert (statuses, saved) == ([0, 0], [13, 26])
+    assert output.count("Not compared between ranks") == 1
+    assert "since forwards change it: model.seen.\n" in output
+
+
+@pytest.mark.slow
+def test_a_buffer_that_no_forward_should_change(drifted):
+    statuses, output, saved = drifted("table 0 5", *EVERY, 2)
+    assert_told(output, 6, 4, r"model\.table", member(0), member(1))
+    assert (statuses, saved) == ([2, 2], [])
+
+
+@pytest.mark.slow
+def test_other_kinds_of_devices_are_told_once_and_go_on(drifted):
+    statuses, output, saved = drifted("bit-threads 1 5", *EVERY, 2)
+    assert (statuses, saved) == ([0, 0], [13, 26])
+    assert output.count("The ranks no longer have the same bits after optimizer step 6, first in model.layers.4") == 1
+    assert "1 thread(s); " in output
+
+
+@pytest.mark.slow
+def test_copies_of_parts(drifted):
+    more = [*EVERY, 2, "--shard-size", 2]
+    statuses, output, _ = drifted("part 3 5", *more, world_size=4, form="fsdp")
+    assert statuses == [2] * 4
+    assert_told(output, 7, 4, r"model\.layers\.4\.bias", member(1), member(3))
+
+
+def test_parts_without_copies_are_told(drifted):
+    statuses, output, _ = drifted("forward 1 2", *EVERY, 2, "--max-steps", 4, form="fsdp")
+    assert statuses == [0, 0]
+    assert "Every process has a part of the model that no other has" in output
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+TENSORS = {
+    "float32": torch.randn(5, 7),
+    "float64": torch.randn(3).double(),
+    "bfloat16": torch.randn(3).bfloat16(),
+    "bool": torch.tensor([True, False, True]),
+    "int64": torch.arange(3),
+    "a number": torch.tensor(2.5),
+    "none": torch.empty(0),
+    "other strides": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "large": torch.randn(70_000),
+}
+
+
+@pytest.fixture
+def fingerprint():
+    return Fingerprint(num_words(TENSORS.values()), CPU)
+
+
+def hash_of(fingerprint, tensors):
+    return int(fingerprint.of(tensors))
+
+
+@pytest.mark.parametrize("name", [name for name, tensor in TENSORS.items() if tensor.numel()])
+def test_every_bit_shows(name, fingerprint):
+    tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
+    before = hash_of(fingerprint, tensors.values())
+    memory = tensors[name].view(-1).view(torch.uint8) if tensors[name].is_contiguous() else None
+    memory = tensors[name].untyped_storage() if memory is None else memory
+    places = [0, len(memory) // 2, len(memory) - 1]
+    for place in places:
+        for bit in range(8):
+            memory[place] ^= 1 << bit
+            assert hash_of(fingerprint, tensors.values()) != before
+            memory[place] ^= 1 << bit
+    assert hash_of(fingerprint, tensors.values()) == before
+
+
+def test_places_and_signs_show(fingerprint):
+    """Which a sum would not tell, nor one of products whose high bits overflow."""
+    values = torch.randn(70_000)
+    before = hash_of(fingerprint, [values])
+    for first, second in ((0, 1), (0, 69_999), (32_767, 32_768), (5, 5 + 2**15)):
+        swapped, negated = values.clone(), values.clone()
+        swapped[[first, second]] = values[[second, first]]
+        negated[[first, second]] *= -1
+        assert before not in (hash_of(fingerprint, [swapped]), hash_of(fingerprint, [negated]))
+
+
+class Pair(SingleDevice):
+    """One of two processes, of which the other has the same, but for what is added to its hashes."""
+
+    shard = (0, 2)
+    wrong = 0
+
+    def start_sum(self, values):
+        return lambda: [2 * value for value in values]
+
+    def gather(self, value):
+        return [value, value._replace(hashes=[own + self.wrong for own in value.hashes])]
+
+
+def test_a_gpu_is_given_time(monkeypatch):
+    """And what is under way meanwhile is compared in turn."""
+    parallel = Pair(CPU)
+    lockstep = Lockstep(nn.Linear(3, 3), parallel, every=10)
+    monkeypatch.setattr(lockstep, "_delay", GROUP_SIZE)
+    lockstep.begin()
+    sent = []
+    for step in range(1, 101):
+        lockstep.after_step(step)
+        numbers = lockstep.numbers_to_add(step)
+        sent += [step] * bool(numbers)
+        assert lockstep.compare([2 * number for number in numbers]) == []
+    assert sent == [GROUP_SIZE + step for step in range(10, 69, 10)]
+    parallel.wrong = 1
+    numbers = lockstep.numbers_to_add(10 + sent[-1])
+    with pytest.raises(
+        BadInput, match=r"after optimizer step 70 \(after step 60 they were the same\) weight and 1 more"
+    ):
+        lockstep.compare([numbers[0] * 2 + 1, *(2 * number for number in numbers[1:])])
+
+
+def test_sums_tell_exactly_whether_numbers_are_the_same():
+    """Of a thousand processes, of which one is off by one in one limb."""
+    lockstep = Lockstep(nn.Linear(3, 3), Pair(CPU), every=1)
+    lockstep._num_copies = 1000
+    largest, less = lockstep._limbs(2**64 - 1), lockstep._limbs(2**64 - 1 - 2**32)
+    assert [a != b for a, b in zip(largest, less, strict=True)] == [False] * 4 + [True] * 2 + [False] * 2
+    sums = [1000 * number for number in largest]
+    assert lockstep._judge(5, sums) == []
+    off = [total - own + other for total, own, other in zip(sums, largest, less, strict=True)]
+    with pytest.raises(AttributeError):  # it was never begun, and would look for what differs
+        lockstep._judge(6, off)
