@@ -17,11 +17,13 @@ from tests.conftest import ROOT, WEIGHTED
 from tests.docs.test_docs import SCRIPTS, code_in
 from tests.helpers import forks
 from trainer.commands.parse import parse
+from trainer.loop import blocks as blocks_of_models
 from trainer.loop.plan import split_batch
 from trainer.loop.schedule import device_scaling_factor
 
 GUIDE = (ROOT / "docs" / "multi_gpu_guide.md").read_text()
-TINY = ["--task", WEIGHTED, "--num-threads", "1", "--cache-dir", "cache"]
+TINY = ["--num-threads", "1", "--cache-dir", "cache", "--task"]
+WITH_BLOCKS = f"{ROOT / 'tests' / 'helpers' / 'ragged_task.py'}:Ragged"
 SHORT = ["--steps", "2", "--settling-steps", "1"]
 NEEDS = ("GPUs", "several nodes", "SLURM")
 MARKER = re.compile(rf"# needs ({'|'.join(NEEDS)})\b.*\n")
@@ -41,8 +43,8 @@ class Block(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether it starts processes that import torch."""
-        return "torchrun" in self.commands or "profiler.py" in self.commands
+        """Whether it starts processes that import torch, or its compiler."""
+        return any(word in self.commands for word in ("torchrun", "profiler.py", "--compile"))
 
     @property
     def trains(self) -> bool:
@@ -95,8 +97,9 @@ def folder_with_program(path: Path) -> Path:
 
 
 def enter(folder: Path) -> Callable[[], None]:
-    """Preparation of a fork: it begins in the repository."""
+    """Preparation of a fork: it begins in the repository. What it compiles needs no compiler of C++."""
     os.chdir(folder)
+    blocks_of_models.BACKEND = "aot_eager"
     return lambda: None
 
 
@@ -104,7 +107,8 @@ def tiny(arguments: list[str]) -> list[str]:
     """The same on next to no data; what the command itself says stays."""
     num_epochs = "5" if "--config" in arguments else "1"  # a preset's warm-up is within its epochs
     epochs = [] if {"--epochs", "--max-steps"} & set(arguments) else ["--epochs", num_epochs]
-    return [*arguments, *TINY, *epochs]
+    task = WITH_BLOCKS if {"--compile", "--grad-checkpointing"} & set(arguments) else WEIGHTED
+    return [*arguments, *TINY, task, *epochs]
 
 
 def train(script: str, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
@@ -135,7 +139,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> int:
 
 def run_in_shell(command: str, tokens: list[str], folder: Path, environment: dict[str, str]) -> int:
     if "profiler.py" in tokens and tokens[tokens.index("profiler.py") + 1] != "check":
-        command = shlex.join([*tokens, *TINY, *SHORT])
+        command = shlex.join([*tokens, *TINY, WEIGHTED, *SHORT])
     elif tokens[0] == "torchrun":
         command = shlex.join(tiny(tokens))
     with (folder / "printed").open("a") as printed:
@@ -184,7 +188,8 @@ def test_block_runs_and_prints_what_is_quoted(block, tmp_path, shell, request):
 def test_what_only_slow_tests_run_needs_no_marker():
     """So that a marker that is missing is noticed at once."""
     slow = [command for block in BLOCKS if block.is_slow and not block.needs_more for command in commands_of(block)]
-    assert all(command.startswith(("python profiler.py ", "torchrun --standalone ")) for command in slow)
+    starts = ("python profiler.py ", "torchrun --standalone ", "python main.py --device cpu ")
+    assert all(command.startswith(starts) for command in slow)
     assert all("--device cpu" in command for command in slow if command.startswith("torchrun"))
 
 

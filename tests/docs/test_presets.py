@@ -14,6 +14,7 @@ from tests.helpers.small_seqrec import write_interactions
 from tests.helpers.uci_har_files import write_layout
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
+from trainer.loop import blocks
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.parallel import devices
 
@@ -21,6 +22,9 @@ PRESETS = sorted((ROOT / "configs").glob("*/?gpu.toml"))
 MEMORY = ROOT / "configs" / "memory.toml"
 LAYERS = sorted((ROOT / "configs").glob("*/memory.toml"))
 """Of single workloads, over their presets."""
+WHOLE_GRAPH = "kgat"
+"""Whose forwards are not halved, for each propagates over the whole graph."""
+SHARDED = sorted((ROOT / "configs").glob("*/fsdp.toml"))
 PUBLISHED = sorted((ROOT / "configs" / "seqrec").glob("*_published.toml"))
 WORKLOADS = {
     "har": lambda folder: ["--data-dir", write_layout(folder / "uci"), "--num-val-subjects", 1, "--epochs", 3],
@@ -85,9 +89,10 @@ def test_every_workload_has_them_for_1_2_4_and_8_gpus():
     assert [name_of(path) for path in PRESETS] == [
         f"configs/{workload}/{number}gpu.toml" for workload in WORKLOADS for number in (1, 2, 4, 8)
     ]
+    assert [path.parent.name for path in LAYERS] == [path.parent.name for path in SHARDED] == list(WORKLOADS)
 
 
-@pytest.mark.parametrize("path", [*PRESETS, MEMORY, *LAYERS, *PUBLISHED], ids=name_of)
+@pytest.mark.parametrize("path", [*PRESETS, MEMORY, *LAYERS, *SHARDED, *PUBLISHED], ids=name_of)
 def test_its_own_command_is_understood(path):
     ((script, arguments),) = commands_in(path.read_text().replace("#     ", ""))
     assert name_of(path) in arguments
@@ -95,8 +100,13 @@ def test_its_own_command_is_understood(path):
     if path in LAYERS:
         assert flags.blocks.grad_checkpointing
         one_gpu = parsed(script, [argument for argument in arguments if argument != name_of(path)])
-        assert 2 * flags.batch.batch_size == one_gpu.batch.batch_size
+        times = 1 if path.parent.name == WHOLE_GRAPH else 2
+        assert times * flags.batch.batch_size == one_gpu.batch.batch_size
         assert split_of(flags, 1).global_batch_size == split_of(one_gpu, 1).global_batch_size
+    elif path in SHARDED:
+        assert (flags.multi.multi_gpu, flags.blocks.compile) == ("fsdp", True)
+        four_gpus = parsed(script, [argument for argument in arguments if argument != name_of(path)])
+        assert flags.batch == four_gpus.batch
     elif path in PUBLISHED:
         assert (flags.run.task, script) == ("seqrec", "main.py")
     elif path != MEMORY:
@@ -147,19 +157,38 @@ def test_commands_of_other_guides_have_one_here():
         parsed(script, arguments)
 
 
+def two_processes(workload, environment, folder, layers=(), more=(), prepare=None):
+    """The preset for four GPUs on two CPU processes and small data, in two forwards each; returns what they printed."""
+    arguments = ["--config", ROOT / "configs" / workload / "4gpu.toml", *layers, "--nproc", 2, "--device", "cpu"]
+    arguments += ["--num-threads", 1, *WORKLOADS[workload](folder), *more, "--save-dir", folder / "run"]
+    statuses = forks.run_group(arguments, 2, environment, folder / "out", prepare, timeout_s=300)
+    out = (folder / "out").read_text()
+    assert statuses == [0, 0], out
+    assert "x 2 device(s) x 2 accumulation step(s)" in out, shlex.join(map(str, arguments))
+    return out
+
+
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_two_processes_train_by_one(workload, environment, tmp_path):
-    """The one for four GPUs, on two CPU processes and small data: in two forwards each."""
     preset = ROOT / "configs" / workload / "4gpu.toml"
-    arguments = ["--config", preset, "--nproc", 2, "--device", "cpu", "--num-threads", 1]
-    arguments += [*WORKLOADS[workload](tmp_path), "--save-dir", tmp_path / "run"]
-    statuses = forks.run_group(arguments, 2, environment, tmp_path / "out")
-    out = (tmp_path / "out").read_text()
-    assert statuses == [0, 0], out
+    two_processes(workload, environment, tmp_path)
     final, flags = load(tmp_path / "run" / "final.pth"), parsed("main_multi_gpu.py", ["--config", str(preset)])
     assert final["global_batch_sizes"][0] == flags.batch.global_batch_size
     assert final["config"]["--lr"] == flags.learning.lr
-    assert "x 2 device(s) x 2 accumulation step(s)" in out, shlex.join(map(str, arguments))
+
+
+def compile_ahead_of_time():
+    """Without a compiler of C++."""
+    blocks.BACKEND = "aot_eager"
+    return lambda: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", SHARDED, ids=name_of)
+def test_two_processes_train_a_model_in_parts(layer, environment, tmp_path):
+    more = ["--num-workers", 0]
+    out = two_processes(layer.parent.name, environment, tmp_path, [layer], more, compile_ahead_of_time)
+    assert "Fully sharded over gloo: 2 x cpu, the model in 2 part(s)" in out
 
 
 @pytest.mark.slow
@@ -171,4 +200,4 @@ def test_it_trains_in_less_memory(layer, environment, tmp_path):
     process = forks.start([*map(str, arguments)], environment, printed, printed)
     process.join(300)
     assert process.exitcode == 0, printed.read_text()
-    assert "2 accumulation step(s)" in printed.read_text()
+    assert f"{1 if workload == WHOLE_GRAPH else 2} accumulation step(s)" in printed.read_text()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.edges import Edges, collaborative_graph
@@ -282,6 +282,10 @@ class KgatTask(Task):
             laplacian=config.laplacian,
             softmax=config.softmax,
         )
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The layers of KGAT, which keep several states of every node for the backward."""
+        return list(model.layers) if isinstance(model, KGAT) else ()
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Of KGAT both phases train the embeddings of nodes, each with moments of its own, as published."""
