@@ -25,6 +25,7 @@ def test_learns_what_the_cpu_learns(case, tmp_path, cache_dir):
     assert_same(tmp_path / "dp", tmp_path / "cpu")
 
 
+@pytest.mark.slow
 @on_imagined_gpus(3)
 def test_precisions(tmp_path, cache_dir):
     for amp in ("bf16", "fp16"):

@@ -1,5 +1,7 @@
 """The imagined GPU notices what it is there for."""
 
+import os
+
 import pytest
 
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
@@ -80,6 +82,7 @@ def test_memory_is_counted_and_runs_out():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("LOCKSTEP_LINES" in os.environ, reason="while lines are recorded it runs in Python's threads")
 @on_imagined_gpus()
 def test_a_backward_runs_in_the_threads_of_the_gpus():
     import threading

@@ -55,6 +55,7 @@ def test_an_evaluation_that_finds_no_room_goes_on_with_less(tmp_path, cache_dir)
     assert_same(tmp_path / "tight", tmp_path / "cpu")
 
 
+@pytest.mark.slow
 @on_imagined_gpus()
 def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
     rehearse = build.rehearse

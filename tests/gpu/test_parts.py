@@ -11,7 +11,7 @@ from tests.helpers.imagined_gpu import on_imagined_gpus
 
 PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "loop", "throughput", "saving"]
 """Without those that fill a GPU's memory, and those that start processes."""
-QUICK = ("machine", "snapshot")
+QUICK = ("snapshot",)
 MODELS = ("sasrec", "plmu")
 
 

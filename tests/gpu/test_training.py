@@ -13,7 +13,7 @@ POISONED = ["--task", f"{HELPERS / 'poisoned_task.py'}:Poisoned", "--poisoned", 
 BAD_FIRST_EPOCH = [*POISONED, "--poisoned-epoch", 0]
 SETTINGS = {
     "accumulation": ["--batch-size", 3, "--grad-accum-steps", 3, "--max-grad-norm", 0],
-    "ema": ["--ema-decay", 0.9, "--save-every-steps", 2],
+    "ema": pytest.param(["--ema-decay", 0.9, "--save-every-steps", 2], marks=pytest.mark.slow),
     "sgd with dropout": pytest.param(
         ["--optimizer", "sgd", "--momentum", 0.9, "--dropout", 0.3], marks=pytest.mark.slow
     ),

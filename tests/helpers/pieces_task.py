@@ -95,11 +95,12 @@ class PiecesObjective(Objective):
             "loss": loss.sum(),
             "hits": hits,
             "mean": self.model.mean * len(loss),
-            "samples": hits.new_tensor(len(loss)),
+            "samples": hits.new_full((), len(loss)),
         }
 
     def start_evaluation(self):
-        self.model.mean.fill_(self.model(torch.arange(NUM_WORDS)).mean())
+        words = torch.arange(NUM_WORDS, device=self.model.mean.device)
+        self.model.mean.fill_(self.model(words).mean())
 
 
 class WordPairs:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -154,8 +155,10 @@ def finite_tensor(name: str, value: Any) -> None:
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of those that hold infinities or NaN."""
     # A sum is read faster than every value is judged, and tells unless it overflows.
-    sums = [torch.isfinite(value.sum()) for value in tensors.values()]
-    if not sums or bool(torch.stack(sums).all()):
+    is_finite = defaultdict(list)  # by device: parts that were gathered are on the host, and buffers on a GPU
+    for value in tensors.values():
+        is_finite[value.device].append(torch.isfinite(value.sum()))
+    if all(bool(torch.stack(each).all()) for each in is_finite.values()):
         return []
     return [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
 

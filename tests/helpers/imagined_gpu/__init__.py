@@ -17,10 +17,12 @@ The test fails by itself if
 - the host waits for a GPU within an optimizer step (`may_wait=True` allows it), outside of logging and saving.
 
 `GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, and every wait with its place.
+`ranks.run_ranks` starts several processes, whose tensors on GPUs travel by gloo.
 
-What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has, streams beside each GPU's first one,
-and what a host changes too early of memory that is still to be copied to a GPU. It needs g++ and a CPU build of torch:
-without them these tests are skipped. The first use compiles for some ten seconds.
+What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has or that `--compile` would write for it,
+and what a host changes too early of memory that is still to be copied to a GPU. Every stream of a GPU is its only one:
+a stream that does not wait for another one is not noticed. It needs g++ and a CPU build of torch: without them these
+tests are skipped. The first use compiles for some ten seconds.
 """
 
 import functools

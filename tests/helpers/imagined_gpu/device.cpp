@@ -10,8 +10,11 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <signal.h>
@@ -94,6 +97,14 @@ Block* block_of(const Storage& storage) {
 Storage device_storage(const Storage& host, DeviceIndex device) {
   return Storage(
       Storage::use_byte_size_t(), host.nbytes(), pointer_to(new Block(host, device)), &device_allocator, true);
+}
+
+// After the host's storage has another size.
+void follow_size(c10::StorageImpl* storage, Block* block) {
+  block->account();
+  storage->_mutable_data_ptr_no_checks().release_context();
+  storage->set_data_ptr_noswap(pointer_to(block));
+  storage->set_nbytes(block->bytes);
 }
 
 Tensor tensor_over(Storage storage, DispatchKey key, const Tensor& shaped) {
@@ -241,6 +252,10 @@ at::SparseTensorImpl* sparse_parts(const Tensor& tensor) {
 
 std::string base_name(const std::string& name) { return name.substr(name.find("::") + 2); }
 
+bool is_list_of_lists(const IValue& value) {
+  return value.isList() && value.toList().elementType()->kind() == c10::TypeKind::ListType;
+}
+
 struct OnHost {
   std::string name;
   Device device = Device(c10::kCPU);  // where results are
@@ -308,6 +323,11 @@ struct OnHost {
         list.push_back(each ? std::optional<Tensor>(lowered(*each)) : std::nullopt);
       return list;
     }
+    if (is_list_of_lists(value)) {
+      c10::impl::GenericList lists(value.toList().elementType());
+      for (const IValue& each : value.toListRef()) lists.push_back(lowered(each));
+      return lists;
+    }
     return value;
   }
 
@@ -347,6 +367,11 @@ struct OnHost {
       for (const Tensor& each : value.toTensorList()) list.push_back(raised(each));
       return list;
     }
+    if (is_list_of_lists(value)) {
+      c10::impl::GenericList lists(value.toList().elementType());
+      for (const IValue& each : value.toListRef()) lists.push_back(raised(each));
+      return lists;
+    }
     return value;
   }
 
@@ -357,13 +382,8 @@ struct OnHost {
       auto* block = block_of(on_device.storage());
       if (on_host.storage().unsafeGetStorageImpl() != block->host.unsafeGetStorageImpl())
         on_device.unsafeGetTensorImpl()->set_storage_keep_dtype(raised(on_host.storage()));
-      else if (int64_t(block->host.nbytes()) != block->bytes) {
-        auto* storage = on_device.storage().unsafeGetStorageImpl();
-        block->account();
-        storage->_mutable_data_ptr_no_checks().release_context();
-        storage->set_data_ptr_noswap(pointer_to(block));
-        storage->set_nbytes(block->bytes);
-      }
+      else if (int64_t(block->host.nbytes()) != block->bytes)
+        follow_size(on_device.storage().unsafeGetStorageImpl(), block);
       if (on_device.sizes() != on_host.sizes() || on_device.strides() != on_host.strides() ||
           on_device.storage_offset() != on_host.storage_offset())
         on_device.unsafeGetTensorImpl()->set_sizes_and_strides(
@@ -413,6 +433,30 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   call.follow();
   for (auto result = stack->end() - op.schema().returns().size(); result != stack->end(); ++result)
     *result = call.raised(*result);
+}
+
+// What processes exchange travels between the host's memory, by gloo. Whoever waits for a result gets the device's tensors.
+c10::intrusive_ptr<c10d::Work> work_on_device(const std::shared_ptr<OnHost>& call, c10d::Work& on_host) {
+  auto found = on_host.getFuture();
+  auto raised = c10::make_intrusive<c10::ivalue::Future>(found->elementType(), std::vector{call->device});
+  found->addCallback([call, raised](c10::ivalue::Future& done) {
+    if (done.hasError()) raised->setError(done.exception_ptr());
+    else raised->markCompleted(call->raised(done.value()));
+  });
+  return c10d::Work::create_from_future(raised);
+}
+
+void exchange(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto call = std::make_shared<OnHost>();
+  call->name = base_name(op.schema().name());
+  size_t count = op.schema().arguments().size();
+  for (auto argument = stack->end() - count; argument != stack->end(); ++argument) *argument = call->lowered(*argument);
+  op.callBoxed(stack);
+  for (auto result = stack->end() - op.schema().returns().size(); result != stack->end() - 1; ++result)
+    *result = call->raised(*result);
+  if (call->name == "allreduce_")  // DistributedDataParallel takes what it has summed from here
+    stack->back() = work_on_device(call, *stack->back().toCustomClass<c10d::Work>());
 }
 
 // A softmax that reads 16 bits and writes 32, and its backward, are one kernel on a GPU alone.
@@ -558,6 +602,29 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
 }
 
+// They replace torch's, which would ask gloo for what a CPU build of it does not have.
+struct Silence final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+const torch::Library exchanges = [] {
+  Silence silence;
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  torch::Library m(torch::Library::IMPL, "c10d", DispatchKey::CUDA, __FILE__, __LINE__);
+  for (const char* name : {"allreduce_", "broadcast_", "allgather_", "_allgather_base_", "_reduce_scatter_base_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&exchange>());
+  return m;
+}();
+
+// Of DistributedDataParallel, which notes how long its parts take.
+struct Timer final : c10d::Timer {
+  explicit Timer(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer)
+}
+
 // --- for Python ----------------------------------------------------------------------------------------------------
 
 extern "C" {
@@ -584,6 +651,11 @@ int64_t imagined_used(int device) { return used[device]; }
 int64_t imagined_peak(int device) { return peak[device]; }
 void imagined_forget_peak(int device) { peak[device] = used[device].load(); }
 void imagined_limit(int device, int64_t bytes) { limits[device] = bytes; }
+void imagined_resize(c10::StorageImpl* storage, int64_t bytes) {
+  auto* block = static_cast<Block*>(storage->data_ptr().get_context());
+  at::native::resize_bytes_cpu(block->host.unsafeGetStorageImpl(), bytes);
+  follow_size(storage, block);
+}
 int imagined_num_touched() { return num_touched; }
 void imagined_forget_touched() { num_touched = 0; }
 int imagined_touched(int i) { return touched[i]; }

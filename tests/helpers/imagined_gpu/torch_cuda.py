@@ -3,6 +3,7 @@
 import ctypes
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,17 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
             library.imagined_set_device(device)
         return before
 
+    class Stream(torch.Stream):
+        """Every one is the only one of its device, in which all is done in the order in which it is asked for."""
+
+        def wait_event(self, event: Event) -> None:
+            pass
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
     cuda: Any = torch.cuda
     replaced = {
         "is_available": lambda: True,
@@ -89,8 +101,9 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "reset_peak_memory_stats": lambda device=None: library.imagined_forget_peak(index(device)),
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: wait_for(index(device), what="torch.cuda.synchronize"),
-        "current_stream": lambda device=None: torch.accelerator.current_stream(index(device)),
-        "Stream": lambda device=None, priority=0: torch.Stream(torch.device("cuda", index(device))),
+        "current_stream": lambda device=None: Stream(torch.device("cuda", index(device))),
+        "Stream": lambda device=None, priority=0: Stream(torch.device("cuda", index(device))),
+        "stream": lambda stream: nullcontext() if stream is None else cuda.device(stream.device),
         "Event": Event,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda state, device="cuda": None,
@@ -99,7 +112,21 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
     for name, replacement in replaced.items():
         assert hasattr(cuda, name), name
         setattr(cuda, name, replacement)
+    _install_resizing(torch)
     _install_exchanges(torch)
+
+
+def _install_resizing(torch: Any) -> None:
+    """Of storages, which torch does without its dispatcher."""
+    resize_on_host = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize_on_host(storage, size)
+        _library.imagined_resize(ctypes.c_void_p(storage._cdata), ctypes.c_int64(size))
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_
 
 
 def _install_exchanges(torch: Any) -> None:

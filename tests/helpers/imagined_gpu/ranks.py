@@ -1,0 +1,46 @@
+"""Several processes, each with the imagined GPUs of the one that starts them. Their tensors travel by gloo."""
+
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.helpers.imagined_gpu.machine import GPUS
+from tests.helpers.imagined_gpu.server import TIMEOUT_S
+from trainer.cli import main
+from trainer.parallel.environment import RankEnvironment
+
+MISTAKES = 70
+"""Exit status of a process that made some, or raised; EX_SOFTWARE of sysexits.h."""
+
+
+def run_ranks(argv: Sequence[object], world_size: int, meeting_place: Path) -> list[int]:
+    """A command line of main_multi_gpu.py on so many processes; their exit statuses.
+
+    Before anything of this process has computed. meeting_place: a file that there is not yet.
+    """
+    started = []
+    for rank in range(world_size):
+        process = os.fork()
+        if process == 0:
+            _be_rank(
+                list(map(str, argv)), RankEnvironment(rank, world_size, rank, world_size, f"file://{meeting_place}")
+            )
+        started.append(process)
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]
+
+
+def _be_rank(argv: list[str], environment: RankEnvironment) -> None:
+    signal.alarm(TIMEOUT_S)
+    status = MISTAKES
+    try:
+        status = main(argv, several_devices=True, environment=environment)
+        if mistakes := GPUS.mistakes():
+            print(f"rank {environment.rank}:", *mistakes, sep="\n")
+            status = MISTAKES
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        GPUS.printed()
+        os._exit(status)
