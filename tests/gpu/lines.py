@@ -59,8 +59,8 @@ def _numbers(code: CodeType) -> set[int]:
 
 
 def report(folder: Path) -> int:
-    program, reached = lines_of_the_program(), recorded("gpu", folder)
-    never = {place: text for place, text in program.items() if place not in recorded("cpu", folder)}
+    run_on_cpu, reached = (recorded(which, folder) for which in ("cpu", "gpu"))
+    never = {place: text for place, text in lines_of_the_program().items() if place not in run_on_cpu}
     of_nccl = {place: text for place, text in never.items() if "nccl" in text.lower()}
     ours = {place: text for place, text in never.items() if place not in of_nccl}
     for title, chosen in {
