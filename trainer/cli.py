@@ -1,6 +1,7 @@
 """From a command line to an exit status: reads the flags, and calls the command that they ask for."""
 
 import atexit
+import faulthandler
 import functools
 import os
 import signal
@@ -34,7 +35,12 @@ def run_process(
     environment: RankEnvironment | None = None,
     task_type: type[Task] | None = None,
 ) -> int:
-    """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it."""
+    """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it.
+
+    If a library crashes it (a segmentation fault, say), standard error shows where it was.
+    """
+    if sys.stderr is not None:
+        faulthandler.enable(file=2)
     status = main(argv, several_devices, environment, task_type)
     if some_are_left():
         exit_at_once(status)

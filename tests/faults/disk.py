@@ -37,12 +37,16 @@ class Operation(NamedTuple):
 
 
 class KillPoint(NamedTuple):
-    """Just before an operation, the `repeat`-th of its kind and name; half_way: when half of a write is done."""
+    """Just before an operation, the `repeat`-th of its kind and name; half_way: when half of a write is done.
+
+    error: instead of being killed, the process is told by this error number that the operation has failed.
+    """
 
     kind: str
     name: str
     repeat: int
     half_way: bool = False
+    error: int = 0
 
 
 class DiskRecorder:
@@ -73,12 +77,15 @@ class DiskRecorder:
     def happens(self, operation: Operation, action: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
         with self._lock:
             key = operation.kind, operation.name
-            point = KillPoint(*key, self._counts[key], half_way=bool(self._kill_at and self._kill_at.half_way))
-            if point == self._kill_at:
-                if half is not None and point.half_way:
-                    half()
-                os.kill(os.getpid(), signal.SIGKILL)
+            repeat = self._counts[key]
             self._counts[key] += 1
+            kill_at = self._kill_at
+            if kill_at is not None and (*key, repeat) == kill_at[:3]:
+                if half is not None and kill_at.half_way:
+                    half()
+                if kill_at.error:
+                    raise OSError(kill_at.error, os.strerror(kill_at.error))
+                os.kill(os.getpid(), signal.SIGKILL)
             self.operations.append(operation)
             return action()
 

@@ -4,13 +4,17 @@ LOCKSTEP_FAULT: "WHAT WHERE RANK", for example "raise forward 1". It happens in 
 first one of an evaluation.
 """
 
+import ctypes
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
@@ -34,20 +38,7 @@ class Fault:
             self.happen()
 
     def happen(self):
-        if self.what == "sleep":
-            time.sleep(600)
-        elif self.what == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.what == "leave":
-            raise SystemExit(130)
-        elif self.what == "refuse":
-            raise BadInput("the data ran away")
-        else:
-            if self.what == "linger":
-                leave_thread_in_cpp()
-            raise ValueError("the sky fell")
+        HAPPENINGS[self.what]()
 
 
 class SlowEnd:
@@ -64,6 +55,84 @@ def leave_thread_in_cpp():
     store.set_timeout(timedelta(seconds=3))
     threading.Thread(target=store.wait, args=(["never"],), daemon=True).start()
     time.sleep(0.5)
+
+
+def fail():
+    raise ValueError("the sky fell")
+
+
+def fail_with_a_thread_left():
+    leave_thread_in_cpp()
+    fail()
+
+
+def leave():
+    raise SystemExit(130)
+
+
+def refuse():
+    raise BadInput("the data ran away")
+
+
+def fail_as_a_gpu():
+    """What a kernel ran into is raised by the call that happens to come after it."""
+    raise torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronous")
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def hold_interpreter():
+    """In C, without letting go of the interpreter."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def backtrack():
+    """The same in a regular expression that would take years."""
+    re.fullmatch("(a|aa)+b", "a" * 200)
+
+
+def stick_in_kernel():
+    """In a sleep that no signal but SIGKILL ends: vfork lets its caller wait for a child, which waits at a pipe."""
+    pipe = os.environ["LOCKSTEP_PIPE"]
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])
+
+
+def remove_directory():
+    shutil.rmtree(os.environ["LOCKSTEP_REMOVED"])
+
+
+def set_clock_back():
+    """By a day."""
+    true_time = time.time
+    time.time = lambda: true_time() - 24 * 3600
+
+
+HAPPENINGS = {
+    "raise": fail,
+    "linger": fail_with_a_thread_left,
+    "leave": leave,
+    "refuse": refuse,
+    "gpu": fail_as_a_gpu,
+    "sleep": lambda: time.sleep(600),
+    "stop": stop,
+    "kill": kill,
+    "segfault": segfault,
+    "hold": hold_interpreter,
+    "backtrack": backtrack,
+    "kernel": stick_in_kernel,
+    "unlink": remove_directory,
+    "clock": set_clock_back,
+}
 
 
 class FaultySequences(Sequences):

@@ -24,7 +24,7 @@ from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints,
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
 from trainer.loading.errors import BadInput
-from trainer.loading.files import DISK_FULL, flush_path, refusing_disk_errors
+from trainer.loading.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
 METRICS = "metrics.jsonl"
@@ -227,6 +227,8 @@ class RunDirectory:
                 (self.path / MANIFEST).unlink(missing_ok=True)
 
     def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> BadInput:
+        if not self.path.is_dir():
+            return BadInput(f"--save-dir {self.path}: cannot write {file}: {FOLDER_GONE}; run the same command again")
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         free = shutil.disk_usage(self.path).free
         problem = (

@@ -118,6 +118,7 @@ class Lock(Writer):
         """Raises LockTaken when another process has taken it over, OSError when that cannot be told."""
         holder = _read(self._path)
         if holder.token != self._holder.token:
+            self._path.parent.stat()  # a folder that is gone was taken by nobody
             self.is_lost = True
             raise LockTaken(
                 f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this one "

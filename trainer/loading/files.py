@@ -19,6 +19,7 @@ ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.T
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
 
+FOLDER_GONE = "the folder is gone, and what was in it"
 
 MOST_LINE = 1 << 20
 """Characters of a line of text that is read; a longer one is none that a person or a program has meant as such."""

@@ -11,7 +11,7 @@ from trainer.loading.order import Position
 from trainer.logs.background import BackgroundLogger, end_all
 from trainer.logs.console import Table, of_headline, progress_bar
 from trainer.logs.console_logger import ConsoleLogger
-from trainer.logs.files import DATA_WAIT, FileLogger
+from trainer.logs.files import DATA_WAIT
 from trainer.logs.logger import LoggedRun, Logger, Record
 from trainer.task import Picture
 
@@ -43,11 +43,12 @@ class RunLog:
     """
 
     def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
-        from trainer.logs.tensorboard import TensorBoardLogger  # it takes long, and only the main process logs
+        # It takes long, and only the main process logs.
+        from trainer.logs.run_directory import RunDirectoryLogger
 
         self._headline = headline
-        self._console, self._board, self._own = ConsoleLogger(), TensorBoardLogger(), own
-        self._built_in: tuple[Logger, ...] = (self._console, FileLogger(), self._board)
+        self._console, self._directory, self._own = ConsoleLogger(), RunDirectoryLogger(), own
+        self._built_in: tuple[Logger, ...] = (self._console, self._directory)
         self._loggers = (*self._built_in, *own)
         for logger in self._loggers:
             logger.start(run)
@@ -131,7 +132,7 @@ class RunLog:
 
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
-        self._board.flush()
+        self._directory.flush()
 
     def close(self) -> None:
         """Ends all of them. Loggers of a user's own get some seconds for it."""

@@ -22,6 +22,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.phase import EXCHANGE
+from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class Distributed(Parallel):
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.phase, monitor, rank, names, limits_s, reports_lost_store)
         monitor.on_silence = self.diagnosis.consider_silence
+        self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
     def _meet(self, environment: RankEnvironment, backend: str) -> dist.Store:
         """Joins the others; returns the store at which they met."""
@@ -242,6 +244,7 @@ class Distributed(Parallel):
                 buffer.copy_(whole)
 
     def close(self) -> None:
+        self._watchdog.close()
         self.diagnosis.monitor.close()
         status = self.diagnosis.exit_status
         if status is None:

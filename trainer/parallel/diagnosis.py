@@ -102,13 +102,22 @@ class GroupDiagnosis(Diagnosis):
         # The process that reports has told the user, but of a BadInput the main one does.
         return BadInput(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
+    @property
+    def _patience_s(self) -> float:
+        return self.limits_s["--hang-timeout-s" if self.phase.step > 0 else "--dist-timeout-s"]
+
+    def stuck_after_s(self) -> float:
+        """How long this process's interpreter may rest: the others have by then said that they miss it."""
+        # What the main process does for all may take long.
+        patience_s = self._patience_s if self.monitor.may_force_end else self.limits_s["--dist-timeout-s"]
+        return patience_s + 3 * BEAT_S
+
     def consider_silence(self, silent_s: float) -> None:
         """Reports the end of the next rank once it has been silent for too long; the monitor then ends this process.
 
         A training thread that waits for its GPU, whose kernels wait for that rank, would not notice.
         """
-        limit_s = self.limits_s["--hang-timeout-s" if self.phase.step > 0 else "--dist-timeout-s"]
-        if silent_s > limit_s + 2 * BEAT_S and not self._has_missed:
+        if silent_s > self._patience_s + 2 * BEAT_S and not self._has_missed:
             self._has_missed = True
             # Not by the monitor's own thread, which has to answer the ping.
             threading.Thread(target=self._report_silence, args=(silent_s,), name="silence", daemon=True).start()

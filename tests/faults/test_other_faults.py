@@ -1,0 +1,170 @@
+"""Faults that are rarer than a kill: each is told with the rank and the place, and nothing is lost."""
+
+import os
+import re
+import signal
+from dataclasses import replace
+from errno import EIO
+from functools import partial
+
+import pytest
+
+from tests.faults.disk import kill_points
+from tests.faults.faulty_group import FAULTY, PROCESS, TRACEBACK, assert_one_message
+from tests.faults.lives import Life, Recipe, assert_as_unbroken
+from tests.faults.prepared import Prepared
+from tests.faults.watched import RECIPE, named_points
+
+slow = pytest.mark.slow
+ALONE = Recipe(
+    argv=(
+        "--task", FAULTY, "--num-train", 48, "--num-val", 5, "--width", 4, "--global-batch-size", 8, "--epochs", 3,
+        "--num-threads", 1, "--save-every-steps", 2, "--log-interval", 1, "--lr", 0.01, "--ema-decay", 0.9,
+        "--dropout", 0.1,
+    ),
+    global_batch_size=8,
+    num_samples=48,
+    epochs=3,
+)  # fmt: skip
+IN_GROUP = replace(ALONE, argv=(*ALONE.argv, "--hang-timeout-s", 3))
+
+
+def errors_of(output):
+    return [line for line in output.splitlines() if line.startswith("error: ")]
+
+
+# --- on one of several ranks -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def befallen(forked, environment, unbroken, tmp_path):
+    """Has a fault happen on rank 1 of 2, and the same command go on; returns what was said, and the statuses.
+
+    The end has to be that of the unbroken run, to the bit.
+    """
+
+    def run(fault, *more, **variables):
+        recipe = replace(IN_GROUP, argv=(*IN_GROUP.argv, *more))
+        life = Life(tmp_path / "run", recipe)
+        faulty = environment | variables | {"LOCKSTEP_FAULT": fault}
+        job = life.attempt(partial(forked, environment=faulty), 2)
+        ended = job.output, life.statuses
+        life.attempt(forked, 2)
+        assert life.statuses == [0, 0]
+        assert_as_unbroken(life, unbroken(recipe, 2), same_bits=True)
+        return ended
+
+    return run
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A named pipe at which whoever opens it waits until the test ends."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    yield path
+    os.close(os.open(path, os.O_RDWR))
+
+
+@slow
+def test_a_segmentation_fault_is_told_with_its_place(faulty_run):
+    run = faulty_run("segfault forward 1")
+    gone = rf"rank 1 of 2 is gone \({PROCESS}\), noted \d+ s ago in .+"
+    assert_one_message(run, f"{gone}; the same command goes on from the last checkpoint")
+    assert run.status == 128 + signal.SIGSEGV
+    assert run.state["state"] == "failed"
+    assert "Fatal Python error: Segmentation fault" in run.out
+    assert re.search(r'File ".*faulty_task.py", line \d+ in segfault$', run.out, re.MULTILINE)
+
+
+@slow
+def test_nothing_is_lost_by_a_segmentation_fault(befallen):
+    output, (_, status) = befallen("segfault forward 1")
+    assert status == -signal.SIGSEGV
+    assert len(errors_of(output)) == 1
+
+
+@slow
+@pytest.mark.parametrize("fault", ["hold", "backtrack", "kernel"])
+def test_an_interpreter_that_is_stuck_is_named_and_ends_itself(fault, befallen, pipe):
+    """Nobody else ends it here: it says where it was, and leaves."""
+    output, statuses = befallen(f"{fault} forward 1", "--delay-s", 0.3, LOCKSTEP_PIPE=str(pipe))
+    (error,) = errors_of(output)
+    assert re.match(rf"error: rank 1 of 2 gives no sign of life \({PROCESS}\), noted \d+ s ago in .+", error)
+    assert statuses == [1, 1]
+    assert "Timeout (" in output
+    assert re.search(r'File ".*faulty_task.py", line \d+ in at$', output, re.MULTILINE)
+
+
+def test_an_error_of_a_gpu_is_told_once(befallen):
+    output, statuses = befallen("gpu forward 1")
+    message = "AcceleratorError: CUDA error: device-side assert triggered"
+    assert errors_of(output) == [f"error: rank 1 of 2 failed in forward at optimizer step 3: {message}"]
+    assert output.count(TRACEBACK) == 1
+    assert statuses == [1, 1]
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_in_evaluation(rank, befallen):
+    output, statuses = befallen(f"kill evaluation {rank}")
+    assert statuses[rank] == -signal.SIGKILL
+    assert f"rank {rank} of 2 is gone" in output
+
+
+# --- the disk ----------------------------------------------------------------------------------------------------
+
+
+def assert_survives_failure(base, point, forked, unbroken):
+    """One operation on a file fails: that is told in one message or tried again, and nothing is lost."""
+    life = Life(base / "run", RECIPE)
+    life.directory.mkdir(parents=True)
+    failing = Prepared(watched=life.directory, kill_at=point._replace(error=EIO))
+    job = life.attempt(partial(forked, prepare=failing), 1)
+    output = f"{point}\n{job.output}"
+    assert TRACEBACK not in output, output
+    if life.statuses != [0]:
+        assert life.statuses == [2], output
+        (error,) = errors_of(output)
+        assert "Input/output error" in error, output
+        life.attempt(forked, 1)
+        assert life.statuses == [0], point
+    assert_as_unbroken(life, unbroken(RECIPE, 1), same_bits=True)
+
+
+def test_a_disk_that_fails_in_a_save(forked, fresh, unbroken, tmp_path):
+    assert_survives_failure(tmp_path, named_points(fresh.operations)["half-way through it"], forked, unbroken)
+
+
+@slow
+def test_a_disk_that_fails_in_any_operation(forked, fresh, unbroken, tmp_path):
+    # "saved" is a note of the recorder itself.
+    points = [point for point in kill_points(fresh.operations) if point.kind != "saved"]
+    for number, point in enumerate(points):
+        assert_survives_failure(tmp_path / str(number), point, forked, unbroken)
+    print(f"{len(points)} operations failed")
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=slow)])
+def test_the_directory_is_removed_under_a_run(world_size, forked, environment, tmp_path):
+    life = Life(tmp_path / "run", IN_GROUP if world_size > 1 else ALONE)
+    gone = environment | {"LOCKSTEP_FAULT": "unlink forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
+    job = life.attempt(partial(forked, environment=gone), world_size)
+    (error,) = errors_of(job.output)
+    assert re.fullmatch(f"error: --save-dir {life.directory}: cannot write .+: the folder is gone, .+", error)
+    # TensorBoard's own thread says in its own way that it cannot write.
+    assert job.output.count(TRACEBACK) == job.output.count("Exception in thread")
+    assert life.statuses == [2] * world_size
+    assert not life.directory.exists()
+
+
+# --- the clock ---------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_goes_back(forked, environment, unbroken, tmp_path):
+    """By a day, in the middle of a run."""
+    life = Life(tmp_path / "run", ALONE)
+    job = life.attempt(partial(forked, environment=environment | {"LOCKSTEP_FAULT": "clock forward 0"}), 1)
+    assert life.statuses == [0], job.output
+    assert_as_unbroken(life, unbroken(ALONE, 1), same_bits=True)
+    assert "-" not in "".join(re.findall(r"[^ ]+ samples/s", job.output))
