@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel, result_or_refusal
+from trainer.parallel.descriptors import make_room
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
@@ -62,6 +63,7 @@ class Distributed(Parallel):
         self.backend = flags.backend or ("nccl" if gpus else "gloo")
         rank, world_size = self.shard
         try:
+            make_room(world_size)
             store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
             members = self.gather((socket.gethostname(), os.getpid()))
             self._hosts = [host for host, _ in members]
