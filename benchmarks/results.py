@@ -37,8 +37,14 @@ def measured(command: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in flat(result)]
-    return "\n".join(["| measured | value |", "| --- | --- |", *rows]) + "\n"
+    """A row for each figure; where several things have the same figures, a row for each of those."""
+    parts = [*result.values()]
+    if all(isinstance(part, dict) for part in parts) and len({tuple(part) for part in parts}) == 1:
+        titles, rows = [*parts[0]], [(name, *part.values()) for name, part in result.items()]
+    else:
+        titles, rows = ["value"], [*flat(result)]
+    lines = [("measured", *titles), ["---"] * (1 + len(titles)), *rows]
+    return "".join(f"| {' | '.join(map(str, line)).replace('_', ' ')} |\n" for line in lines)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
