@@ -17,6 +17,7 @@ import torch
 import trainer
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
+from trainer.commands.in_process import process_restored
 from trainer.parallel.errors import Failure
 from trainer.parallel.signals import ONE_CTRL_C_S
 from trainer.tasks import is_same_task, name_of
@@ -298,6 +299,20 @@ def global_state():
         "group": torch.distributed.is_initialized(),
         "gradients": torch.is_grad_enabled(),
     }
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch 2.9 or newer")
+def test_a_precision_of_convolutions_alone_is_put_back():
+    """By torch's newer switches. Its older one then raises where it is read."""
+    cudnn = torch.backends.cudnn
+    cudnn.conv.fp32_precision = "ieee"
+    try:
+        before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+        with process_restored():
+            cudnn.allow_tf32 = False
+        assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == before == ("ieee", "tf32")
+    finally:
+        cudnn.allow_tf32 = True
 
 
 @pytest.mark.parametrize("end", ["finished", "interrupted", "failed", "refused"])

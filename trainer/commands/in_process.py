@@ -17,19 +17,35 @@ from trainer.parallel.signals import handlers_restored
 
 _in_use = threading.Lock()
 
+
+def _tf32_of_cudnn() -> tuple[bool | None, tuple[str, ...]]:
+    """By torch's older switch; where newer ones, of torch 2.9, differ from each other, it raises, and they count."""
+    cudnn: Any = torch.backends.cudnn
+    try:
+        return cudnn.allow_tf32, ()
+    except RuntimeError:
+        return None, (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+
+
+def _set_tf32_of_cudnn(before: tuple[bool | None, tuple[str, ...]]) -> None:
+    cudnn: Any = torch.backends.cudnn
+    is_allowed, precisions = before
+    if is_allowed is None:
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precisions
+    else:
+        cudnn.allow_tf32 = is_allowed
+
+
 _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_tf32_of_cudnn, _set_tf32_of_cudnn),
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
 )
 """What reads something global, and what writes it."""
-_SWITCHES = (
-    (torch.utils.deterministic, "fill_uninitialized_memory"),
-    (torch.backends.cudnn, "benchmark"),
-    (torch.backends.cudnn, "allow_tf32"),
-)
+_SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
 
 
 @contextmanager
