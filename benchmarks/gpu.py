@@ -39,7 +39,7 @@ PARTS = {
     "snapshot": 1.0,
     "resumed": 3.5,
     "scarce": 1.5,
-    "ranks": 2.5,
+    "ranks": 3.0,
     "profiled": 2.0,
     "loop": 2.0,
     "throughput": 5.0,

@@ -21,6 +21,7 @@ GLOO = ["--multi-gpu", "ddp", "--nproc", 2, "--backend", "gloo"]
 ON_GPU = {
     "nccl, one rank": ["--multi-gpu", "ddp", "--nproc", 1, "--backend", "nccl"],
     "nccl, one rank, sync-bn": ["--multi-gpu", "ddp", "--nproc", 1, "--backend", "nccl", "--sync-bn", *NORMED],
+    "nccl, one rank, fsdp": ["--multi-gpu", "fsdp", "--nproc", 1, "--backend", "nccl", *NORMED],
     "gloo, two ranks": [*GLOO, "--gpu-ids", 0],
     "dp, one GPU": ["--multi-gpu", "dp", "--gpu-ids", 0],
 }
