@@ -36,6 +36,7 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
+from trainer.task import Objective
 from trainer.tasks.har import HarFlags, HarTask
 
 BATCH_SIZE = 32
@@ -64,7 +65,7 @@ def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
 def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedBatch]) -> Step:
     """The trainer's step, with the exchange of the next window's weight that its loop makes."""
     precision = Precision("off", torch.float32, CPU)
-    objective = task.build_objective()
+    objective = parallel.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
     learner = Learner(objective, net, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
     optimizer, params = optimized(objective)
@@ -96,10 +97,14 @@ def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
     return step
 
 
-def bare_step(task: HarTask, batches: Iterator[WeightedBatch]) -> Step:
-    """What one would write by hand."""
-    model = nn.parallel.DistributedDataParallel(task.build_objective(), gradient_as_bucket_view=True)
+def under_ddp(objective: Objective) -> nn.Module:
+    model = nn.parallel.DistributedDataParallel(objective, gradient_as_bucket_view=True)
     model.broadcast_buffers = False
+    return model
+
+
+def bare_step(model: nn.Module, batches: Iterator[WeightedBatch]) -> Step:
+    """What one would write by hand. model: an objective, wrapped."""
     optimizer, params = optimized(model)
 
     def step() -> None:
@@ -123,7 +128,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
     steps = {
         "without_exchange": alone,
         "waiting_only": waiting_step(alone, environment.rank, counters),
-        "bare_ddp": bare_step(task, batches),
+        "bare_ddp": bare_step(under_ddp(task.build_objective()), batches),
         "lockstep": lockstep_step(task, parallel, batches),
     }
     blocks: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,0 +1,106 @@
+"""What a step under --multi-gpu fsdp takes on CPU processes, beside a bare loop with fully_shard and one under ddp.
+
+    python benchmarks/sharded.py
+
+The default model's training step in two processes that run three kinds of it in turns, a block of steps each: a bare
+hand-written loop with `fully_shard` on each block and on the model; Lockstep's step under fsdp; the bare loop under
+DistributedDataParallel. Time by the clock, and of the processor, which a busy machine disturbs less.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.exchange import (
+    BLOCK_STEPS,
+    WARM_UP_ROUNDS,
+    WORLD_SIZE,
+    Step,
+    bare_step,
+    lockstep_step,
+    shuffled_batches,
+    under_ddp,
+)
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.fsdp import Sharded
+from trainer.parallel.launch import launch
+from trainer.tasks.har import HarFlags, HarTask
+
+
+def sharded(task: HarTask) -> nn.Module:
+    objective = task.build_objective()
+    for unit in [*task.blocks(objective.model), objective]:
+        fully_shard(unit)
+    return objective
+
+
+def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
+    """What each of the two processes does; the first one writes the median times and ratios."""
+    torch.set_num_threads(1)
+    parallel = Sharded(environment, MultiDeviceFlags(multi_gpu="fsdp"), DeviceFlags(device="cpu"))
+    task = HarTask(HarFlags(), seed=0, cache_dir=folder)
+    batches = shuffled_batches(task, environment.rank)
+    steps = {
+        "bare fully_shard": bare_step(sharded(task), batches),
+        "lockstep fsdp": lockstep_step(task, parallel, batches),
+        "bare ddp": bare_step(under_ddp(task.build_objective()), batches),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(rounds + WARM_UP_ROUNDS):
+        for name, step in steps.items():
+            dist.barrier()
+            times[name].append(block_s(step))
+    means = {name: parallel.sum(torch.tensor(pairs[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, pairs in times.items()}
+    if parallel.is_main:
+        ours = means["lockstep fsdp"]
+        result = {
+            "step ms": {name: round(1e3 * float(of_kind[:, 0].median()), 2) for name, of_kind in means.items()},
+            "lockstep fsdp over bare fully_shard": compared(ours, means["bare fully_shard"]),
+            "lockstep fsdp over bare ddp": compared(ours, means["bare ddp"]),
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+    parallel.close()
+    return 0
+
+
+def block_s(step: Step) -> tuple[float, float]:
+    """Seconds of a step by the clock, and of this process's processors."""
+    clock, processor = time.perf_counter(), time.process_time()
+    for _ in range(BLOCK_STEPS):
+        step()
+    return (time.perf_counter() - clock) / BLOCK_STEPS, (time.process_time() - processor) / BLOCK_STEPS
+
+
+def compared(ours: Tensor, others: Tensor) -> dict[str, float]:
+    """Medians of the ratios of neighbours, (rounds, 2)."""
+    clock, processor = (ours / others).median(dim=0).values.tolist()
+    return {"time": round(clock, 3), "processor time": round(processor, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind, 1 or more")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be 1 or more")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if launch(partial(measure, folder=folder, rounds=args.rounds), WORLD_SIZE):
+            sys.exit("a process failed; its message is above")
+        print((folder / "result.json").read_text())
+
+
+if __name__ == "__main__":
+    main()
