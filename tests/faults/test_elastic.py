@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
 from tests.conftest import ROOT, load
 from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
@@ -237,6 +238,42 @@ def test_a_refusal_is_tried_again_in_vain_and_without_harm(job, tmp_path):
     steps_per_epoch = HARD.num_steps // HARD.epochs
     assert (state["epoch"], promised_step(run.directory)) == (1, steps_per_epoch)
     assert load(run.directory / "last.pth")["step"] == steps_per_epoch
+
+
+ALL_SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, []), (signal.SIGUSR1, ALL_SIGNALS)])
+def test_a_signal_to_torchrun_saves(number, options, job, unbroken):
+    if options and "--signals-to-handle" not in torch.distributed.run.get_args_parser().format_help():
+        pytest.skip("this torchrun cannot be told which signals to pass on")
+    run = job(HARD, "--delay-s", 0.02)
+    node = run.start_node("--standalone", "--nproc_per_node=2", *options)
+    run.wait_for(run.has_trained(2, 20), "progress", timeout_s=180)
+    node.send_signal(number)
+    assert node.wait(180) != 0
+    assert state_of(run.directory) == "preempted"
+    run.start_node("--standalone", "--nproc_per_node=2")
+    run.finish(node, timeout_s=300)
+    run.assert_as_unbroken(unbroken(HARD, 2), same_bits=True)
+
+
+@pytest.mark.slow
+def test_torchrun_dies_of_a_signal_that_it_was_not_told_of(job, unbroken):
+    """Its processes do not notice, and train to the end."""
+    run = job(HARD, "--delay-s", 0.02)
+    node = run.start_node("--standalone", "--nproc_per_node=2")
+    run.wait_for(run.has_trained(2, 20), "progress", timeout_s=180)
+    workers = [pid for pid, _ in run.workers().values()]
+    node.send_signal(signal.SIGUSR1)
+    assert node.wait(180) == -signal.SIGUSR1
+    deadline = time.monotonic() + 120
+    while any(pid in run.processes() for pid in workers):
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.2)
+    assert state_of(run.directory) == "finished"
+    run.assert_as_unbroken(unbroken(HARD, 2), same_bits=True)
 
 
 # --- several nodes -----------------------------------------------------------------------------------------------

@@ -156,3 +156,37 @@ def test_ctrl_c_on_a_terminal_saves(launcher, environment, tmp_path):
     assert os.waitstatus_to_exitcode(status[0]) == 130, shown.decode()
     assert "Stopped as asked" in (tmp_path / "seed-0" / "train.log").read_text()
     assert b"/12" in shown.replace(b" ", b"") and b"seed-0" in shown  # a bar over the epochs of both
+
+
+FOLDED = """
+from tests.helpers.weighted_task import Weighted
+
+class Folded(Weighted):
+    def fold_flags(self, num_folds):
+        return [["--num-val", str(5 + fold)] for fold in range(num_folds)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("killed", ["all", "one run"])
+def test_folds_that_are_killed_go_on(killed, start, command, cli, tmp_path):
+    (tmp_path / "folded.py").write_text(FOLDED)
+    directory = tmp_path / "set"
+    argv = [*SLOWLY, "--task", f"{tmp_path / 'folded.py'}:Folded", "--folds", 2, "--num-test", 1]
+    parent = start("main.py", *argv, "--save-dir", directory, LOCKSTEP_TEST_MARK=str(tmp_path))
+    wait_until(lambda: has_trained(directory / "fold-1"), timeout_s=400)
+    started = processes_marked(str(tmp_path))
+    runs = [pid for pid in started if os.getsid(pid) == pid]  # each has a session of its own
+    assert runs
+    for pid in started if killed == "all" else runs[:1]:
+        os.kill(pid, signal.SIGKILL)
+    assert parent.wait(60) != 0
+    wait_until(lambda: not processes_marked(str(tmp_path)))
+    command("main.py", *argv, "--save-dir", directory)
+    for fold in (1, 2):
+        alone = tmp_path / f"alone-{fold}"
+        flags = ["--delay-s", 0, "--num-val", 4 + fold, "--no-test", "--save-dir", alone]
+        assert cli(*[a for a in argv if a not in ("--folds", 2)], *flags)[0] == 0
+        assert_same_bits(load(alone / "final.pth"), load(directory / f"fold-{fold}" / "final.pth"))
+    assert (directory / "summary.json").exists()
