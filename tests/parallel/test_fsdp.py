@@ -145,6 +145,29 @@ def test_trains_every_task_that_comes_with_it(task, start):
     assert difference(loaded(found / "final.pth")["model"], loaded(whole / "final.pth")["model"]) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer", [["adam"], ["sgd", "--momentum", 0.9], ["sgd", "--momentum", 0.9, "--nesterov"]], ids=len
+)
+def test_learns_by_any_optimizer_what_one_device_learns(optimizer, start):
+    more = ["--optimizer", *optimizer]
+    name = f"{optimizer[0]}{len(optimizer)}"
+    assert_same(start(name, *more, form="fsdp", world_size=2), start(f"{name}-one", *more))
+
+
+@pytest.mark.slow
+def test_autocast_works_on_parts(start):
+    """Weights stay float32. Rounding to bfloat16 depends on which samples are in a forward together."""
+    base = [
+        *PIECES, "--device", "cpu", "--num-threads", 1, "--amp", "bf16", "--epochs", 1, "--batch-size", 2,
+        "--global-batch-size", 8, "--lr", 0.02, "--optimizer", "sgd",
+    ]  # fmt: skip
+    whole, found = start("bf16-one", base=base), start("bf16-fsdp", base=base, form="fsdp", world_size=2)
+    weights, expected = (loaded(folder / "final.pth")["model"] for folder in (found, whole))
+    assert {value.dtype for value in weights.values()} == {value.dtype for value in expected.values()}
+    assert 0 < difference(weights, expected) < 2e-2
+
+
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 RAGGED = [
@@ -250,7 +273,7 @@ SEQREC = [
 
 def live_bytes():
     """Of all tensors of this process, each memory once."""
-    plain = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+    plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 
@@ -307,4 +330,4 @@ def test_a_process_holds_its_share(world_size, start, tmp_path):
         units = (seen["peak"] - share) / seen["unit"]
         print(f"{seen['step'] / share:.3f} of the share, at most {units:.2f} of the largest unit more in a step")
         assert 0.9 * share < seen["step"] <= 1.1 * share
-        assert seen["peak"] <= 1.1 * share + 4 * seen["unit"]
+        assert seen["peak"] <= 1.1 * share + 2 * seen["unit"]  # its parameters and its gradient

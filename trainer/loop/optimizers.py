@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer.loading.errors import BadInput
 from trainer.loop.schedule import LearningFlags
+from trainer.parallel.base import is_sharded
 from trainer.task import Objective, ParamGroup, Task, sparse_parameters
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -103,7 +104,9 @@ def by_flags(
         "muon": (torch.optim.AdamW, adam),
     }
     optimizer_type, settings = types[learning.optimizer]
-    parts = [(others, optimizer_type, settings | {"fused": True}), (rows, torch.optim.SparseAdam, adam)]
+    # torch's fused SGD does not take parameters in parts.
+    fused = learning.optimizer != "sgd" or not any(is_sharded(p) for group in others for p in group["params"])
+    parts = [(others, optimizer_type, settings | {"fused": fused}), (rows, torch.optim.SparseAdam, adam)]
     if matrices:
         momentum = _given(learning, "momentum")
         # Updates as large as AdamW's, so that both take the same rate (Liu et al., 2025, arXiv:2502.16982, section 2).

@@ -92,14 +92,16 @@ class Sharded(Distributed):
         refuse_what_cannot_be_cut(objective, its_blocks)
         for unit in [*its_blocks, objective]:
             self._send_parameters(unit)
-            # By default what is around the blocks is kept until its backward, which comes at once.
-            reshards = False if self._flags.reshard == "never" else None if unit is objective else True
-            fully_shard(unit, mesh=self._mesh, reshard_after_forward=reshards)
+            fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))
         self._send_buffers(objective)
         # Or the first unit that runs would take itself for the outermost one, as in `Objective.start_evaluation`.
         objective._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         objective.register_forward_hook(self._free_after_evaluation)
         return objective
+
+    def _frees(self, unit: object, objective: object) -> bool:
+        """Whether a unit is freed after its forward. Of what is around blocks the backward comes at once."""
+        return self._flags.reshard == "always" and unit is not objective
 
     def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:
         built: list[Objective] = []
@@ -169,8 +171,7 @@ class Sharded(Distributed):
             self._is_whole = False
             for unit in units:
                 unit.reshard()
-                frees = self._flags.reshard == "always" and unit is not objective
-                unit.set_reshard_after_forward(frees, recurse=False)
+                unit.set_reshard_after_forward(self._frees(unit, objective), recurse=False)
 
     # --- what a step needs -------------------------------------------------------------------------------------------
 
