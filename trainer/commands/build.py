@@ -36,12 +36,13 @@ from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
 from trainer.loop.precision import choose_precision, in_precision
+from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import LoopSettings, Run
 from trainer.loop.step_results import StepResults
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import pick_device, set_num_threads
+from trainer.parallel.devices import MultiDeviceFlags, pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.task import Objective, Task, validation_sets
 
@@ -205,7 +206,7 @@ def assemble_run(
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
     plan = build_plan(flags, task, batches)
     learning_rate = build_learning_rate(flags, task, plan, lr_factor)
-    learner = build_learner(flags, task, parallel, is_new)
+    learner, several = build_learner(flags, task, parallel, is_new), flags.multi or MultiDeviceFlags()
     return Run(
         task=task,
         parallel=parallel,
@@ -228,7 +229,8 @@ def assemble_run(
             log_interval=flags.run.log_interval,
         ),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
-        lockstep=Lockstep(learner.objective, parallel, flags.multi.lockstep_every if flags.multi is not None else 0),
+        lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),
+        rank_times=RankTimes(parallel, several.straggler_factor),
         facts={
             "task": flags.run.task,
             "config": values,

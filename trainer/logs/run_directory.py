@@ -36,6 +36,11 @@ class RunDirectoryLogger(Logger):
         with self._refusing():
             self._board.pictures(step, pictures)
 
+    def text(self, name: str, content: str, step: int) -> None:
+        """For TensorBoard alone."""
+        with self._refusing():
+            self._board.text(name, content, step)
+
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
         with self._refusing():

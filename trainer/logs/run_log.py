@@ -30,7 +30,7 @@ class SilentLog:
     def _ignore(self, *arguments: object) -> None:
         pass
 
-    say = start_stretch = advance = step = end_training = report = _ignore
+    say = slow_rank = start_stretch = advance = step = end_training = report = _ignore
     pictures = result = flush = close = _ignore
 
 
@@ -63,6 +63,11 @@ class RunLog:
         """One line that the user should read."""
         for logger in self._loggers:
             logger.say(printable(text))
+
+    def slow_rank(self, step: int, account: str) -> None:
+        """Once for each process that turns out slow."""
+        self.say(account)
+        self._directory.text("slow rank", account, step)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
         """The items, with a bar on the console if going through them takes seconds."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import FileWriter, SummaryWriter
-from torch.utils.tensorboard.summary import hparams, image
+from torch.utils.tensorboard.summary import hparams, image, text
 
 from trainer.config import shown
 from trainer.logs.logger import LoggedRun, Logger, Record
@@ -34,6 +34,10 @@ class TensorBoardLogger(Logger):
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         for name, picture in pictures.items():
             self._board.add_summary(image(name, picture, dataformats="HWC"), step)
+
+    def text(self, name: str, content: str, step: int) -> None:
+        """Shown under "Text"."""
+        self._board.add_summary(text(name, content), step)
 
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""

@@ -14,6 +14,7 @@ from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.plan import BatchSplit, Plan, PlannedStep
 from trainer.loop.progress import Progress
+from trainer.loop.rank_times import RankTimes
 from trainer.loop.schedule import LearningRate
 from trainer.loop.step_results import StepResults
 from trainer.parallel.base import Parallel
@@ -59,6 +60,7 @@ class Run:
     settings: LoopSettings
     step_results: StepResults
     lockstep: Lockstep
+    rank_times: RankTimes
     facts: dict[str, Any]
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)

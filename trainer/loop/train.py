@@ -34,6 +34,7 @@ def train(run: Run) -> None:
     progress = run.progress
     progress.read_clock()
     run.lockstep.begin()
+    run.rank_times.begin()
     try:
         if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and progress.best is None:
             report_start(run)
@@ -102,6 +103,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         run.step_results.add(StepRecord(progress.step + 1, step, result))
     progress.advance(step.after)
     run.lockstep.after_step(progress.step)
+    run.rank_times.after_step(progress.step)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = saves_after_step(run, agreed)
@@ -148,6 +150,8 @@ def train_step(
             if is_last:
                 learner.batch_norm.start_agreement(parallel)
             parallel.phase.enter("backward")
+            if is_last:
+                parallel.mark_exchange(part["loss"])
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         for name, value in part.items():
             value = value.detach() if value.requires_grad else value

@@ -95,31 +95,34 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
     """Adds to each piece of work what all processes say of it.
 
     is_training: whether the main process's clock may end the work and ask for checkpoints, and fingerprints of the
-    model go along. Raises StopRequested once any process was asked to stop, TimeIsUp once the clock ends it, BadInput
-    where the processes have drifted apart.
+    model and times go along. Raises StopRequested once any process was asked to stop, TimeIsUp once the clock ends it,
+    BadInput where the processes have drifted apart.
 
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
     """
     asks_clock = is_training and run.parallel.is_main
-    waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
+    waiting: tuple[T, Callable[[], Sequence[float]], int] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
         own = Agreed(piece.weight, bool(run.stop), *clock)
         fingerprint = run.lockstep.numbers_to_add(run.progress.step) if is_training else ()
-        pending = run.parallel.start_sum(own + fingerprint)
+        times = run.rank_times.numbers_to_add(run.progress.step) if is_training else ()
+        pending = run.parallel.start_sum(own + fingerprint + times)
         if waiting is not None:
             yield _agreed(run, *waiting)
-        waiting = piece, pending
+        waiting = piece, pending, len(fingerprint)
     if waiting is not None:
         yield _agreed(run, *waiting)
 
 
-def _agreed(run: Run, piece: T, pending: Callable[[], Sequence[float]]) -> tuple[T, Agreed]:
-    sums = pending()
-    agreed, fingerprints = Agreed(*sums[: len(Agreed._fields)]), sums[len(Agreed._fields) :]
-    for note in run.lockstep.compare(fingerprints):
+def _agreed(run: Run, piece: T, pending: Callable[[], Sequence[float]], num_of_fingerprint: int) -> tuple[T, Agreed]:
+    num_agreed, sums = len(Agreed._fields), pending()
+    agreed, rest = Agreed(*sums[:num_agreed]), sums[num_agreed:]
+    for note in run.lockstep.compare(rest[:num_of_fingerprint]):
         run.log.say(note)
+    for account in run.rank_times.compare(rest[num_of_fingerprint:]):
+        run.log.slow_rank(run.progress.step, account)
     if agreed.num_stop_requests > 0:
         raise StopRequested
     if agreed.time_is_up > 0:

@@ -126,6 +126,9 @@ class Parallel:
         """Around forward and backward: whether this backward adds up gradients over processes."""
         return nullcontext()
 
+    def mark_exchange(self, loss: Tensor) -> None:
+        """Before the backward in which gradients travel: has `phase` see where this process has done its own part."""
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over processes of a CPU tensor; the same bits on every process."""
         return values

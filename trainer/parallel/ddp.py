@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -155,13 +155,20 @@ class Distributed(Parallel):
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
         gradients = bucket.buffer()
         limit_s = self._flags.hang_timeout_s if self._is_prompt else self._flags.dist_timeout_s
+        self.phase.on_border(EXCHANGE)
         sum_directly(gradients, self.shard, timedelta(seconds=limit_s))
+        self.phase.on_border(self.phase.name)
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
         averaged.set_result(gradients.div_(self.shard[1]))
         return averaged
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
+
+    def mark_exchange(self, loss: Tensor) -> None:
+        # What is queued as the backward begins comes before DistributedDataParallel waits for the last gradients.
+        mark = partial(self.phase.on_border, EXCHANGE)
+        loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
 
     def sum(self, values: Tensor) -> Tensor:
         self.phase.enter(EXCHANGE)

@@ -68,6 +68,9 @@ class MultiDeviceFlags(FlagGroup):
         500, "compare the weights of all processes to the bit after every so many optimizer steps, and before every "
         "save; 0 is off", metavar="STEPS", at_least=0,
     )  # fmt: skip
+    straggler_factor: float = flag(
+        1.3, "name a process that takes so many times as long for its own part of the steps as the median", above=1
+    )
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
     find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
     reshard: Literal["always", "never"] = flag(

@@ -151,6 +151,9 @@ class Sharded(Distributed):
         """After every backward: until they are exchanged, gradients are as large as the model."""
         return nullcontext()
 
+    def mark_exchange(self, loss: Tensor) -> None:
+        """Every unit exchanges, in forwards too."""
+
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
         """Without a backward the outermost unit stays whole, and misses that the weights change."""
         if not torch.is_grad_enabled() and not self._is_whole:

@@ -1,6 +1,7 @@
 """What a process is doing: named when it fails, or when others wait for it."""
 
 import time
+from collections.abc import Callable
 
 EXCHANGE = "the exchange with the other ranks"
 
@@ -18,11 +19,14 @@ class CurrentPhase:
         self.name = "start-up"
         self.since = time.monotonic()
         self.number = 0
+        self.on_border: Callable[[str], None] = lambda name: None
+        """Called where a phase begins, and where within a backward this process begins to wait for others, or ends."""
 
     def enter(self, name: str) -> None:
         self.name = name
         self.since = time.monotonic()
         self.number += 1
+        self.on_border(name)
 
     def __str__(self) -> str:
         return f"{self.name} at optimizer step {self.step}" if self.step else self.name

@@ -1,0 +1,135 @@
+"""A rank that is slow is named once, with the phase in which it is; ranks of equal work are not."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import ROOT
+from tests.helpers import forks
+from trainer.loop import rank_times
+from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, RankTimes, slow_ranks
+from trainer.parallel.base import SingleDevice
+
+RUN = [
+    "--task", f"{ROOT / 'tests' / 'helpers' / 'uneven_task.py'}:Uneven", "--device", "cpu", "--num-threads", 1,
+    "--batch-size", 2, "--lr", 0.01, "--num-train", 1000,
+]  # fmt: skip
+SLOW = (
+    r"Rank {} \(process \d+ on {}, cpu\) is slow: .* \(--straggler-factor 1\.3\)\. "
+    r"Most of it in {}: (\S+) ms instead of (\S+)\. "
+)
+
+
+def report_often():
+    """In a process of its own: the rest of a test's time would be spent on steps."""
+    rank_times.REPORT_EVERY = 4
+    return lambda: None
+
+
+@pytest.fixture
+def trained(environment, tmp_path):
+    """Trains a group in which one rank is slow; returns its output."""
+
+    def run(slow, *more, world_size=2, prepare=report_often):
+        argv = ["--multi-gpu", "ddp", *RUN, "--save-dir", tmp_path / "run", *more]
+        variables = environment | {"LOCKSTEP_SLOW": slow}
+        statuses = forks.run_group(argv, world_size, variables, tmp_path / "out.txt", prepare, timeout_s=300)
+        output = (tmp_path / "out.txt").read_text()
+        assert statuses == [0] * world_size, output
+        return output
+
+    return run
+
+
+def assert_named(output, rank, phase):
+    """One line, with the times in milliseconds of the slow phase."""
+    (line,) = [line for line in output.splitlines() if " is slow: " in line]
+    match = re.match(SLOW.format(rank, re.escape(os.uname().nodename), phase), line)
+    assert match, line
+    own, usual = map(float, match.groups())
+    assert own > max(1e3 * LONG, 1.3 * usual)
+
+
+LONG = 0.1
+"""Seconds: more than a loaded machine adds to a step of another rank."""
+
+
+def test_a_rank_that_loads_slowly_is_named(trained, tmp_path):
+    output = trained(f"data 1 {LONG}", "--max-steps", 24)
+    assert_named(output, 1, "data loading")
+    events = EventAccumulator(str(tmp_path / "run" / "logs")).Reload()
+    (event,) = events.Tensors("slow rank/text_summary")
+    assert event.tensor_proto.string_val[0].decode() in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("width", [16, 20_000])
+def test_a_rank_that_computes_slowly_is_named(phase, width, trained):
+    """By gradients that go directly and by DistributedDataParallel's own exchange, within which the others wait."""
+    assert_named(trained(f"{phase} 0 {LONG}", "--max-steps", 24, "--width", width), 0, phase)
+
+
+@pytest.mark.slow
+def test_one_of_three_is_named(trained):
+    assert_named(trained(f"backward 2 {LONG}", "--max-steps", 24, world_size=3), 2, "backward")
+
+
+@pytest.mark.slow
+def test_nobody_is_named_below_a_factor_of_one_s_own(trained):
+    assert " is slow: " not in trained(f"forward 1 {LONG}", "--max-steps", 24, "--straggler-factor", 1e6)
+
+
+@pytest.mark.slow
+def test_nobody_is_named_in_a_thousand_steps_of_equal_work(trained):
+    assert " is slow: " not in trained("nowhere 0 0", "--max-steps", 1000, prepare=None)
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def test_who_is_slow_is_so_in_every_report():
+    """Of many reports about 8 processes of equal work with noise, one of which is slower by half."""
+    rng = np.random.default_rng(0)
+    own = rng.lognormal(0, 0.2, (200, NUM_REPORTS, 8, len(OWN)))
+    assert not any(slow_ranks(reports, 1.3) for reports in own)
+    own[:, :, 5] *= 2
+    assert sum(slow_ranks(reports, 1.3) == [5] for reports in own) > 180
+    own[:, 3, 5] /= 2
+    assert sum(slow_ranks(reports, 1.3) == [5] for reports in own) < 20
+
+
+def test_of_two_the_slow_one_is_told():
+    even, odd = [0.0, 0.010, 0.010], [0.001, 0.015, 0.011]
+    assert slow_ranks(np.array([[even, odd]]), 1.3) == [1]
+    assert slow_ranks(np.array([[even, odd]]), 1.4) == []
+
+
+class First(SingleDevice):
+    """Rank 0 of 3."""
+
+    shard = (0, 3)
+
+    def gather(self, value):
+        return [value, "the second", "the third"]
+
+
+def test_a_process_is_named_once():
+    times = RankTimes(First(torch.device("cpu")), 1.3)
+    usual, slow = [0.1, 0.5, 0.4, 0.9], [0.1, 2.5, 0.5, 0.0]
+    reports = [times.compare([*usual, *slow, *usual]) for _ in range(3 * NUM_REPORTS)]
+    ((account,),) = [found for found in reports if found]
+    assert reports.index([account]) == NUM_REPORTS - 1
+    assert account == (
+        f"Rank 1 (the second) is slow: a step takes it 31 ms apart from waiting, where the median is 10 ms, over the "
+        f"last {NUM_REPORTS * REPORT_EVERY} steps (--straggler-factor 1.3). Most of it in forward: 25 ms instead of 5. "
+        f"The rank that waits longest waits 9 ms a step."
+    )
+    assert len(times.compare([*usual, *usual, *slow])) == 0
+    for _ in range(NUM_REPORTS - 2):
+        assert times.compare([*usual, *usual, *slow]) == []
+    assert "Rank 2 (the third) is slow" in times.compare([*usual, *usual, *slow])[0]
