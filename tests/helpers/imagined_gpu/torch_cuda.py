@@ -88,7 +88,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "current_device": lambda: int(library.imagined_device()),
         "set_device": lambda device: exchange_device(index(device)),
         "_exchange_device": exchange_device,
-        "_maybe_exchange_device": exchange_device,
+        "_maybe_exchange_device": lambda device: exchange_device(device),  # dynamo tells functions apart
         "get_device_name": lambda device=None: properties["name"],
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: SimpleNamespace(**properties, uuid=f"imagined-{index(device)}"),

@@ -22,12 +22,10 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
     return outputs
 
 
-@pytest.fixture(params=["plain products", "fused", "fused, several calls"])
+@pytest.fixture(params=["plain products", "fused"])
 def path(request, monkeypatch):
-    if request.param != "plain products":
+    if request.param == "fused":
         monkeypatch.setattr(attention, "_FEW_KEYS", 0)
-    if request.param == "fused, several calls":
-        monkeypatch.setattr(attention, "_MAX_SEQUENCES", 2)
 
 
 @pytest.mark.parametrize("masked", [False, True])
