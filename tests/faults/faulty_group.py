@@ -38,11 +38,12 @@ class Ended:
 
 
 def start_faulty(fault, start, world_size, more, environment, folder):
-    """A command line that writes into `folder / "out"`; its run directory is `folder / "run"`."""
+    """A command line that writes into `folder / "out"`; its run directory is `folder / "run"`. The fault comes once."""
     args = [*start(world_size), *TINY, "--save-dir", folder / "run", *more]
+    variables = {"LOCKSTEP_FAULT": fault, "LOCKSTEP_FAULT_NOTE": str(folder / "note")}
     with (folder / "out").open("w") as file:
         return subprocess.Popen(
-            [sys.executable, *map(str, args)], cwd=ROOT, env=environment | NO_GPU | {"LOCKSTEP_FAULT": fault},
+            [sys.executable, *map(str, args)], cwd=ROOT, env=environment | NO_GPU | variables,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -84,6 +85,11 @@ def assert_one_message(run, pattern, tracebacks=0):
     assert "/gloo/" not in run.out
     assert run.left == []
     assert run.leaked == set()
+
+
+def assert_started_again(run):
+    """By its launcher, and with success."""
+    assert (run.status, run.state["state"]) == (0, "finished"), run.out
 
 
 def assert_failed(run, status=1):

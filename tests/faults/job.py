@@ -83,6 +83,10 @@ class CommandLine(Job):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def kill_rank(self, draw: random.Random) -> None:
+        super().kill_rank(draw)
+        self._process.terminate()  # the launcher, which would start all of them again
+
 
 class Forks(Job):
     """The same command line in forked processes, one for each rank. prepare: for all ranks. form: of several."""

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, launcher
-from tests.faults.faulty_group import FSDP, PROCESS, TINY, TRACEBACK, assert_failed, assert_one_message
+from tests.faults.faulty_group import (
+    FSDP,
+    PROCESS,
+    TINY,
+    TRACEBACK,
+    assert_failed,
+    assert_one_message,
+    assert_started_again,
+)
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, torchrun
 from trainer.loop.step_results import StepResults
@@ -24,6 +32,7 @@ from trainer.parallel.heartbeat import Heartbeat
 from trainer.parallel.phase import CurrentPhase
 
 slow = pytest.mark.slow
+UNCOMPARED = ["--lockstep-every", 0]  # of ranks whose gradients are not exchanged
 
 
 # --- an exception ------------------------------------------------------------------------------------------------
@@ -104,11 +113,11 @@ def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
 )
 @slow
 def test_a_late_rank_is_named(world_size, where, rank, phase, more, faulty_run):
-    """Also the late one itself leaves, though it hangs for ever."""
+    """Also the late one itself leaves, though it hangs for ever; and all start again."""
     run = faulty_run(f"sleep {where} {rank}", world_size=world_size, more=more)
     late = rf"rank {rank} of {world_size} is late: in {phase} for \d s \({PROCESS}\)"
     assert_one_message(run, rf"{late}; rank \d waited 3 s for it in .+ \(--hang-timeout-s 3\)")
-    assert_failed(run)
+    assert_started_again(run)
 
 
 @slow
@@ -117,7 +126,7 @@ def test_a_stopped_rank_is_named(rank, faulty_run):
     run = faulty_run(f"stop forward {rank}")
     silent = rf"rank {rank} of 2 gives no sign of life \({PROCESS}\), noted \d+ s ago in .+"
     assert_one_message(run, rf"{silent}; rank {1 - rank} waited 3 s for it in .+ \(--hang-timeout-s 3\)")
-    assert run.status == 1
+    assert_started_again(run)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +144,10 @@ def test_a_killed_rank_is_named(world_size, rank, more, faulty_run):
     run = faulty_run(f"kill forward {rank}", world_size=world_size, more=more)
     gone = rf"rank {rank} of {world_size} is gone \({PROCESS}\), noted \d+ s ago in .+"
     assert_one_message(run, f"{gone}; the same command goes on from the last checkpoint")
-    assert run.status == 128 + signal.SIGKILL
-    assert run.state["state"] == ("failed" if rank else "running")
+    if rank == 0 and more == FSDP:  # no other process knows what is saved
+        assert (run.status, run.state["state"]) == (128 + signal.SIGKILL, "running")
+    else:
+        assert_started_again(run)
 
 
 def let_the_device_wait(meets):
@@ -160,21 +171,21 @@ def let_the_device_wait(meets):
 
 
 def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_path):
-    argv = ["--multi-gpu", "ddp", *TINY, "--log-interval", 1, "--save-dir", tmp_path / "run"]
+    argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
     variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "sleep forward 1"}
     output = tmp_path / "out"
-    assert forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, True), timeout_s=60) == [1, 1]
+    assert forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, True), timeout_s=60) == [75, 75]
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 of 2 is late: in forward at optimizer step 3 for ")
 
 
 @slow
 def test_a_rank_that_dies_while_the_device_is_waited_for_is_named(environment, tmp_path):
-    argv = ["--multi-gpu", "ddp", *TINY, "--log-interval", 1, "--save-dir", tmp_path / "run"]
+    argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
     variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "kill forward 1"}
     output = tmp_path / "out"
     statuses = forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, False), timeout_s=100)
-    assert statuses == [1, -signal.SIGKILL], output.read_text()
+    assert statuses == [75, -signal.SIGKILL], output.read_text()
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 of 2 gives no sign of life (process ")
     state = json.loads((tmp_path / "run" / "state.json").read_text())
@@ -219,7 +230,7 @@ def test_started_by_hand_the_one_that_keeps_the_store_is_killed(environment, tmp
     assert len(errors) == 1, "\n".join(outs)
     assert re.fullmatch(rf"error: rank 0 of 3 is gone \({PROCESS}\), and with it the notes about .*", errors[0])
     assert TRACEBACK not in "".join(outs)
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 1, 1]
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 75, 75]
 
 
 @slow

@@ -1,7 +1,7 @@
 """The task of tests/helpers/weighted_task.py on which a fault befalls one rank.
 
 LOCKSTEP_FAULT: "WHAT WHERE RANK", for example "raise forward 1". It happens in the third training batch, or in the
-first one of an evaluation.
+first one of an evaluation; once, where LOCKSTEP_FAULT_NOTE names a file that is made then.
 """
 
 import ctypes
@@ -38,6 +38,11 @@ class Fault:
             self.happen()
 
     def happen(self):
+        note = os.environ.get("LOCKSTEP_FAULT_NOTE")
+        if note is not None:
+            if os.path.exists(note):
+                return
+            open(note, "x").close()
         HAPPENINGS[self.what]()
 
 

@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from trainer.loop.ema import ExponentialMovingAverage
+from trainer.parallel.base import SingleDevice
 
 
 def reference(history, decay):
@@ -38,7 +39,7 @@ def test_state_goes_through_a_checkpoint():
             model.weight.add_(1)
         average.update(torch.tensor(True), "train", list(model.parameters()))
     state = {"model": model.state_dict()}
-    average.put_into(state, nn.Module.state_dict)
+    average.put_into(state, SingleDevice(torch.device("cpu")).full_weights)
     other.load_state_dict(state["model"])
     restored.restore(state)
     other.load_state_dict(state["training_model"])
@@ -55,7 +56,7 @@ def test_off_is_the_identity():
     average = ExponentialMovingAverage(model, 0)
     average.update(torch.tensor(True), "train", list(model.parameters()))
     state = {"model": model.state_dict()}
-    average.put_into(state, nn.Module.state_dict)
+    average.put_into(state, SingleDevice(torch.device("cpu")).full_weights)
     assert list(state) == ["model"]
 
 

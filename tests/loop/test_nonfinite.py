@@ -21,6 +21,7 @@ from trainer.loop.plan import PlannedStep
 from trainer.loop.precision import SCALE_FLOOR, Precision
 from trainer.loop.step_results import GROUP_SIZE, StepRecord, StepResult, StepResults
 from trainer.loop.totals import Totals
+from trainer.parallel.base import SingleDevice
 from trainer.parallel.launch import launch
 
 CPU = torch.device("cpu")
@@ -349,7 +350,7 @@ def test_the_average_advances_on_applied_steps_only(without_waiting):
             expected.update(True, "train", list(model.parameters()))
     states = [{"model": model.state_dict()} for _ in range(2)]
     for state, each in zip(states, (average, expected), strict=True):
-        each.put_into(state, nn.Module.state_dict)
+        each.put_into(state, SingleDevice(torch.device("cpu")).full_weights)
     assert states[0]["average_updates"] == states[1]["average_updates"] == {"train": 12}
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-14, atol=0)
 

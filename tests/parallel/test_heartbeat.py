@@ -8,6 +8,7 @@ from torch.distributed import HashStore
 from trainer.parallel import heartbeat
 from trainer.parallel.errors import Failure
 from trainer.parallel.heartbeat import HeartbeatMonitor
+from trainer.parallel.neighbours import Neighbours
 from trainer.parallel.phase import CurrentPhase
 
 
@@ -16,7 +17,7 @@ def start():
     monitors = []
 
     def monitor(store, rank, world_size=2, phase=None):
-        monitors.append(HeartbeatMonitor(store, (rank, world_size), phase or CurrentPhase()))
+        monitors.append(HeartbeatMonitor(store, (rank, world_size), phase or CurrentPhase(), Neighbours({})))
         return monitors[-1]
 
     yield monitor

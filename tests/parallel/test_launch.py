@@ -396,6 +396,7 @@ def stuck(environment):
 @pytest.mark.slow
 def test_the_others_are_ended_when_one_fails(monkeypatch):
     monkeypatch.setattr(launching, "GRACE_PERIOD_S", 0.5)
+    monkeypatch.setattr(launching, "SAVES_WITHIN_S", 0.5)
     started = time.monotonic()
     assert launching.launch(stuck, 2) == 7
     assert time.monotonic() - started < 30
@@ -412,6 +413,28 @@ class LacksMemory:
         with self.path.open("a") as file:
             file.write("started\n")
         return 0 if len(self.path.read_text().splitlines()) == 3 else EXIT_AGAIN
+
+
+class LosesRank:
+    """A job for `launch` whose rank 1 dies at the first start, which the other one survives."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, environment):
+        if self.path.exists():
+            return 0
+        if environment.rank == 0:
+            time.sleep(1)
+            return EXIT_AGAIN
+        self.path.touch()
+        return killed(environment)
+
+
+def test_what_lost_a_rank_starts_again(tmp_path, capfd):
+    job = LosesRank(tmp_path / "started")
+    assert launching.launch(job, 2, job) == 0
+    assert capfd.readouterr().err == "rank 1 was killed by signal 9; starting again\n"
 
 
 @pytest.mark.slow

@@ -106,6 +106,8 @@ _MORE_PROGRESS: Mapping[str, Kind] = {
     "evaluations_since_best": _COUNT,
     "epochs_since_best": _COUNT,
     "last_report": _COUNT,
+    "covered_samples": _COUNT,
+    "misses_samples": truth,
     "skipped_steps": _COUNT,
     "value": optional(number(finite=False)),
     "is_best": truth,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 
-def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> dict[str, Any]:
+def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
     """The state with every tensor copied into host memory; what was one tensor under two names stays one.
 
     reusable: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
     memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once;
-    what finds no room there is copied into other memory, which takes longer.
+    what finds no room there is copied into other memory, which takes longer, and so is everything without page_locked.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):
@@ -27,7 +27,7 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> d
         key = (tensor.device, tensor.data_ptr(), _kind(tensor))
         if key not in copies:
             fitting = buffers[_kind(tensor)]
-            buffer = fitting.pop() if fitting else _new_buffer(tensor)
+            buffer = fitting.pop() if fitting else _new_buffer(tensor, page_locked)
             copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copies[key]
 
@@ -38,9 +38,9 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None) -> d
     return copied
 
 
-def _new_buffer(tensor: Tensor) -> Tensor:
+def _new_buffer(tensor: Tensor, page_locked: bool) -> Tensor:
     try:
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and page_locked)
     except RuntimeError:  # the system, or its administrator, bounds what may be locked
         return torch.empty_like(tensor, device="cpu")
 

@@ -16,6 +16,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, read_json
 from trainer.loading.errors import BadInput
 from trainer.loop.memory_limit import MEMORY
+from trainer.loop.rescue import rescue
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 from trainer.parallel.errors import Failure
@@ -45,8 +46,13 @@ class RunState:
         self._parallel.on_main(lambda: self._write(state, message))
 
     def end_badly(self, error: BaseException) -> None:
-        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of."""
-        if not self._parallel.is_main:
+        """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of.
+
+        After a failure with what may be left of the last steps.
+        """
+        if isinstance(error, Failure) and self._run is not None:
+            rescue(self._run, error)
+        if not self._directory.is_held:
             return
         path = self._directory.path
         # Of whatever else ends it, such as the second Ctrl-C, there is nothing to tell.

@@ -12,7 +12,7 @@ from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
-from trainer.loop.totals import Totals, share_of
+from trainer.loop.totals import share_of
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
@@ -29,7 +29,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     run.parallel.sync_buffers(run.learner.objective)
     totals = {phase: own.reduced(run.parallel) for phase, own in run.progress.totals.items()}
     # As after a resume, so that an unbroken run adds up in the same order.
-    run.progress.totals = _shares(run, totals)
+    _share(run, run.progress, totals)
     run.parallel.phase.enter("saving")
     state = run.parallel.full_state(run.learner.objective, run.learner.optimizers)
     weights = state["model"]
@@ -38,13 +38,14 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
     def save_on_main() -> None:
         _refuse_non_finite(run, weights)
-        _save_in_background(run, _state(run, state, totals) | verdict)
+        _save_in_background(run, state_of(run, state, run.progress, totals) | verdict)
 
     run.parallel.on_main(save_on_main)
 
 
-def _shares(run: Run, totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Totals]:
-    return {phase: share_of(own, run.parallel) for phase, own in totals.items()}
+def _share(run: Run, progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]) -> None:
+    progress.totals = {phase: share_of(own, run.parallel) for phase, own in totals.items()}
+    progress.own_samples = progress.samples if run.parallel.is_main else 0
 
 
 def _save_in_background(run: Run, state: dict[str, Any]) -> None:
@@ -67,11 +68,12 @@ def finish_saving(run: Run) -> None:
     run.parallel.on_main(run.saver.finish)
 
 
-def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+def state_of(
+    run: Run, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Any]:
     """What a checkpoint holds of the run. state: weights and moments."""
-    progress, learner = run.progress, run.learner
     return state | {
-        "scaler": learner.precision.scaler.state_dict(),
+        "scaler": run.learner.precision.scaler.state_dict(),
         "position": asdict(progress.position),
         "step": progress.step,
         "best": asdict(progress.best) if progress.best else None,
@@ -80,6 +82,8 @@ def _state(run: Run, state: dict[str, Any], totals: Mapping[str, Mapping[str, Te
         "train_seconds": progress.train_seconds,
         "totals": totals,
         "reported": progress.reported,
+        "covered_samples": progress.samples,
+        "misses_samples": progress.misses_samples,
         "skipped_steps": progress.skipped_steps,
         **run.facts,
     }
@@ -114,10 +118,12 @@ def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
         last_report=last_report,
         last_save=step,
         train_seconds=state["train_seconds"],
-        totals=_shares(run, _by_phase(state["totals"], first)),
+        samples=state.get("covered_samples", 0),
+        misses_samples=state.get("misses_samples", False),
         reported=_by_phase(state["reported"], first),
         skipped_steps=state.get("skipped_steps", 0),
     )
+    _share(run, run.progress, _by_phase(state["totals"], first))
 
 
 def _best(state: Mapping[str, Any]) -> Best | None:

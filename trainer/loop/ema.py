@@ -26,7 +26,9 @@ class ExponentialMovingAverage:
         self._updates: dict[str, int | Tensor] = {}
         self._updates_before = 0
         """Of a phase that is not in `_updates`."""
-        self._average: dict[nn.Parameter, Tensor] = {}
+        self._average: dict[Tensor, Tensor] = {}
+        self.is_applied = False
+        """Whether the model's weights are the average, or are about to be."""
         self.restart()
 
     def restart(self) -> None:
@@ -65,21 +67,24 @@ class ExponentialMovingAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within it the model's weights are the average, and the other way round: so it takes no further memory."""
+        self.is_applied = self.enabled
         _exchange(self._average)
         try:
             yield
         finally:
             _exchange(self._average)
+            self.is_applied = False
 
-    def put_into(self, state: dict[str, Any], full_weights: Callable[[nn.Module], dict[str, Tensor]]) -> None:
+    def put_into(
+        self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
+    ) -> None:
         """`model` becomes the average, which is what is worth deploying; `training_model` what training needs.
 
         full_weights: see `Parallel.full_weights`, which all processes call.
         """
         if self.enabled:
             state["training_model"] = state["model"]
-            with self.applied():
-                state["model"] = {name: value.clone() for name, value in full_weights(self._model).items()}
+            state["model"] = full_weights(self._model, self._average)
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -94,7 +99,7 @@ class ExponentialMovingAverage:
 
 
 @torch.no_grad()
-def _exchange(values: Mapping[nn.Parameter, Tensor]) -> None:
+def _exchange(values: Mapping[Tensor, Tensor]) -> None:
     for parameter, value in values.items():
         before = parameter.clone()
         parameter.copy_(value)

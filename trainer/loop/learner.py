@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.last_step import LastStep
 from trainer.loop.precision import Precision
 from trainer.task import Objective
 
@@ -31,10 +32,12 @@ class Learner:
     params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
     batch_norm: RunningStatistics = field(init=False)
+    last_step: LastStep = field(init=False)
     _phase: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.batch_norm = RunningStatistics(self.objective)
+        self.last_step = LastStep(next(self.objective.parameters()).device)
 
     @property
     def num_parameters(self) -> int:

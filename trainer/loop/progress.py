@@ -33,6 +33,8 @@ class Progress:
     `read_clock`, which every save makes.
     totals: of each phase, sums over this process's share of the steps since the last report.
     reported: of each phase, the loss and the weight of its totals over all processes that the log has shown.
+    samples, own_samples: those that the totals of all processes cover, and those of this one.
+    misses_samples: whether that is not all since the last report, because other processes were lost with their totals.
     skipped_steps: optimizer steps left out because they were not finite.
     skipped_in_a_row: the last step skipped, and how many in a row that were.
     clock: when it was last read; None before the first reading, which starts the time.
@@ -47,6 +49,9 @@ class Progress:
     train_seconds: float = 0.0
     totals: dict[str, Totals] = field(default_factory=dict)
     reported: dict[str, tuple[float, float]] = field(default_factory=dict)
+    samples: int = 0
+    own_samples: int = 0
+    misses_samples: bool = False
     skipped_steps: int = 0
     skipped_in_a_row: tuple[int, int] = (0, 0)
     clock: float | None = None
@@ -61,6 +66,13 @@ class Progress:
         self.last_report = self.step
         self.totals = {phase: Totals() for phase in phases}
         self.reported = dict.fromkeys(phases, (0.0, 0.0))
+        self.samples = self.own_samples = 0
+        self.misses_samples = False
+
+    def count(self, samples: int, own_samples: int) -> None:
+        """Those of a step that was added to the totals: of all processes, and of this one."""
+        self.samples += samples
+        self.own_samples += own_samples
 
     def advance(self, position: Position) -> None:
         """After an optimizer step."""

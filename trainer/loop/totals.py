@@ -53,15 +53,19 @@ class Totals:
             self._sums[name] = self._sums[name] + added if name in self._sums else added
         self._kept, self._weights, self._applied = [], [], []
 
+    def unreduced(self) -> dict[str, Tensor]:
+        """The same of this process alone, which calls it alone."""
+        self._fold()
+        return {name: value.cpu() for name, value in self._sums.items()}
+
     def reduced(self, parallel: Parallel) -> dict[str, Tensor]:
         """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
 
         Waits for the device. All processes call it, and all have added something or none has.
         """
-        self._fold()
-        if not self._sums:
+        parts = self.unreduced()
+        if not parts:
             return {}
-        parts = {name: value.cpu() for name, value in self._sums.items()}
         flat = parallel.sum(torch.cat([part.flatten() for part in parts.values()]))
         sums = flat.split([part.numel() for part in parts.values()])
         return {name: value.view(part.shape) for (name, part), value in zip(parts.items(), sums, strict=True)}

@@ -35,6 +35,7 @@ def train(run: Run) -> None:
     progress.read_clock()
     run.lockstep.begin()
     run.rank_times.begin()
+    run.learner.last_step.begin(progress)
     try:
         if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and progress.best is None:
             report_start(run)
@@ -100,10 +101,12 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
             ),
         )  # fmt: skip
         progress.totals[phase].add(result.sums, window.weight, result.applied)
+        progress.count(step.end - step.start, window.num_samples)
         run.step_results.add(StepRecord(progress.step + 1, step, result))
     progress.advance(step.after)
     run.lockstep.after_step(progress.step)
     run.rank_times.after_step(progress.step)
+    run.learner.last_step.applied(progress)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = saves_after_step(run, agreed)
@@ -139,6 +142,7 @@ def train_step(
     sums: Sums = {}
     net, same_masks = learner.enter(phase), learner.objective.same_masks
     learner.batch_norm.keep()
+    learner.last_step.forward()
     for i, (batch, weight) in enumerate(window):
         parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
@@ -158,6 +162,7 @@ def train_step(
             sums[name] = sums[name] + value if name in sums else value
     learner.batch_norm.agree()
     parallel.phase.enter(OPTIMIZER)
+    learner.last_step.changes()
     outcome = learner.precision.step(
         learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.whole_norm
     )
@@ -196,6 +201,8 @@ def report(run: Run) -> None:
     num_epochs = progress.position.epoch + ends_epoch
     validation = validate(run) if run.plan.validates_after(num_epochs, progress.step) else {}
     metrics = run.training_metrics() | run.metrics(validation)
+    if progress.misses_samples:
+        metrics["train/covered_samples"] = progress.samples
     if progress.skipped_steps:
         metrics["train/skipped_steps"] = progress.skipped_steps
     if ends_epoch:

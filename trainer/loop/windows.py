@@ -34,6 +34,11 @@ class Window(NamedTuple):
     micro_batches: list[WeightedBatch]
     weight: float
 
+    @property
+    def num_samples(self) -> int:
+        """Of this process's part, without placeholders."""
+        return sum(len(batch["weight"]) for batch, weight in self.micro_batches if weight > 0)
+
 
 class Agreed(NamedTuple):
     """What the processes tell each other of a piece of work, summed.

@@ -37,8 +37,8 @@ class Parallel:
     this run on this machine. num_parts: processes of consecutive ranks that have one copy of the parameters between
     them. is_launched: whether a launcher waits for the exit status of this process, and starts it
     again with the others, without whom it cannot try a step again. tells_signal: whether that launcher is this
-    trainer's own, to which a signal in the exit status is no failure. phase: what this process is doing; the loop says
-    so.
+    trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this process has all that a
+    checkpoint holds, and is to save it when it has lost others. phase: what this process is doing; the loop says so.
     """
 
     shard: tuple[int, int] = (0, 1)
@@ -48,6 +48,7 @@ class Parallel:
     num_parts: int = 1
     is_launched: bool = False
     tells_signal: bool = True
+    saves_alone: bool = False
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self.use(devices)
@@ -167,6 +168,14 @@ class Parallel:
         """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
         return function()
 
+    def stands_in_for_main(self, lost: Sequence[int]) -> bool:
+        """Once the run has failed: whether this process is the main one, or has outlived it, and may do its work.
+
+        lost: ranks that are gone, or give no sign of life; those of this machine are ended, for a stopped one would
+        keep its locks. Waits for the end of the main process where that is about to leave too.
+        """
+        return self.is_main
+
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers of the main one, before evaluating and saving."""
 
@@ -193,9 +202,15 @@ class Parallel:
         """As `on_main`, for what holds checkpoints: of their tensors the others need not get more than the shapes."""
         return self.on_main(function)
 
-    def full_weights(self, model: nn.Module) -> dict[str, Any]:
-        """The state of a model, whole on the main process. All processes call it."""
-        return model.state_dict()
+    def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
+        """The state of a model, whole on the main process. All processes call it.
+
+        instead: other tensors for some of its parameters.
+        """
+        weights = model.state_dict(keep_vars=True)
+        for name, value in weights.items():
+            weights[name] = (instead or {}).get(value, value).detach()
+        return weights
 
     def full_state(
         self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]

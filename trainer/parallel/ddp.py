@@ -22,6 +22,7 @@ from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
 from trainer.parallel.heartbeat import HeartbeatMonitor
+from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.phase import EXCHANGE
 from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
@@ -29,6 +30,8 @@ from trainer.task import sparse_parameters
 T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
+MAIN_LEAVES_WITHIN_S = 20.0
+"""So long the others wait for the end of the main process after a failure: within the 30 s that torchrun gives."""
 
 NCCL_PATIENCE = 2
 """So many times `--dist-timeout-s` its kernels may wait for others."""
@@ -45,6 +48,7 @@ class Distributed(Parallel):
 
     wrapper = "DistributedDataParallel"
     is_launched = True
+    saves_alone = True
     diagnosis: GroupDiagnosis
 
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
@@ -65,8 +69,8 @@ class Distributed(Parallel):
         try:
             make_room(world_size)
             store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
-            members = self.gather((socket.gethostname(), os.getpid()))
-            self._hosts = [host for host, _ in members]
+            members = self.gather((socket.gethostname(), os.getpid(), process_space()))
+            self._hosts = [host for host, *_ in members]
             same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
             self.local_world_size = environment.local_world_size or len(same_host)
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
@@ -80,8 +84,16 @@ class Distributed(Parallel):
             ) from None
         except BadInput as error:
             raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
-        names = [f"process {process} on {host}" for host, process in members]
-        monitor = HeartbeatMonitor(store, self.shard, self.phase)
+        names = [f"process {process} on {host}" for host, process, _ in members]
+        own_space = members[rank][2]
+        self._neighbours = Neighbours(
+            {
+                other: process
+                for other, (_, process, space) in enumerate(members)
+                if space == own_space and other != rank
+            }
+        )
+        monitor = HeartbeatMonitor(store, self.shard, self.phase, self._neighbours)
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.phase, monitor, rank, names, limits_s, reports_lost_store)
@@ -243,6 +255,13 @@ class Distributed(Parallel):
             raise BadInput(refusal)
         return result
 
+    def stands_in_for_main(self, lost: Sequence[int]) -> bool:
+        for rank in lost:
+            self._neighbours.end(rank)
+        # One that failed first keeps its connections for as long as it waits, and the main process may wait for it.
+        may_wait = self.saves_alone and not self.diagnosis.failed_itself
+        return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
+
     def sync_buffers(self, objective: nn.Module) -> None:
         self.phase.enter(EXCHANGE)
         for buffer in objective.buffers():
@@ -255,6 +274,7 @@ class Distributed(Parallel):
     def close(self) -> None:
         self._watchdog.close()
         self.diagnosis.monitor.close()
+        self._neighbours.close()
         status = self.diagnosis.exit_status
         if status is None:
             with suppress(RuntimeError):

@@ -15,19 +15,23 @@ from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
 from trainer.parallel.phase import CurrentPhase
 
 GOES_ON = "the same command goes on from the last checkpoint"
+GAVE_UP = "Application timeout caused pair closure"
+"""What gloo says when a single message has not come in time."""
 
 
 @dataclass
 class Diagnosis:
     """Of a run of one process.
 
-    phase: what this process is doing. has_checkpoints: whether the same command goes on after a process is lost, and
-    the user should know. prints: whether the user learns of it here, and not by an exception from whoever called.
+    phase: what this process is doing. exit_status: of this process, once it has failed among others. has_checkpoints:
+    whether the same command goes on after a process is lost, and the user should know. prints: whether the user learns
+    of it here, and not by an exception from whoever called.
     """
 
     phase: CurrentPhase
     has_checkpoints: bool = field(default=True, kw_only=True)
     prints: bool = field(default=True, kw_only=True)
+    exit_status: int | None = field(default=None, init=False)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -62,8 +66,8 @@ class GroupDiagnosis(Diagnosis):
     """Of a run of several processes: one of them reports why it ends, and all end by that report.
 
     members: a few words about each rank's process. limits_s: how long others are waited for, by the flags that say so.
-    reports_lost_store: whether this process speaks for the others when they cannot agree who does. exit_status: of this
-    process, once it has failed.
+    reports_lost_store: whether this process speaks for the others when they cannot agree who does. failed_itself:
+    whether it has failed, and not missed another one.
     """
 
     monitor: HeartbeatMonitor
@@ -71,7 +75,7 @@ class GroupDiagnosis(Diagnosis):
     members: Sequence[str]
     limits_s: Mapping[str, float]
     reports_lost_store: bool
-    exit_status: int | None = None
+    failed_itself: bool = field(default=False, init=False)
     _has_missed: bool = field(default=False, init=False)
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
@@ -80,17 +84,16 @@ class GroupDiagnosis(Diagnosis):
     def explain(self, error: BaseException) -> BaseException:
         self.monitor.may_force_end = False
         # A collective raises it because of another process, which has reported its end, or is missing.
-        is_of_another = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "/gloo/" in str(error)
-        )
+        is_of_gloo = isinstance(error, RuntimeError) and ("/gloo/" in str(error) or GAVE_UP in str(error))
+        is_of_another = isinstance(error, dist.DistError) or is_of_gloo
         if is_of_another:
             timeout = re.search(r"Timed out waiting (\d+)ms", str(error))
-            waited_s = int(timeout[1]) / 1000 if timeout else None
-            answer = self.monitor.report_end(
-                lambda: Failure(self.diagnose(waited_s, reason(error), self.monitor.ping()))
-            )
-            reported, is_own = answer or (Failure(self.diagnose_lost_store(waited_s)), self.reports_lost_store)
+            waited_s = int(timeout[1]) / 1000 if timeout else self._patience_s if GAVE_UP in str(error) else None
+            answer = self.monitor.report_end(lambda: self._loss(waited_s, reason(error)))
+            lost_store = Failure(self.diagnose_lost_store(waited_s), lost=[])
+            reported, is_own = answer or (lost_store, self.reports_lost_store)
         else:
+            self.failed_itself = True
             own = self._own_failure(error)
             reported, is_own = self.monitor.report_end(lambda: own) or (own, True)
         if isinstance(error, BadInput) or not isinstance(error, Exception):
@@ -123,7 +126,7 @@ class GroupDiagnosis(Diagnosis):
             threading.Thread(target=self._report_silence, args=(silent_s,), name="silence", daemon=True).start()
 
     def _report_silence(self, silent_s: float) -> None:
-        answer = self.monitor.report_end(lambda: Failure(self.diagnose(silent_s, "silence", self.monitor.ping())))
+        answer = self.monitor.report_end(lambda: self._loss(silent_s, "silence"))
         if answer is not None and answer[1]:
             print_error(str(answer[0]))
 
@@ -136,6 +139,14 @@ class GroupDiagnosis(Diagnosis):
             return Failure(f"{self._name(self.rank)} is {error}", EXIT_AGAIN, error.memory_limit)
         return Failure(f"{self._name(self.rank)} failed in {self.phase}: {reason(error)}")
 
+    def _loss(self, waited_s: float | None, error: str) -> Failure:
+        heartbeats = self.monitor.ping()
+        return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
+
+    def _silent(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+        answers = [rank for rank, beat in heartbeats.items() if beat.answers_ping]
+        return [rank for rank in range(len(self.members)) if rank not in answers]
+
     def diagnose(self, waited_s: float | None, error: str, heartbeats: Mapping[int, Heartbeat]) -> str:
         """One sentence about the ranks that are gone, stopped or late, after an exchange that failed.
 
@@ -143,7 +154,7 @@ class GroupDiagnosis(Diagnosis):
         said. heartbeats: the last ones by rank, once all were pinged.
         """
         answers = {rank: beat for rank, beat in heartbeats.items() if beat.answers_ping}
-        silent = [rank for rank in range(len(self.members)) if rank not in answers]
+        silent = self._silent(heartbeats)
         least = min((beat.number for beat in answers.values()), default=0)
         late = {rank: beat for rank, beat in answers.items() if beat.number == least}
         if silent:

@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trainer.loading.errors import BadInput, printable
@@ -13,19 +13,27 @@ MOST_SHOWN = 1500
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_AGAIN = 75
-"""Of a run that can go on with less memory, in new processes; EX_TEMPFAIL of sysexits.h."""
+"""Of a run that can go on in new processes: with less memory, or after it lost one; EX_TEMPFAIL of sysexits.h."""
 
 
 class Failure(Exception):
     """The end of a run by a defect, or by another process. The user has read why; the message is for the record.
 
     status: the exit status. memory_limit: what the next start has to know, as plain values, if that is what ended it.
+    lost: where other processes were missed, the ranks that are gone or give no sign of life.
     """
 
-    def __init__(self, message: str, status: int = EXIT_FAILED, memory_limit: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        status: int = EXIT_FAILED,
+        memory_limit: Mapping[str, Any] | None = None,
+        lost: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.memory_limit = memory_limit
+        self.lost = lost
 
 
 class RestartNeeded(Exception):

@@ -42,6 +42,7 @@ class Sharded(Distributed):
 
     wrapper = "Fully sharded"
     exchanges_in_forward = True
+    saves_alone = False
 
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
         num_parts = flags.shard_size or environment.world_size
@@ -192,10 +193,11 @@ class Sharded(Distributed):
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
-    def full_weights(self, model: nn.Module) -> dict[str, Any]:
+    def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
         weights = model.state_dict(keep_vars=True)
         gathered: dict[Tensor, Tensor] = {}  # a tied one stays one
-        for name, value in weights.items():
+        for name, own in weights.items():
+            value = (instead or {}).get(own, own)
             if value not in gathered:
                 gathered[value] = self._gathered(value.detach())
             weights[name] = gathered[value]

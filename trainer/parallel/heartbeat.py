@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 import torch.distributed as dist
 
 from trainer.parallel.errors import Failure, exit_at_once
+from trainer.parallel.neighbours import Neighbours
 from trainer.parallel.phase import CurrentPhase
 
 TICK_S = 0.5
@@ -47,10 +48,11 @@ class HeartbeatMonitor:
     end a process that somebody started by hand.
     """
 
-    def __init__(self, store: dist.Store, shard: tuple[int, int], phase: CurrentPhase) -> None:
+    def __init__(self, store: dist.Store, shard: tuple[int, int], phase: CurrentPhase, neighbours: Neighbours) -> None:
         self._store = store
         self._rank, self._world_size = shard
         self._phase = phase
+        self._neighbours = neighbours
         self._closed = threading.Event()
         self.may_force_end = True
         """Whether the training thread may be given up on: not while it does what all wait for, nor when it leaves."""
@@ -79,14 +81,14 @@ class HeartbeatMonitor:
         return reports[0] if reports else None
 
     def ping(self) -> dict[int, Heartbeat]:
-        """The last heartbeats by rank, once every rank has answered or had the time to."""
+        """The last heartbeats by rank, once every rank has answered, is known to be gone, or had the time to."""
         self._store.set(PING, "now")
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while True:
             ranks = [rank for rank in range(self._world_size) if self._store.check([f"heartbeat {rank}"])]
             beats = {rank: Heartbeat(*json.loads(self._store.get(f"heartbeat {rank}"))) for rank in ranks}
-            have_all_answered = sum(beat.answers_ping for beat in beats.values()) == self._world_size
-            if have_all_answered or time.monotonic() > deadline:
+            awaited = [rank for rank in range(self._world_size) if rank not in beats or not beats[rank].answers_ping]
+            if all(map(self._neighbours.is_gone, awaited)) or time.monotonic() > deadline:
                 return beats
             time.sleep(0.05)
 
@@ -95,7 +97,8 @@ class HeartbeatMonitor:
             is_first = self._store.add(NUM_REPORTERS, 1) == 1
             if is_first:
                 failure = compose()
-                self._store.set(END_REPORT, json.dumps([str(failure), failure.status, failure.memory_limit]))
+                report = [str(failure), failure.status, failure.memory_limit, failure.lost]
+                self._store.set(END_REPORT, json.dumps(report))
             while not self._store.check([END_REPORT]):
                 time.sleep(0.05)
             reports.append((self._reported(), is_first))

@@ -28,6 +28,8 @@ from trainer.parallel.errors import EXIT_AGAIN
 from trainer.parallel.signals import STOP_SIGNALS, StopRequest, exit_quickly
 
 GRACE_PERIOD_S = 10
+SAVES_WITHIN_S = 30
+"""What processes that have lost another one are given to save and to end, as by torchrun."""
 MOST_STARTS = 32
 """More than a batch size can be halved."""
 EXIT_UNGUARDED = 64
@@ -170,7 +172,7 @@ def num_processes(flags: MultiDeviceFlags, device: str) -> int:
 def launch(
     run: Callable[[RankEnvironment], int], world_size: int, again: Callable[[RankEnvironment], int] | None = None
 ) -> int:
-    """Calls `run` in `world_size` new processes and waits for them; after the status EXIT_AGAIN once more.
+    """Calls `run` in `world_size` new processes and waits for them; once more after any of them returned EXIT_AGAIN.
 
     run: picklable; returns an exit status. again: the same for all but the first time, of a run that goes on from its
     checkpoints; None for what has none. Returns the first status that is not 0, or 0. A process that dies by a signal
@@ -227,10 +229,15 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
             ranks[launcher.start(functools.partial(_run_in, folder, run, environment), variables)] = rank
         while launcher.running and not failures:
             failures = [(ranks[process], code) for process, code in launcher.wait().items() if code != 0]
+        codes = [code for _, code in failures]
+        deadline = time.monotonic() + SAVES_WITHIN_S
+        while launcher.running and time.monotonic() < deadline:
+            codes += launcher.wait(deadline - time.monotonic()).values()
     failed, exit_code = failures[0] if failures else (0, 0)
-    if launcher.stop and (exit_code in (0, EXIT_AGAIN) or not has_checkpoints):
+    goes_on = EXIT_AGAIN in codes
+    if launcher.stop and (exit_code == 0 or goes_on or not has_checkpoints):
         return launcher.stop.exit_status
     if exit_code < 0:
-        end = f"; {GOES_ON}" if has_checkpoints else ""
+        end = "; starting again" if goes_on else f"; {GOES_ON}" if has_checkpoints else ""
         print(f"rank {failed} was killed by signal {-exit_code}{end}", file=sys.stderr)
-    return exit_status(exit_code)
+    return EXIT_AGAIN if goes_on else exit_status(exit_code)

@@ -11,10 +11,12 @@ class Watchdog:
     """While it is open, this process ends with status 1 when for `limit_s()` seconds no Python of another thread ran.
 
     That is so in a C function that does not let go of the interpreter, in a regular expression without an end, in a
-    system call that does not come back. What each thread was doing is then written to standard error.
+    system call that does not come back. What each thread was doing is then written to standard error, and also if
+    another process ends this one by SIGABRT.
     """
 
     def __init__(self, limit_s: Callable[[], float]) -> None:
+        faulthandler.enable(file=2)
         self._limit_s = limit_s
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)

@@ -1,0 +1,96 @@
+"""What is known of the last step where the device is behind the host, as a GPU is: by events that come when told."""
+
+import pytest
+import torch
+
+from trainer.loop import last_step
+from trainer.loop.last_step import LastStep
+from trainer.loop.progress import Progress
+
+
+class Device:
+    """Its work is done up to the given number of marks."""
+
+    def __init__(self):
+        self.num_made = self.num_passed = 0
+
+    def mark(self):
+        number, self.num_made = self.num_made, self.num_made + 1
+        return type("Mark", (), {"query": lambda mark: number < self.num_passed})()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(LastStep, "_mark", device.mark)
+    return device
+
+
+def steps_of_host(num_steps):
+    """A host that has enqueued so many steps: 1 + 3 marks for each."""
+    last, progress = LastStep(torch.device("cpu")), Progress()
+    last.begin(progress)
+    for number in range(1, num_steps + 1):
+        last.forward()
+        last.changes()
+        progress.step = number
+        last.applied(progress)
+    return last
+
+
+@pytest.mark.parametrize(
+    ("num_passed", "expected"),
+    [
+        (0, None),
+        (1, (0, False)),
+        (2, (0, True)),
+        (3, None),
+        (4, (1, False)),
+        (5, (1, True)),
+        (6, None),
+        (10, (3, False)),
+    ],
+)
+def test_the_step_that_the_device_has_done(num_passed, expected, device):
+    """Between the mark before its optimizer and the one after it nothing is known."""
+    last = steps_of_host(3)
+    device.num_passed = num_passed
+    found = last.find()
+    assert (found and (found[0].progress.step, found[1])) == expected
+
+
+def test_steps_that_are_done_are_forgotten(device):
+    device.num_passed = 10**9
+    last = steps_of_host(100)
+    assert len(last._steps) == 1
+    assert last.find()[0].progress.step == 100
+
+
+def test_a_failure_within_the_optimizer_leaves_nothing():
+    last = steps_of_host(2)
+    last.forward()
+    assert last.find()[1]
+    last.changes()
+    assert last.find() is None
+
+
+def test_before_training_nothing_is_known():
+    assert LastStep(torch.device("cpu")).find() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_waits(monkeypatch):
+    """Behind a kernel that takes a second, as behind an exchange that never ends."""
+    monkeypatch.setattr(last_step, "DRAINS_WITHIN_S", 0.05)
+    last, progress = LastStep(torch.device("cuda", 0)), Progress()
+    last.begin(progress)
+    torch.cuda.synchronize()
+    last.forward()
+    torch.cuda._sleep(2 * 10**9)
+    last.changes()
+    progress.step = 1
+    last.applied(progress)
+    found = last.find()
+    assert (found[0].progress.step, found[1]) == (0, True)
+    torch.cuda.synchronize()
+    assert last.find()[0].progress.step == 1

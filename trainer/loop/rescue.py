@@ -1,0 +1,146 @@
+"""What is left of a run that lost a process: the state after the last optimizer step, saved without the others.
+
+No exchange is made, for there may be nobody to make it with. The main process saves, or if it is gone, a process of its
+machine that has taken over the lock of the run directory.
+"""
+
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.kinds import not_finite
+from trainer.checkpoint.manifest import newest_best
+from trainer.checkpoint.snapshot import snapshot
+from trainer.loading.errors import BadInput
+from trainer.loop.checkpointing import state_of
+from trainer.loop.progress import Progress
+from trainer.loop.run import Run
+from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, print_error
+
+COPY_WITHIN_S = 15.0
+"""Of the 30 s that a launcher waits for the others once a process has died."""
+LOCK_WITHIN_S = 20.0
+_one_at_a_time = threading.Lock()
+
+
+def rescue(run: Run, failure: Failure) -> None:
+    """After a failure: saves what came since the newest checkpoint, where this process has it and is to do so.
+
+    Where other processes were missed, and the directory now holds more than this start began with, the status of the
+    failure becomes EXIT_AGAIN: without that, what ends a run again and again ends it for good.
+    """
+    is_wanted = failure.status == EXIT_BAD_INPUT or not str(failure)  # by the data, or the user
+    if is_wanted or not run.parallel.is_launched:
+        return
+    with _one_at_a_time:
+        came_further = False
+        try:
+            came_further = run.parallel.stands_in_for_main(failure.lost or ()) and _save_last_step(run)
+        except (BadInput, OSError, RuntimeError) as error:  # of the device too, which may be what failed
+            print_error(f"the state after the last optimizer step could not be saved: {str(error).splitlines()[0]}")
+        if failure.lost is not None and came_further:
+            failure.status = EXIT_AGAIN
+        run.parallel.diagnosis.exit_status = failure.status
+
+
+def _save_last_step(run: Run) -> bool:
+    """Whether the newest checkpoint is of a later step than the one that this start began with. Raises BadInput."""
+    run.saver.end()  # a write under way is to be complete
+    directory = run.directory
+    if not directory.is_held:
+        _take_over(directory)
+    num_saved = directory.entries[-1].step if directory.entries else 0
+    state = _copied_in_time(run, num_saved) if run.parallel.saves_alone else None
+    if state is not None and _has_best_of(directory, state):
+        directory.save(state)
+        num_saved = state["step"]
+        _say(run, f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
+    elif run.progress.step > num_saved:
+        why = "" if run.parallel.saves_alone else ", for no process has all of the parameters"
+        _say(run, f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
+    return num_saved > run.learner.last_step.first
+
+
+def _say(run: Run, line: str) -> None:
+    if run.parallel.is_main:
+        run.log.say(line)
+    else:
+        print(line, flush=True)
+
+
+def _take_over(directory: RunDirectory) -> None:
+    """Raises BadInput when other survivors hold the directory for too long."""
+    deadline = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        try:
+            return directory.acquire()
+        except BadInput:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _has_best_of(directory: RunDirectory, state: dict[str, Any]) -> bool:
+    """Whether the best checkpoint of which the state speaks is there: it may have died with whoever was writing it."""
+    best, saved = state["best"], newest_best(directory.entries)
+    return best is None or (saved is not None and saved.value == best["value"])
+
+
+def _copied_in_time(run: Run, num_saved: int) -> dict[str, Any] | None:
+    """The state after the last step, of more steps than were saved; None where there is no such, or not in time."""
+    found: list[dict[str, Any] | None] = []
+    errors: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            found.append(_copied(run, num_saved))
+        except Exception as error:  # raised again where somebody waits for it
+            errors.append(error)
+
+    # By another thread, for the driver of a GPU may keep it for ever.
+    thread = threading.Thread(target=copy, name="rescue", daemon=True)
+    thread.start()
+    thread.join(COPY_WITHIN_S)
+    if errors:
+        raise errors[0]
+    return found[0] if found else None
+
+
+def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
+    learner, device = run.learner, run.parallel.device
+    before = learner.last_step.find()
+    if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
+        return None
+    step, is_in_next = before
+    is_gpu = device.type == "cuda"
+    # What the run's own stream has still to do waits for the lost process, and is garbage once that is given up.
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext():
+        if is_in_next:
+            learner.batch_norm.undo()
+        weights = run.parallel.full_state(learner.objective, learner.optimizers)
+        learner.ema.put_into(weights, run.parallel.full_weights)
+        state = state_of(run, weights, *_own(step.progress, is_gpu))
+        # Locking pages may wait for the device.
+        copied = snapshot(state, page_locked=False)
+    # A thread that trains may have gone on meanwhile.
+    is_whole = learner.last_step.find() == before and not learner.ema.is_applied
+    return copied | {"value": None, "is_best": False} if is_whole and not not_finite(copied["model"]) else None
+
+
+def _own(progress: Progress, is_gpu: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
+    """The progress with this process's own totals, and these. On a GPU nothing says which of their sums are done."""
+    totals = {phase: {} if is_gpu else own.unreduced() for phase, own in progress.totals.items()}
+    samples = 0 if is_gpu else progress.own_samples
+    reported = {
+        phase: (float(sums["loss"]), float(sums["weight"])) if sums else (0.0, 0.0) for phase, sums in totals.items()
+    }
+    misses_samples = progress.misses_samples or samples < progress.samples
+    own = replace(progress, reported=reported, samples=samples, misses_samples=misses_samples)
+    own.read_clock()
+    return own, totals
