@@ -267,7 +267,7 @@ def test_others_get_outlines_of_weights_and_everything_else():
 NUM_BLOCKS = 4
 SEQREC = [
     "--task", "seqrec", "--hidden-units", 192, "--num-blocks", NUM_BLOCKS, "--no-mhc", "--no-time", "--maxlen", 4,
-    "--device", "cpu", "--num-threads", 1, "--batch-size", 2, "--eval-batch-size", 500, "--max-steps", 2, "--no-test",
+    "--device", "cpu", "--num-threads", 1, "--batch-size", 2, "--eval-batch-size", 500, "--no-test",
 ]  # fmt: skip
 
 
@@ -278,9 +278,12 @@ def live_bytes():
 
 
 def watch_memory():
-    """Writes down, in bytes: what a process holds in an optimizer step, and at most in blocks; what the whole takes."""
-    seen = {"step": 0, "peak": 0}
-    step, place = Precision.step, Sharded.place
+    """Writes down, in bytes: what a process holds in an optimizer step, and at most in blocks; what the whole takes.
+
+    And the most that it holds until the first step whenever it was sent something large.
+    """
+    seen = {"loading": 0, "step": 0, "peak": 0}
+    step, place, from_main = Precision.step, Sharded.place, Sharded._from_main
 
     def held():
         return live_bytes() - seen["before"]
@@ -298,8 +301,14 @@ def watch_memory():
         seen["whole"] = 4 * sum(p.numel() * p.itemsize for p in params)
         return step(self, optimizers, params, *more)
 
+    def counting_from_main(self, value):
+        whole = from_main(self, value)
+        if seen["step"] == 0 and whole.numel() >= 2**15:
+            seen["loading"] = max(seen["loading"], held())
+        return whole
+
     def counting_place(self, build, blocks, complete):
-        seen["before"] = live_bytes()
+        seen["before"], seen["is_main"] = live_bytes(), self.is_main
         objective = place(self, build, blocks, complete)
         units = [sum(p.numel() * p.itemsize for p in block.parameters()) for block in blocks(objective.model)]
         units.append(sum(p.numel() * p.itemsize for p in objective.parameters()) - sum(units))
@@ -310,24 +319,46 @@ def watch_memory():
 
     reduce_scatter = torch.distributed.reduce_scatter_tensor
     torch.distributed.reduce_scatter_tensor = noting(reduce_scatter)
-    Precision.step, Sharded.place = counting_step, counting_place
+    Precision.step, Sharded.place, Sharded._from_main = counting_step, counting_place, counting_from_main
     gc.collect()
     return lambda: (Path(os.environ["MEMORY"]) / f"{os.getpid()}.json").write_text(json.dumps(seen))
 
 
-def memory_of_ranks(start, tmp_path, world_size, *more):
-    """What `watch_memory` saw on each rank."""
+@pytest.fixture
+def memory_of_ranks(start, tmp_path):
+    """Runs, and returns what `watch_memory` saw on each rank."""
     start.environment = start.environment | {"MEMORY": str(tmp_path)}
-    start(f"memory{world_size}", *more, form="fsdp", world_size=world_size, base=SEQREC, prepare=watch_memory)
-    return [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+
+    def run(world_size, *more):
+        start(f"memory{world_size}", *more, form="fsdp", world_size=world_size, base=SEQREC, prepare=watch_memory)
+        found = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+        for path in tmp_path.iterdir():
+            path.unlink()
+        return found
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_process_holds_its_share(world_size, start, tmp_path):
-    for seen in memory_of_ranks(start, tmp_path, world_size):
+def test_a_process_holds_its_share(world_size, memory_of_ranks):
+    for seen in memory_of_ranks(world_size, "--max-steps", 2):
         share = seen["whole"] / world_size
         units = (seen["peak"] - share) / seen["unit"]
         print(f"{seen['step'] / share:.3f} of the share, at most {units:.2f} of the largest unit more in a step")
         assert 0.9 * share < seen["step"] <= 1.1 * share
         assert seen["peak"] <= 1.1 * share + 2 * seen["unit"]  # its parameters and its gradient
+
+
+@pytest.mark.slow
+def test_loading_never_holds_the_whole_elsewhere_than_on_the_main_process(memory_of_ranks):
+    """Neither a new model nor a checkpoint: weights, and two moments."""
+    world_size = 3
+    for num_steps, num_kinds in ((2, 1), (3, 3)):
+        for seen in memory_of_ranks(world_size, "--max-steps", num_steps):
+            if not seen["is_main"]:
+                weights = seen["whole"] / 4
+                parts = num_kinds * weights / world_size
+                units = (seen["loading"] - parts) / seen["unit"]
+                print(f"{num_kinds} kinds: {units:.2f} of the largest unit more than the share")
+                assert 0 < seen["loading"] <= 1.1 * parts + 1.1 * seen["unit"] < 0.9 * num_kinds * weights
