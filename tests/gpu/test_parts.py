@@ -11,13 +11,11 @@ from tests.helpers.imagined_gpu import on_imagined_gpus
 
 PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "loop", "throughput", "saving"]
 """Without those that fill a GPU's memory, and those that start processes."""
-QUICK = ("snapshot",)
 MODELS = ("sasrec", "plmu")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PARTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
 @on_imagined_gpus(may_wait=True)
 def test_part_runs_on_an_imagined_gpu(name, tmp_path, cache_dir):
     torch.cuda._sleep = lambda cycles: None
