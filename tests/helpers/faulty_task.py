@@ -113,7 +113,10 @@ def stick_in_kernel():
 
 
 def remove_directory():
-    shutil.rmtree(os.environ["LOCKSTEP_REMOVED"])
+    """At once: what is being saved would put files into a folder that is being emptied."""
+    directory = os.environ["LOCKSTEP_REMOVED"]
+    os.rename(directory, f"{directory}-removed")
+    shutil.rmtree(f"{directory}-removed", ignore_errors=True)
 
 
 def set_clock_back():
