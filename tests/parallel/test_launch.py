@@ -418,21 +418,26 @@ class LacksMemory:
 class LosesRank:
     """A job for `launch` whose rank 1 dies at the first start, which the other one survives."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, folder):
+        self.folder = folder
 
     def __call__(self, environment):
-        if self.path.exists():
-            return 0
-        if environment.rank == 0:
-            time.sleep(1)
+        died, survived = self.folder / "died", self.folder / "survived"
+        if environment.rank == 1:
+            if not died.exists():
+                died.touch()
+                killed(environment)
+        elif not survived.exists():
+            survived.touch()
+            while not died.exists():
+                time.sleep(0.01)
+            time.sleep(0.5)  # the launcher is to see the death first
             return EXIT_AGAIN
-        self.path.touch()
-        return killed(environment)
+        return 0
 
 
 def test_what_lost_a_rank_starts_again(tmp_path, capfd):
-    job = LosesRank(tmp_path / "started")
+    job = LosesRank(tmp_path)
     assert launching.launch(job, 2, job) == 0
     assert capfd.readouterr().err == "rank 1 was killed by signal 9; starting again\n"
 
