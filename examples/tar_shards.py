@@ -208,7 +208,7 @@ def write_shard(path: Path, num_samples: int, seed: int) -> None:
     with tarfile.open(path, "w") as archive:
         for number in range(num_samples):
             label, picture = number % NUM_CLASSES, io.BytesIO()
-            np.save(picture, stripes(label, rng))
+            np.save(picture, stripes(label, rng), allow_pickle=False)
             for field, content in zip(FIELDS, (picture.getvalue(), str(label).encode()), strict=True):
                 member = tarfile.TarInfo(f"{number:06}.{field}")
                 member.size = len(content)

@@ -14,7 +14,7 @@ import torch
 
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
-from tests.conftest import TINY, WEIGHTED, assert_same_bits, contents, load
+from tests.conftest import LOCKS, ROOT, TINY, WEIGHTED, assert_same_bits, contents, load
 from trainer.commands.jobs import choose_slots
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
@@ -239,11 +239,11 @@ def in_use(directory):
     """Another process has the folder; gives its id."""
     directory.mkdir(exist_ok=True)
     code = (
-        "import fcntl, os, sys; lock = open(sys.argv[1], 'a+'); fcntl.lockf(lock, fcntl.LOCK_EX); "
-        "print(f'process {os.getpid()} on this machine', file=lock, flush=True); print(flush=True); sys.stdin.read()"
+        "import pathlib, sys; from trainer.checkpoint.lock import take_lock; "
+        "lock = take_lock(pathlib.Path(sys.argv[1]), False); print(flush=True); sys.stdin.read()"
     )
-    argv = [sys.executable, "-c", code, str(directory / "lock")]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    argv = [sys.executable, "-c", code, str(directory)]
+    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         yield holder.pid
         holder.stdin.close()
@@ -253,7 +253,7 @@ def test_folder_in_use_is_refused_once(cli, har, tmp_path):
     with in_use(tmp_path) as pid:
         status, _, (line,) = cli(*har, "--seeds", 2, "--save-dir", tmp_path)
     assert status == 2 and line.startswith(f"error: --save-dir {tmp_path}: in use by process {pid} ")
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert {path.name for path in tmp_path.iterdir()} == set(LOCKS)
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
         done = command("main.py", *argv, status=2)
     (line,) = done.stderr.splitlines()
     directory = tmp_path / "seed-1"
-    assert line.startswith(f"error: {directory}: --save-dir {directory}: in use by process {pid} on this machine; ")
+    assert line.startswith(f"error: {directory}: --save-dir {directory}: in use by process {pid} on ")
     assert (tmp_path / "seed-0" / "results.json").exists()
     assert (tmp_path / "seed-1.stderr").read_text() and not (tmp_path / "seed-0.stderr").exists()
     assert not (tmp_path / "summary.json").exists() and "mean" not in done.stdout

@@ -21,7 +21,10 @@ PAGE = (ROOT / "docs" / "containers.md").read_text()
 BLOCKS = blocks(PAGE)
 DOCKER, NODES, RANKS = (block for block in BLOCKS if block.language == "bash")
 (YAML,) = (block.commands for block in BLOCKS if block.language == "yaml")
-SLURM = {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
+SLURM = {
+    "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+}  # fmt: skip
 """What srun tells its tasks, of one node with two."""
 
 
@@ -31,11 +34,11 @@ def arguments_of(tokens: list[str]) -> list[str]:
 
 
 def what_srun_starts(block) -> str:
-    """The script that each task runs."""
+    """The command that each task runs."""
     (command,) = (command for command in commands_of(block) if command.startswith("srun "))
-    tokens = shlex.split(command)
-    assert tokens[-3:-1] == ["bash", "-c"]
-    return tokens[-1]
+    _, flag, *started = shlex.split(command)
+    assert flag.startswith("--ntasks-per-node=")
+    return started[-1] if started[:2] == ["bash", "-c"] else shlex.join(started)
 
 
 def kubernetes_command() -> list[str]:
