@@ -152,8 +152,12 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
     return 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measured(measure: Callable[..., int], description: str | None) -> dict:
+    """What `measure(environment, folder, rounds)` of both processes leaves in result.json; rounds: of the command line.
+
+    description: for its help.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind, 1 or more")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -162,7 +166,12 @@ def main() -> None:
         folder = Path(name)
         if launch(partial(measure, folder=folder, rounds=args.rounds), WORLD_SIZE):
             sys.exit("a process failed; its message is above")
-        result = json.loads((folder / "result.json").read_text())
+        result: dict = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def main() -> None:
+    result = measured(measure, __doc__)
     print("efficiency relative to processes that do not talk:", result["efficiency"])
     print(json.dumps(result))
 

@@ -7,12 +7,9 @@ hand-written loop with `fully_shard` on each block and on the model; Lockstep's 
 DistributedDataParallel. Time by the clock, and of the processor, which a busy machine disturbs less.
 """
 
-import argparse
 import json
 import sys
-import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,13 +26,13 @@ from benchmarks.exchange import (
     Step,
     bare_step,
     lockstep_step,
+    measured,
     shuffled_batches,
     under_ddp,
 )
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded
-from trainer.parallel.launch import launch
 from trainer.tasks.har import HarFlags, HarTask
 
 
@@ -90,16 +87,7 @@ def compared(ours: Tensor, others: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind, 1 or more")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: must be 1 or more")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if launch(partial(measure, folder=folder, rounds=args.rounds), WORLD_SIZE):
-            sys.exit("a process failed; its message is above")
-        print((folder / "result.json").read_text())
+    print(json.dumps(measured(measure, __doc__)))
 
 
 if __name__ == "__main__":
