@@ -26,7 +26,7 @@ class Strike:
     def __init__(self) -> None:
         self.how, self.place, rank, number = os.environ["LOCKSTEP_STRIKE"].split()
         self.note = Path(os.environ["LOCKSTEP_STRIKE_NOTE"])
-        self.is_here = dist.get_rank() == int(rank) and not self.note.exists()
+        self.is_here = dist.is_initialized() and dist.get_rank() == int(rank) and not self.note.exists()
         self.left = int(number)
 
     def at(self, place):
