@@ -60,6 +60,7 @@ class HeartbeatMonitor:
         """Called when this process is ended because its training thread does not notice."""
         self.on_silence: Callable[[float], None] = lambda silent_s: None
         """Called at each beat with the seconds for which the next rank, which this one watches, has sent none."""
+        self._send_heartbeat(is_pinged=False)  # at once, so that nobody dies unseen before the first of the thread
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
