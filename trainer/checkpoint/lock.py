@@ -25,6 +25,7 @@ from typing import IO
 
 from trainer.loading.errors import BadInput
 from trainer.loading.files import MOST_RECORD, flush_path, read_whole, written_as_a_whole
+from trainer.loading.process import boot_of_kernel, own_name
 
 LOCK, KERNEL_LOCK = "lock", "lock.held"
 
@@ -164,7 +165,7 @@ def take_lock(
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(folder, left_by) from None
-        own = Holder(_own_name(), _machine(folder), job, secrets.token_hex(4))
+        own = Holder(own_name(), _machine(folder), job, secrets.token_hex(4))
         is_known_to_be_gone = left_by.who == "" or left_by.machine == own.machine
         if not (take_over or is_known_to_be_gone or (job is not None and job.goes_on_after(left_by.job))):
             say(
@@ -216,14 +217,6 @@ def _read(path: Path) -> Holder:
     return Holder(who, machine, job, said.get("token", ""))
 
 
-def _own_name() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 def _machine(folder: Path) -> str:
     """This boot of the kernel, and the file system as it is mounted here; the host where the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    return f"{boot}:{folder.stat().st_dev}"
+    return f"{boot_of_kernel()}:{folder.stat().st_dev}"

@@ -1,7 +1,5 @@
 """How a run is spread over devices: the interface that everything outside sees, and its form for one device."""
 
-import os
-import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
+from trainer.loading.process import own_name
 from trainer.parallel.devices import device_label
 from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
@@ -83,7 +82,7 @@ class Parallel:
 
     def describe_own(self) -> str:
         """This process and its devices."""
-        return f"process {os.getpid()} on {socket.gethostname()}, {', '.join(map(device_label, self.devices))}"
+        return f"{own_name()}, {', '.join(map(device_label, self.devices))}"
 
     def place(
         self,

@@ -6,7 +6,8 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+
+from trainer.loading.process import boot_of_kernel
 
 ABORTS_WITHIN_S = 0.5
 
@@ -14,8 +15,7 @@ ABORTS_WITHIN_S = 0.5
 def process_space() -> str:
     """Within which a process id names the same process: this boot of the kernel, and its pid namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{boot_of_kernel()}:{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return socket.gethostname()
 
