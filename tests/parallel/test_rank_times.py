@@ -62,7 +62,7 @@ def test_a_rank_that_loads_slowly_is_named(trained, tmp_path):
     output = trained(f"data 1 {LONG}", "--max-steps", 24)
     assert_named(output, 1, "data loading")
     events = EventAccumulator(str(tmp_path / "run" / "logs")).Reload()
-    (event,) = events.Tensors("slow rank/text_summary")
+    (event,) = events.Tensors("ranks/text_summary")
     assert event.tensor_proto.string_val[0].decode() in output
 
 

@@ -30,7 +30,7 @@ class SilentLog:
     def _ignore(self, *arguments: object) -> None:
         pass
 
-    say = slow_rank = start_stretch = advance = step = end_training = report = _ignore
+    say = say_of_ranks = start_stretch = advance = step = end_training = report = _ignore
     pictures = result = flush = close = _ignore
 
 
@@ -64,10 +64,10 @@ class RunLog:
         for logger in self._loggers:
             logger.say(printable(text))
 
-    def slow_rank(self, step: int, account: str) -> None:
-        """Once for each process that turns out slow."""
-        self.say(account)
-        self._directory.text("slow rank", account, step)
+    def say_of_ranks(self, step: int, note: str) -> None:
+        """A line on how the processes compare after so many steps."""
+        self.say(note)
+        self._directory.text("ranks", note, step)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
         """The items, with a bar on the console if going through them takes seconds."""

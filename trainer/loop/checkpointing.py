@@ -23,7 +23,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     is to be on the disk now needs `finish_saving`.
     """
     for note in run.lockstep.compare_now(run.progress.step):
-        run.log.say(note)
+        run.log.say_of_ranks(run.progress.step, note)
     run.progress.read_clock()
     run.progress.last_save = run.progress.step
     run.parallel.sync_buffers(run.learner.objective)

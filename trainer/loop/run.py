@@ -1,6 +1,6 @@
 """A run in progress: everything that one process trains with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,6 +8,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
+from trainer.loop.comparison import Comparison
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
@@ -65,6 +66,11 @@ class Run:
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def comparisons(self) -> Sequence[Comparison]:
+        """What is compared between the processes while training goes on."""
+        return self.lockstep, self.rank_times
 
     @property
     def is_complete(self) -> bool:

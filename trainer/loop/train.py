@@ -33,8 +33,8 @@ def train(run: Run) -> None:
     """
     progress = run.progress
     progress.read_clock()
-    run.lockstep.begin()
-    run.rank_times.begin()
+    for comparison in run.comparisons:
+        comparison.begin()
     run.learner.last_step.begin(progress)
     try:
         if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and progress.best is None:
@@ -104,8 +104,8 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         progress.count(step.end - step.start, window.num_samples)
         run.step_results.add(StepRecord(progress.step + 1, step, result))
     progress.advance(step.after)
-    run.lockstep.after_step(progress.step)
-    run.rank_times.after_step(progress.step)
+    for comparison in run.comparisons:
+        comparison.after_step(progress.step)
     run.learner.last_step.applied(progress)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)

@@ -2,12 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import tee
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, tee
 from typing import NamedTuple, TypeVar
 
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loop.comparison import Comparison
 from trainer.loop.plan import PlannedStep
 from trainer.loop.run import Run
 
@@ -107,27 +108,28 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
     two of them.
     """
     asks_clock = is_training and run.parallel.is_main
-    waiting: tuple[T, Callable[[], Sequence[float]], int] | None = None
+    waiting: tuple[T, Callable[[], Sequence[float]], Mapping[Comparison, int]] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
         own = Agreed(piece.weight, bool(run.stop), *clock)
-        fingerprint = run.lockstep.numbers_to_add(run.progress.step) if is_training else ()
-        times = run.rank_times.numbers_to_add(run.progress.step) if is_training else ()
-        pending = run.parallel.start_sum(own + fingerprint + times)
+        compared = {each: each.numbers_to_add(run.progress.step) for each in run.comparisons} if is_training else {}
+        pending = run.parallel.start_sum(tuple(chain(own, *compared.values())))
         if waiting is not None:
             yield _agreed(run, *waiting)
-        waiting = piece, pending, len(fingerprint)
+        waiting = piece, pending, {each: len(numbers) for each, numbers in compared.items()}
     if waiting is not None:
         yield _agreed(run, *waiting)
 
 
-def _agreed(run: Run, piece: T, pending: Callable[[], Sequence[float]], num_of_fingerprint: int) -> tuple[T, Agreed]:
-    num_agreed, sums = len(Agreed._fields), pending()
-    agreed, rest = Agreed(*sums[:num_agreed]), sums[num_agreed:]
-    for note in run.lockstep.compare(rest[:num_of_fingerprint]):
-        run.log.say(note)
-    for account in run.rank_times.compare(rest[num_of_fingerprint:]):
-        run.log.slow_rank(run.progress.step, account)
+def _agreed(
+    run: Run, piece: T, pending: Callable[[], Sequence[float]], compared: Mapping[Comparison, int]
+) -> tuple[T, Agreed]:
+    """compared: how many of the numbers behind the first are whose."""
+    sums = iter(pending())
+    agreed = Agreed(*islice(sums, len(Agreed._fields)))
+    for comparison, num_sums in compared.items():
+        for note in comparison.compare(list(islice(sums, num_sums))):
+            run.log.say_of_ranks(run.progress.step, note)
     if agreed.num_stop_requests > 0:
         raise StopRequested
     if agreed.time_is_up > 0:
