@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -131,15 +131,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         "bare_ddp": bare_step(under_ddp(task.build_objective()), batches),
         "lockstep": lockstep_step(task, parallel, batches),
     }
-    blocks: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + WARM_UP_ROUNDS):
-        for name, step in steps.items():
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(BLOCK_STEPS):
-                step()
-            blocks[name].append((time.perf_counter() - started) / BLOCK_STEPS)
-    means = {name: parallel.sum(torch.tensor(times[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, times in blocks.items()}
+    means = {name: times[:, 0] for name, times in in_turns(steps, rounds, parallel).items()}
     if parallel.is_main:
         alone_s = means["without_exchange"]
         result = {
@@ -150,6 +142,24 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         (folder / "result.json").write_text(json.dumps(result))
     parallel.close()
     return 0
+
+
+def in_turns(steps: Mapping[str, Step], rounds: int, parallel: Parallel) -> dict[str, Tensor]:
+    """Seconds of each kind of step by the clock, and of a processor: (rounds, 2), the means of the processes."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(WARM_UP_ROUNDS + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            times[name].append(block_s(step))
+    return {name: parallel.sum(torch.tensor(pairs[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, pairs in times.items()}
+
+
+def block_s(step: Step) -> tuple[float, float]:
+    """Of one step, the mean of a block of them."""
+    clock, processor = time.perf_counter(), time.process_time()
+    for _ in range(BLOCK_STEPS):
+        step()
+    return (time.perf_counter() - clock) / BLOCK_STEPS, (time.process_time() - processor) / BLOCK_STEPS
 
 
 def measured(measure: Callable[..., int], description: str | None) -> dict:

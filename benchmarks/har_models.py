@@ -2,7 +2,7 @@
 
     python benchmarks/har_models.py --data-dir "UCI HAR Dataset.zip"
 
-Each row is `python main.py --refit --seeds N ...` in a folder of its own, so an interrupted table goes on where it was.
+Each row is `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own, so an interrupted table goes on where it was.
 Prints a Markdown table. Seconds are those of one seed's training on one thread, the median, evaluation not counted.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+EPOCHS = 20
 ROWS: Sequence[tuple[str, Sequence[str]]] = (
     ("HarNet, four networks (the default)", ()),
     ("HarNet, one network", ("--num-members", "1")),
@@ -42,9 +43,9 @@ def main() -> None:
 
 def train(data_dir: Path, num_seeds: int, folder: Path, flags: Sequence[str]) -> None:
     """Trains the seeds that are not finished yet."""
-    argv = ["--data-dir", str(data_dir), "--refit", "--seeds", str(num_seeds), "--num-threads", "1", *flags]
+    argv = ["--data-dir", str(data_dir), "--refit", "--epochs", str(EPOCHS), "--seeds", str(num_seeds), *flags]
     subprocess.run(
-        [sys.executable, "main.py", *argv, "--device", "cpu", "--save-dir", str(folder)],
+        [sys.executable, "main.py", *argv, "--device", "cpu", "--num-threads", "1", "--save-dir", str(folder)],
         check=True, stdout=sys.stderr, cwd=ROOT,
     )  # fmt: skip
 

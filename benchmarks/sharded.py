@@ -9,22 +9,17 @@ DistributedDataParallel. Time by the clock, and of the processor, which a busy m
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.exchange import (
-    BLOCK_STEPS,
-    WARM_UP_ROUNDS,
-    WORLD_SIZE,
-    Step,
     bare_step,
+    in_turns,
     lockstep_step,
     measured,
     shuffled_batches,
@@ -54,12 +49,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         "lockstep fsdp": lockstep_step(task, parallel, batches),
         "bare ddp": bare_step(under_ddp(task.build_objective()), batches),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(rounds + WARM_UP_ROUNDS):
-        for name, step in steps.items():
-            dist.barrier()
-            times[name].append(block_s(step))
-    means = {name: parallel.sum(torch.tensor(pairs[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, pairs in times.items()}
+    means = in_turns(steps, rounds, parallel)
     if parallel.is_main:
         ours = means["lockstep fsdp"]
         result = {
@@ -70,14 +60,6 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         (folder / "result.json").write_text(json.dumps(result))
     parallel.close()
     return 0
-
-
-def block_s(step: Step) -> tuple[float, float]:
-    """Seconds of a step by the clock, and of this process's processors."""
-    clock, processor = time.perf_counter(), time.process_time()
-    for _ in range(BLOCK_STEPS):
-        step()
-    return (time.perf_counter() - clock) / BLOCK_STEPS, (time.process_time() - processor) / BLOCK_STEPS
 
 
 def compared(ours: Tensor, others: Tensor) -> dict[str, float]:
