@@ -2,8 +2,9 @@
 
     python benchmarks/har_models.py --data-dir "UCI HAR Dataset.zip"
 
-Each row is `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own, so an interrupted table goes on where it was.
-Prints a Markdown table. Seconds are those of one seed's training on one thread, the median, evaluation not counted.
+Each row is `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own, so that an interrupted table
+goes on where it was. Prints a Markdown table. Seconds are those of one seed's training on one thread, the median,
+evaluation not counted.
 """
 
 import argparse
