@@ -15,7 +15,7 @@ from trainer.loading.counter_random import normal, uniform
 
 Length = TypeVar("Length", int, np.ndarray)
 
-_AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM, _MASKING_STREAM = range(5)
+_AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM, _MASKING_STREAM, _WORD_STREAM, _ROOM_STREAM = range(7)
 _NOISE_LENGTH = 2**16
 _COLOURS = (0.0, 0.7, 0.97)
 
@@ -27,10 +27,13 @@ class Augmentation:
     speed_percent: the utterance is played slower or faster, pitch and formants with it: it lasts a whole percentage of
         its time, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation for speech
         recognition", Interspeech 2015.
+    word_speed_percent: the same for each recording of a string by itself, besides.
     gain_db: louder or softer by so many decibels, uniform in [-gain_db, gain_db].
     tilt: high frequencies stronger or weaker, as by another microphone: x_t - a x_(t-1), a uniform in [-tilt, tilt].
     noise_snr_db: noise, white or of low frequencies, at a ratio of the utterance's power to its own that is uniform
         between these two (dB).
+    room_share: share of strings whose recordings bring the noise of a room along, which the gaps between them have not.
+    room_snr_db: a recording's power over that of its room, uniform between these two (dB), one ratio for a string.
     warp: factor on the frequencies of the features, uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal tract
         length perturbation improves speech recognition", 2013.
     masking_db: the noise that masks weak sound is weaker by a number of decibels uniform between these two.
@@ -40,10 +43,13 @@ class Augmentation:
     """
 
     speed_percent: int = 15
+    word_speed_percent: int = 10
     gain_db: float = 6.0
     tilt: float = 0.2
     noise_snr_db: tuple[float, float] | None = (5.0, 35.0)
-    warp: float = 0.1
+    room_share: float = 0.4
+    room_snr_db: tuple[float, float] = (10.0, 40.0)
+    warp: float = 0.16
     masking_db: tuple[float, float] = (-8.0, 20.0)
     num_freq_masks: int = 2
     freq_mask: float = 0.2
@@ -55,9 +61,11 @@ class Augmentation:
         return replace(
             self,
             speed_percent=min(round(factor * self.speed_percent), 90),
+            word_speed_percent=min(round(factor * self.word_speed_percent), 90),
             gain_db=factor * self.gain_db,
             tilt=min(factor * self.tilt, 0.9),
             noise_snr_db=self._quieter_noise(factor),
+            room_share=min(factor * self.room_share, 1.0),
             warp=min(factor * self.warp, 0.5),
             masking_db=(factor * self.masking_db[0], factor * self.masking_db[1]),
             freq_mask=min(factor * self.freq_mask, 1.0),
@@ -74,22 +82,38 @@ class Augmentation:
 class Augmenter:
     """Applies an Augmentation: to audio itself, and by numbers for the front end of the model."""
 
-    def __init__(self, strength: Augmentation, num_mels: int, seed: int) -> None:
-        """num_mels: bins that frequency masks are drawn for."""
+    def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
+        """num_mels: bins that frequency masks are drawn for. num_views: so many sets of masks for each utterance."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
+        self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
         """How long utterances of so many samples (n,) become: (n,) int64. index: (n,) their sample ids."""
-        return length_at(lengths, self._percent(self._draws(epoch, index)))
+        return length_at(lengths, _percent(self._strength.speed_percent, self._draws(epoch, index)[:, 0]))
+
+    def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
+        """How many percent of its time each recording of strings is to last: (n, num_words) int64."""
+        draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
+        return _percent(self._strength.word_speed_percent, draws)
+
+    def add_room(self, recordings: list[np.ndarray], epoch: int, index: int) -> None:
+        """Adds to the recordings (length,) float32 of one string the noise of their room, in place, or nothing."""
+        draws = uniform(self._seed, epoch, np.array([index]), (3 + len(recordings),), _ROOM_STREAM)[0]
+        if draws[0] < self._strength.room_share:
+            lowest, highest = self._strength.room_snr_db
+            colour = _COLOURS[int(draws[2] * len(_COLOURS))]
+            for audio, draw in zip(recordings, draws[3:], strict=True):
+                add_noise(audio, lowest + (highest - lowest) * draws[1], draw, colour)
 
     def audio(self, utterances: list[np.ndarray], epoch: int, index: np.ndarray) -> list[np.ndarray]:
         """n utterances (length,) float32 at another speed, louder or softer, noisy; may change them in place."""
         draws = self._draws(epoch, index)
         gain = from_db(self._strength.gain_db * (2 * draws[:, 1] - 1))
         changed = []
-        for audio, percent, factor, draw in zip(utterances, self._percent(draws), gain, draws, strict=True):
+        percents = _percent(self._strength.speed_percent, draws[:, 0])
+        for audio, percent, factor, draw in zip(utterances, percents, gain, draws, strict=True):
             audio = at_duration(audio, int(percent))
             audio *= factor
             audio[1:] -= np.float32(self._strength.tilt * (2 * draw[4] - 1)) * audio[:-1]
@@ -102,11 +126,12 @@ class Augmenter:
     def for_front_end(self, epoch: int, index: np.ndarray) -> Arrays:
         """{"warp", "masking_db": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64 (start, width) in mel bins,
 
-        "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}.
+        "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}; of several views the
+        masks of the first, then those of the next.
         """
         strength = self._strength
         draws = {
-            stream: uniform(self._seed, epoch, index, (num, 2), stream)
+            stream: uniform(self._seed, epoch, index, (self._num_views * num, 2), stream)
             for stream, num in ((_FREQ_STREAM, strength.num_freq_masks), (_TIME_STREAM, strength.num_time_masks))
         }
         most_bins = int(strength.freq_mask * self._num_mels)
@@ -126,10 +151,6 @@ class Augmenter:
     def _draws(self, epoch: int, index: np.ndarray) -> np.ndarray:
         """(n, 6) in [0, 1): of speed, gain, signal-to-noise ratio, noise, tilt, colour of the noise."""
         return uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
-
-    def _percent(self, draws: np.ndarray) -> np.ndarray:
-        spread = self._strength.speed_percent
-        return 100 - spread + np.floor((2 * spread + 1) * draws[:, 0]).astype(np.int64)
 
 
 def length_at(length: Length, percent: Length) -> Length:
@@ -168,6 +189,11 @@ def add_noise(audio: np.ndarray, snr_db: float, draw: float, colour: float = 0.0
 def from_db(decibels: float | np.ndarray) -> np.ndarray:
     """The factor on the amplitude, float32."""
     return np.float32(10) ** (np.asarray(decibels, np.float32) / np.float32(20))
+
+
+def _percent(spread: int, draws: np.ndarray) -> np.ndarray:
+    """Whole numbers in [100 - spread, 100 + spread] from draws in [0, 1): int64."""
+    return 100 - spread + np.floor((2 * spread + 1) * draws).astype(np.int64)
 
 
 @cache

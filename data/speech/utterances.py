@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.speech.augmentation import Augmenter, add_noise, from_db
+from data.speech.augmentation import Augmenter, add_noise, at_duration, from_db, length_at
 from data.speech.corpus import Corpus
 from data.speech.text import Alphabet
 from trainer.loading.cache import Arrays
@@ -66,12 +66,14 @@ class _Plan(NamedTuple):
     """What strings consist of; W is the most words of a string.
 
     recordings: (n, W) int64, positions in the corpus. is_word: (n, W) bool, which of them there are.
+    percent: (n, W) int64, how much of its time each lasts.
     gaps: (n, W + 1) int64, samples of silence before each, and after the last one; 0 where there is none.
     level: (n, W) float32, factors on the amplitude. noise: (n, 2), draws in [0, 1).
     """
 
     recordings: np.ndarray
     is_word: np.ndarray
+    percent: np.ndarray
     gaps: np.ndarray
     level: np.ndarray
     noise: np.ndarray
@@ -126,7 +128,8 @@ class Strings:
         """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
         index = np.arange(len(self))
         plan = self._plan(epoch, index)
-        lengths = (self._durations[plan.recordings] * plan.is_word).sum(axis=1) + plan.gaps.sum(axis=1)
+        of_words = length_at(self._durations[plan.recordings], plan.percent) * plan.is_word
+        lengths = of_words.sum(axis=1) + plan.gaps.sum(axis=1)
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)
 
     def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
@@ -136,7 +139,7 @@ class Strings:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """See the top of this file."""
         plan = self._plan(keys.epoch, keys.index)
-        audio = [self._string(*parts) for parts in zip(*plan, strict=True)]
+        audio = [self._string(keys.epoch, *parts) for parts in zip(keys.index, *plan, strict=True)]
         batch = _batch(audio, self._joined(plan), self._alphabet, self._augmenter, keys)
         return batch | {"recordings": np.where(plan.is_word, plan.recordings, -1)}
 
@@ -151,26 +154,43 @@ class Strings:
         # The first recording is any, so that speakers appear as often as they have recordings; it names the speaker.
         leader = (which[:, :1] * len(self.indices)).astype(np.int64)
         others = self._first[leader] + (which[:, 1:] * self._count[leader]).astype(np.int64)
+        percent = np.full((len(index), width), 100)
+        if self._augmenter is not None:
+            percent = self._augmenter.word_percent(epoch, index, width)
         gaps = (gap * (MOST_GAP_S * self.corpus.sample_rate)).astype(np.int64)
         return _Plan(
             self.indices[np.concatenate([leader, others], axis=1)],
             word[:-1] < num_words,
+            percent,
             np.where(word <= num_words, gaps, 0),
             from_db(LEVEL_DB * (2 * level - 1)),
             noise,
         )
 
     def _string(
-        self, recordings: np.ndarray, is_word: np.ndarray, gaps: np.ndarray, level: np.ndarray, noise: np.ndarray
+        self,
+        epoch: int,
+        index: int,
+        recordings: np.ndarray,
+        is_word: np.ndarray,
+        percent: np.ndarray,
+        gaps: np.ndarray,
+        level: np.ndarray,
+        noise: np.ndarray,
     ) -> np.ndarray:
         """The audio of one string, (length,) float32."""
-        recordings = recordings[is_word]
-        audio = np.zeros(self._durations[recordings].sum() + gaps.sum(), np.float32)
+        words = [
+            at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), share)
+            for i, share, factor in zip(recordings[is_word], percent, level, strict=False)
+        ]
+        if self._augmenter is not None:
+            self._augmenter.add_room(words, epoch, index)
+        audio = np.zeros(sum(map(len, words)) + gaps.sum(), np.float32)
         end = 0
-        for i, gap, factor in zip(recordings, gaps, level, strict=False):
+        for word, gap in zip(words, gaps, strict=False):
             start = end + gap
-            end = start + self._durations[i]
-            np.multiply(self.corpus.utterance(i), factor * _FULL_SCALE, out=audio[start:end])
+            end = start + len(word)
+            audio[start:end] = word
         lowest, highest = STRING_SNR_DB
         add_noise(audio, lowest + (highest - lowest) * noise[0], noise[1])
         return audio

@@ -34,6 +34,19 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
     return torch.where(fits, loss, 0), fits
 
 
+def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
+    """How far two readings of the same utterances are apart, (B,): the sum over frames of the mean of KL(p || q) and
+
+    KL(q || p). Each is drawn towards the other as it stands: only q has a gradient. Yao et al., "CR-CTC: consistency
+    regularization on CTC for improved speech recognition", ICLR 2025, equation 4.
+
+    log_probs, others: (B, T, V). lengths: (B,) int64, frames of each utterance.
+    """
+    pairs = ((log_probs.detach(), others), (others.detach(), log_probs))
+    of_frame = sum((target.exp() * (target - own)).sum(2) for target, own in pairs) / 2
+    return (of_frame * _within(lengths, log_probs.shape[1])).sum(1)
+
+
 def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
     """`ctc_loss` for GPUs, where `F.ctc_loss` makes the host wait, and its gradient is not the same in every run.
 

@@ -3,6 +3,8 @@
 The bare loop knows the model, the samples as drawn and which of them make a step; nothing is ever padded in it.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ CASES = {
     "seconds": (write_digits, [*SMALL, "--batch-by", "seconds", "--augmentation", 0]),
     "words": (write_sentences, [*SMALL, "--units", "words"]),
     "strings": (write_digits, [*SMALL, "--strings", "1-3", "--num-strings", 33, "--growing-epochs", 2]),
+    "two views": (write_digits, [*SMALL, "--augmentation", 1, "--consistency", 0.3]),
     "lmu": (write_sentences, SMALL_LMU),
 }
 
@@ -45,7 +48,9 @@ def bare_loop(task, divide=lambda sample: 1):
         total = 0.0
         for step in task.order("train", epoch, BATCH_SIZE):
             samples = [data.__getitems__(SampleKeys(np.array([i]), epoch)) for i in step]
-            loss = sum(ctc(model, sample) / divide(sample) for sample in samples)
+            consistency = task.config.consistency
+            of_sample = partial(ctc_of_two_views, consistency=consistency) if consistency else ctc
+            loss = sum(of_sample(model, sample) / divide(sample) for sample in samples)
             optimizer.zero_grad()
             (loss / len(step)).backward()
             torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
@@ -55,13 +60,31 @@ def bare_loop(task, divide=lambda sample: 1):
     return model.state_dict(), losses
 
 
-def ctc(model, sample):
-    sample = {name: torch.from_numpy(values) for name, values in sample.items()}
+def log_probs_of(model, sample, masks=slice(None)):
     names = ("warp", "freq_masks", "time_masks", "masking_db")
     distortions = [sample[name].double() if name in sample else None for name in names]
+    distortions[1:3] = [None if values is None else values[:, masks] for values in distortions[1:3]]
     log_probs, lengths = model(sample["audio"].double(), sample["num_samples"], *distortions)
     assert lengths.tolist() == [log_probs.shape[1]]
-    return F.ctc_loss(log_probs[0], sample["targets"][0], lengths, sample["target_length"], reduction="sum")
+    return log_probs[0]
+
+
+def ctc(model, sample):
+    sample = {name: torch.from_numpy(values) for name, values in sample.items()}
+    return loss_of(log_probs_of(model, sample), sample)
+
+
+def ctc_of_two_views(model, sample, consistency):
+    """CR-CTC, written as its paper has it."""
+    sample = {name: torch.from_numpy(values) for name, values in sample.items()}
+    a, b = (log_probs_of(model, sample, masks) for masks in (slice(0, 2), slice(2, 4)))
+    apart = [F.kl_div(x, y.detach(), reduction="sum", log_target=True) for x, y in ((a, b), (b, a))]
+    return (loss_of(a, sample) + loss_of(b, sample)) / 2 + consistency * sum(apart) / 2
+
+
+def loss_of(log_probs, sample):
+    sizes = [torch.tensor([len(log_probs)]), sample["target_length"]]
+    return F.ctc_loss(log_probs, sample["targets"][0], *sizes, reduction="sum")
 
 
 def run_and_task(case, run_here, make_task, directory):

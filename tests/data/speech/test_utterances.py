@@ -1,5 +1,7 @@
 """Batches of utterances and of strings: what is in them, how long they are, and what they depend on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -158,3 +160,41 @@ def test_augmentation_reaches_the_batch(corpus, alphabet) -> None:
     batch = strings(corpus, alphabet, augmenter()).__getitems__(keys(0, 1))
     assert {"warp", "freq_masks", "time_masks", "masking_db"} < batch.keys()
     assert batch["warp"].shape == (2,) and batch["freq_masks"].shape == batch["time_masks"].shape == (2, 2, 2)
+
+
+def test_recordings_of_a_string_are_played_at_speeds_of_their_own_in_training(corpus, alphabet) -> None:
+    only = replace(Augmentation().times(0.0), word_speed_percent=10)
+    dataset = strings(corpus, alphabet, Augmenter(only, num_mels=40, seed=7))
+    batch, changed = dataset.__getitems__(SampleKeys(np.arange(60), 0)), []
+    for row, name in enumerate(names_of(dataset, np.arange(60))):
+        audio = batch["audio"][row, : batch["num_samples"][row]]
+        loud = audio > 0.35 * LOUD / 32768
+        borders = np.flatnonzero(np.diff(np.concatenate([[False], loud, [False]]).astype(int)))
+        lengths = [len(corpus.utterance(int(part.removesuffix(".wav")))) for part in name.split("+")]
+        if len(borders) == 2 * len(lengths):  # no two without a gap between them
+            changed += (100 * (borders[1::2] - borders[::2]) / lengths).tolist()
+    assert len(changed) > 200
+    assert 88 < min(changed) < 92 and 108 < max(changed) < 112 and np.std(changed) > 5
+
+
+def test_a_room_is_heard_within_recordings_alone(corpus, alphabet) -> None:
+    quiet = Augmentation().times(0.0)
+    index = SampleKeys(np.arange(300), 0)
+    plain, noisy = (
+        strings(corpus, alphabet, Augmenter(strength, num_mels=40, seed=7)).__getitems__(index)
+        for strength in (quiet, replace(quiet, room_share=0.4, room_snr_db=(5.0, 15.0)))
+    )
+    ratios = []
+    for row, length in enumerate(plain["num_samples"]):
+        before, after = (batch["audio"][row, :length].astype(np.float64) for batch in (plain, noisy))
+        is_speech = before > 0.35 * LOUD / 32768
+        inside, outside = power(after[is_speech] - before[is_speech]), power(after[~is_speech] - before[~is_speech])
+        if inside > 1e-4 * power(before[is_speech]):
+            ratios.append(10 * np.log10(power(before[is_speech]) / inside))
+            assert outside < 0.1 * inside  # that of the string, which goes by its power
+    assert 0.33 < len(ratios) / 300 < 0.47
+    assert 3 < min(ratios) < 7 and 13 < max(ratios) < 18
+
+
+def power(audio: np.ndarray) -> float:
+    return float(np.mean(audio**2)) if len(audio) else 0.0
