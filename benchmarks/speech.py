@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 STRINGS = "--strings 3-7 --units words --hop-ms 12.5 --warmup-epochs 2"
 KNOWN = f"{STRINGS} --epochs 36 --eval-every 6"
-UNSEEN = f"{STRINGS} --epochs 45 --eval-every 45 --augmentation 1 --masking-db 20 --folds 6"
+UNSEEN = (
+    f"{STRINGS} --epochs 32 --eval-every 32 --augmentation 1 --consistency 0.2 --masking-db 20 --ema-decay 0.998 "
+    "--folds 6"
+)
 YESNO = (
     "--units words --hop-ms 12.5 --test-share 0.2 --augmentation 1.5 --dropout 0.2 --batch-size 4 --warmup-epochs 5 "
     "--epochs 120 --eval-every 10"

@@ -38,7 +38,7 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
     """How far two readings of the same utterances are apart, (B,): the sum over frames of the mean of KL(p || q) and
 
     KL(q || p). Each is drawn towards the other as it stands: only q has a gradient. Yao et al., "CR-CTC: consistency
-    regularization on CTC for improved speech recognition", ICLR 2025, equation 4.
+    regularization on CTC for improved speech recognition", ICLR 2025, its loss L_CR.
 
     log_probs, others: (B, T, V). lengths: (B,) int64, frames of each utterance.
     """

@@ -146,8 +146,9 @@ class SpeechFlags(FlagGroup):
         "much as helps with speakers never heard; 0: not at all", at_least=0, at_most=2,
     )  # fmt: skip
     consistency: float = flag(
-        0.0, "train on each utterance twice, with other masks, and add so many times how far apart the two are read: "
-        "a step takes twice as long, and speakers never heard are understood better; 0.2 is usual", at_least=0,
+        0.0, "read each training utterance twice, behind other masks, and add so many times the divergence of the two "
+        "to the loss (CR-CTC); a step takes twice as long; 0.2 is usual, and part of what helps with speakers never "
+        "heard", at_least=0,
     )  # fmt: skip
     beam: int = flag(1, "prefixes that decoding keeps; 1 takes the best symbol of each frame", at_least=1)
     language_model: Path | None = flag(None, "n-grams of the units in ARPA's format, for --beam of at least 2")
@@ -232,8 +233,8 @@ class SpeechObjective(Objective):
             both[name] = torch.cat(batch[name].chunk(2, dim=1))
         found = self.recognise(both)
         losses, _ = ctc_loss(found.log_probs, found.lengths, both["targets"], both["target_length"])
-        views = found.log_probs.chunk(2)
-        apart = divergence(*views, found.lengths[: len(views[0])])
+        (first, second), lengths = found.log_probs.chunk(2), found.lengths.chunk(2)[0]
+        apart = divergence(first, second, lengths)
         return losses.sum() / 2 + self._consistency * apart.sum()
 
     def _in_one_shape(self, ids: Tensor) -> Tensor:

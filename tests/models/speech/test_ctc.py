@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.speech.ctc import ctc_loss, greedy, loss_without_waiting, shortest_alignment
+from models.speech.ctc import ctc_loss, divergence, greedy, loss_without_waiting, shortest_alignment
 
 
 def merged(path):
@@ -136,6 +136,23 @@ def slow_greedy(log_probs):
             found[-1][2:] = [t + 1, max(found[-1][3], row[best])]
         before = best
     return found
+
+
+def test_divergence_draws_each_reading_towards_the_other():
+    """As torch's KL divergence has it, utterance by utterance; padding counts nothing."""
+    a, b = (torch.randn(3, 7, 5, dtype=torch.float64).log_softmax(2).requires_grad_() for _ in range(2))
+    lengths = torch.tensor([7, 3, 0])
+    found = divergence(a, b, lengths)
+    grads = torch.autograd.grad(found.sum(), (a, b))
+    for i, length in enumerate(lengths.tolist()):
+        pairs = [(x[i, :length], y[i, :length].detach()) for x, y in ((a, b), (b, a))]
+        expected = sum(F.kl_div(own, target, reduction="sum", log_target=True) for own, target in pairs) / 2
+        torch.testing.assert_close(found[i], expected)
+        if length:
+            for grad, own in zip(torch.autograd.grad(expected, (a, b)), grads, strict=True):
+                torch.testing.assert_close(grad[i], own[i])
+    assert not any(grad[1, 3:].any() or grad[2].any() for grad in grads)
+    assert divergence(a, a, lengths).abs().max() == 0
 
 
 def test_greedy_decoding_equals_a_loop():
