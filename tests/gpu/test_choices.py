@@ -5,10 +5,11 @@ import torch
 
 from models.tabular import attention
 from profiler import main as profile
-from tests.conftest import WEIGHTED
+from tests.conftest import TINY, WEIGHTED
 from tests.gpu.runs import EXACT, run
 from tests.gpu.test_training import HELPERS
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.imagined_gpu.ranks import run_ranks
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.jobs import choose_slots
@@ -72,3 +73,26 @@ def test_one_gpu_has_no_other_to_be_measured_with(cache_dir):
     assert profile([*map(str, ["predict", *SHORT[:4], "--validate", "--cache-dir", cache_dir / "lockstep"])]) == 2
     assert "--validate: there is one GPU; leave it out" in GPUS.printed()
     assert "one GPU has no other to measure them with" in GPUS.printed()
+
+
+@pytest.mark.slow
+@on_imagined_gpus(2)
+def test_gpus_that_cannot_be_given_out_are_refused(tmp_path, cache_dir):
+    more = ["--save-dir", tmp_path / "run"]
+    run(cache_dir, *TINY, "--multi-gpu", "dp", "--gpu-ids", "1,1", *more, status=2, several=True)
+    assert "--gpu-ids 1,1: names a GPU twice" in GPUS.printed()
+    run(cache_dir, *TINY, "--multi-gpu", "dp", "--gpu-ids", "0,2", *more, status=2, several=True)
+    assert "--gpu-ids 0,2: there is no GPU 2" in GPUS.printed()
+    assert profile([*map(str, ["scaling", *SHORT[:2], "--world-sizes", "1,3"])]) == 2
+    assert "--world-sizes 3: 2 GPUs can be used here; ask for fewer" in GPUS.printed()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@on_imagined_gpus(2)
+def test_more_processes_than_gpus_are_refused(tmp_path, cache_dir):
+    argv = [*TINY, "--multi-gpu", "ddp", "--backend", "gloo", "--save-dir", tmp_path / "run"]
+    statuses = run_ranks([*argv, "--cache-dir", cache_dir / "lockstep"], 3, tmp_path / "meeting")
+    assert 2 in statuses and 0 not in statuses
+    assert "local rank 2 has no GPU: this machine offers 2 ([0, 1])" in GPUS.printed()
+    assert not (tmp_path / "run").exists()

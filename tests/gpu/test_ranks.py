@@ -68,3 +68,17 @@ def test_one_rank_lacks_memory_in_the_rehearsal(tmp_path, cache_dir):
     assert "48 samples per forward do not fit into memory: training with 24" in GPUS.printed()
     tiny(cache_dir, tmp_path / "cpu", *WIDE, "--global-batch-size", 96, "--device", "cpu", "--eval-batch-size", 8)
     assert_same(tmp_path / "ranks", tmp_path / "cpu")
+
+
+@pytest.mark.slow
+@on_imagined_gpus(2, may_wait=True)
+def test_one_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
+    """The task itself waits, to count its forwards."""
+    monkeypatch.setenv("LOCKSTEP_DRIFT", "bit 1 5")
+    drifting = ["--task", f"{HELPERS / 'drifting_task.py'}:Drifting", "--batch-size", 4, "--num-threads", 1]
+    more = ["--multi-gpu", "ddp", "--backend", "gloo", "--lockstep-every", 2, "--save-dir", tmp_path / "run"]
+    argv = [*drifting, *more, "--cache-dir", cache_dir / "lockstep"]
+    assert run_ranks(argv, 2, tmp_path / "meeting") == [2, 2]
+    printed = GPUS.printed()
+    assert "the ranks are no longer in lockstep" in printed and "model.layers.4.weight held other bits on" in printed
+    assert "cuda:0 (Imagined GPU)) than on rank 1" in printed
