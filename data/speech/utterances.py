@@ -139,7 +139,8 @@ class Strings:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """See the top of this file."""
         plan = self._plan(keys.epoch, keys.index)
-        audio = [self._string(keys.epoch, *parts) for parts in zip(keys.index, *plan, strict=True)]
+        rows = (_Plan(*row) for row in zip(*plan, strict=True))
+        audio = [self._string(row, keys.epoch, i) for row, i in zip(rows, keys.index, strict=True)]
         batch = _batch(audio, self._joined(plan), self._alphabet, self._augmenter, keys)
         return batch | {"recordings": np.where(plan.is_word, plan.recordings, -1)}
 
@@ -167,32 +168,22 @@ class Strings:
             noise,
         )
 
-    def _string(
-        self,
-        epoch: int,
-        index: int,
-        recordings: np.ndarray,
-        is_word: np.ndarray,
-        percent: np.ndarray,
-        gaps: np.ndarray,
-        level: np.ndarray,
-        noise: np.ndarray,
-    ) -> np.ndarray:
-        """The audio of one string, (length,) float32."""
+    def _string(self, plan: _Plan, epoch: int, index: int) -> np.ndarray:
+        """The audio of one string, (length,) float32. plan: its row."""
         words = [
-            at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), share)
-            for i, share, factor in zip(recordings[is_word], percent, level, strict=False)
+            at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), percent)
+            for i, percent, factor in zip(plan.recordings[plan.is_word], plan.percent, plan.level, strict=False)
         ]
         if self._augmenter is not None:
             self._augmenter.add_room(words, epoch, index)
-        audio = np.zeros(sum(map(len, words)) + gaps.sum(), np.float32)
+        audio = np.zeros(sum(map(len, words)) + plan.gaps.sum(), np.float32)
         end = 0
-        for word, gap in zip(words, gaps, strict=False):
+        for word, gap in zip(words, plan.gaps, strict=False):
             start = end + gap
             end = start + len(word)
             audio[start:end] = word
         lowest, highest = STRING_SNR_DB
-        add_noise(audio, lowest + (highest - lowest) * noise[0], noise[1])
+        add_noise(audio, lowest + (highest - lowest) * plan.noise[0], plan.noise[1])
         return audio
 
     def _joined(self, plan: _Plan) -> list[str]:
