@@ -123,3 +123,22 @@ def test_500_damaged_directories(originals, run_in, tmp_path, capsys):
             "stopped with one message"
         )
     assert 0 < outcomes.count(None) < len(seeds) / 2
+
+
+@pytest.mark.parametrize("name", ["the newest checkpoint", "manifest.json", "state.json", "config.json", "memory.json"])
+def test_a_disk_that_does_not_give_a_file_back(name, originals, run_in):
+    """EIO, for which the memory of this process stands, whose first page nobody may read."""
+    finished, killed = originals
+    entries = json.loads((killed / "manifest.json").read_text())["checkpoints"]
+    path = killed / (entries[-1]["file"] if name == "the newest checkpoint" else name)
+    for link in [other for other in killed.iterdir() if path.exists() and other.samefile(path)]:
+        link.unlink()
+    path.symlink_to("/proc/self/mem")
+    status, output, forwards = run_in(killed)
+    if status == 2:
+        (error,) = output.err.splitlines()
+        assert str(path) in error and "Input/output error" in error and forwards == 0
+    else:
+        assert (status, output.err) == (0, "") and forwards <= 2
+        assert (f"{path} is damaged: Input/output error." in output.out) == (path.suffix == ".pth")
+        assert_same_bits(load(finished / "final.pth"), load(killed / "final.pth"))
