@@ -26,8 +26,8 @@ UNSEEN = (
     "--folds 6"
 )
 YESNO = (
-    "--units words --hop-ms 12.5 --test-share 0.2 --augmentation 1.5 --dropout 0.2 --batch-size 4 --warmup-epochs 5 "
-    "--epochs 120 --eval-every 10"
+    "--units words --hop-ms 12.5 --test-share 0.2 --augmentation 1.5 --masking-db 20 --dropout 0.2 --batch-size 4 "
+    "--warmup-epochs 5 --epochs 120 --eval-every 10"
 )
 CPU_SECONDS = "cpu_seconds.txt"
 
