@@ -61,8 +61,6 @@ _EVALUATION_SEED = 0
 """Not --seed: all runs are scored on the same strings."""
 _STATISTICS_UTTERANCES = 500
 """More would hardly change the mean spectrum."""
-
-
 _MASKS = {"freq_masks", "time_masks"}
 """What two views of an utterance have of their own, beside dropout."""
 
@@ -147,8 +145,7 @@ class SpeechFlags(FlagGroup):
     )  # fmt: skip
     consistency: float = flag(
         0.0, "read each training utterance twice, behind other masks, and add so many times the divergence of the two "
-        "to the loss (CR-CTC); a step takes twice as long; 0.2 is usual, and part of what helps with speakers never "
-        "heard", at_least=0,
+        "to the loss (CR-CTC); a step takes twice as long; 0.2 is usual", at_least=0,
     )  # fmt: skip
     beam: int = flag(1, "prefixes that decoding keeps; 1 takes the best symbol of each frame", at_least=1)
     language_model: Path | None = flag(None, "n-grams of the units in ARPA's format, for --beam of at least 2")
@@ -228,9 +225,10 @@ class SpeechObjective(Objective):
         return sums | outputs | {"recordings": PerSample(batch["recordings"])}
 
     def _loss_of_both_views(self, batch: Batch) -> Tensor:
-        both = {name: torch.cat([values, values]) for name, values in batch.items()}
-        for name in _MASKS & batch.keys():
-            both[name] = torch.cat(batch[name].chunk(2, dim=1))
+        both = {
+            name: torch.cat(values.chunk(2, dim=1) if name in _MASKS else [values, values])
+            for name, values in batch.items()
+        }
         found = self.recognise(both)
         losses, _ = ctc_loss(found.log_probs, found.lengths, both["targets"], both["target_length"])
         (first, second), lengths = found.log_probs.chunk(2), found.lengths.chunk(2)[0]
