@@ -326,11 +326,11 @@ def watch_memory():
 
 @pytest.fixture
 def memory_of_ranks(start, tmp_path):
-    """Runs, and returns what `watch_memory` saw on each rank."""
+    """Runs, which go on with those of the same test, and returns what `watch_memory` saw on each rank."""
     start.environment = start.environment | {"MEMORY": str(tmp_path)}
 
     def run(world_size, *more):
-        start(f"memory{world_size}", *more, form="fsdp", world_size=world_size, base=SEQREC, prepare=watch_memory)
+        start(tmp_path.name, *more, form="fsdp", world_size=world_size, base=SEQREC, prepare=watch_memory)
         found = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
         for path in tmp_path.iterdir():
             path.unlink()
