@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 STRINGS = "--strings 3-7 --units words --hop-ms 12.5 --warmup-epochs 2"
-KNOWN = f"{STRINGS} --epochs 36 --eval-every 6"
+KNOWN = f"{STRINGS} --epochs 30 --eval-every 6"
 UNSEEN = (
     f"{STRINGS} --epochs 32 --eval-every 32 --augmentation 1 --consistency 0.2 --masking-db 20 --ema-decay 0.998 "
     "--folds 6"
