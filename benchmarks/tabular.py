@@ -2,21 +2,23 @@
 
     python benchmarks/tabular.py --data-dir tables
     python benchmarks/tabular.py --data-dir tables --methods --weights checkpoints/tables/best.pth --num-estimators 1 8
-    python benchmarks/tabular.py --data-dir tables --methods --num-estimators 4 --tune base lora
+    python benchmarks/tabular.py --data-dir tables --methods --num-estimators 4 --tune base lora --record tuned.jsonl
 
 512 rows are learned from and 512 others predicted, both stratified, for each of three seeds. Columns that leak the
 label are left out, and of some tables classes are joined; categories are numbered in the order of their names. The
 classical methods are those of scikit-learn, untuned: logistic regression on one-hot categories, 100 trees of a random
 forest, gradient boosting on histograms, and 15 nearest neighbours. Beside them the weights that come with --task
-tabular, or those of checkpoints, also tuned on the rows that are learned from. The last line is one JSON object.
+tabular, or those of checkpoints, also tuned on the rows that are learned from: several minutes for each table and
+seed, so that --record keeps what has been measured, and the same command goes on. The last line is one JSON object.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import cast
@@ -44,7 +46,6 @@ from trainer.commands.trained import model_of
 from trainer.estimators.tabular import Strategy, TabularClassifier
 from trainer.tasks.tabular import SHIPPED, TabularTask
 
-SEEDS = (0, 1, 2)
 NUM_TRAIN = NUM_TEST = 512
 FEWEST_OF_CLASS = 3
 MEASURES = ("auc", "accuracy", "log_loss", "ece")
@@ -114,7 +115,7 @@ Method = Callable[[Problem], np.ndarray]
 """Learns from a problem, and returns the probabilities of the classes of its test rows, (n, num_classes)."""
 
 
-def problems(source: Source, folder: Path) -> Iterator[Problem]:
+def problems(source: Source, folder: Path, seeds: Sequence[int]) -> Iterator[Problem]:
     """One for each seed."""
     table = read_table(folder / source.file)
     labels = class_labels(table, source.label)
@@ -126,7 +127,7 @@ def problems(source: Source, folder: Path) -> Iterator[Problem]:
     if source.keep is not None:
         kept = np.array([name <= source.keep for name in labels.classes])[classes]
         features, classes = features[kept], classes[kept]
-    for seed in SEEDS:
+    for seed in seeds:
         train, test = split(classes, seed)
         is_category = np.array([column.texts is not None and not is_boolean(column) for column in columns])
         yield Problem(features[train], classes[train], features[test], classes[test], is_category)
@@ -219,16 +220,34 @@ def network(path: Path) -> TabularModel:
 # --- results -----------------------------------------------------------------------------------------------------
 
 
-def measure(methods: dict[str, Method], folder: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
+class Record:
+    """Results that have been measured, in a file of JSON lines; without a file none are kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known = {tuple(key): result for key, result in map(json.loads, lines)}
+
+    def get(self, key: tuple[str, str, int], measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """key: of a method, a table and a seed. measure: is called, and its result kept, where there is none."""
+        if key not in self._known:
+            self._known[key] = measure()
+            if self._path is not None:
+                with open(self._path, "a") as file:
+                    file.write(json.dumps([key, self._known[key]]) + "\n")
+        return self._known[key]
+
+
+def measure(
+    methods: dict[str, Method], folder: Path, seeds: Sequence[int], record: Record
+) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Of each method and table the measures and the CPU seconds, one for each seed. Prints lines as it goes."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in methods}
     print(f"| AUC | {' | '.join(methods)} |\n| --- |{' --- |' * len(methods)}")
     for source in SOURCES:
-        for problem in problems(source, folder):
+        for seed, problem in zip(seeds, problems(source, folder, seeds), strict=True):
             for name, method in methods.items():
-                before = time.process_time()
-                probabilities = method(problem)
-                result = {"cpu_s": time.process_time() - before, **scores(problem.test_labels, probabilities)}
+                result = record.get((name, source.name, seed), partial(measured, method, problem))
                 of_table = found[name].setdefault(source.name, {})
                 for key in (*MEASURES, "cpu_s"):
                     of_table.setdefault(key, []).append(result[key])
@@ -237,10 +256,16 @@ def measure(methods: dict[str, Method], folder: Path) -> dict[str, dict[str, dic
     return found
 
 
+def measured(method: Method, problem: Problem) -> dict[str, float]:
+    before = time.process_time()
+    probabilities = method(problem)
+    return {"cpu_s": time.process_time() - before, **scores(problem.test_labels, probabilities)}
+
+
 def summary(of_tables: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     """Means over the tables: of the seeds' means, of the first seed alone, and the CPU seconds for all tables."""
     means = {key: mean(mean(table[key]) for table in of_tables.values()) for key in MEASURES}
-    first = {f"{key}_seed_0": mean(table[key][0] for table in of_tables.values()) for key in ("auc", "accuracy")}
+    first = {f"{key}_first_seed": mean(table[key][0] for table in of_tables.values()) for key in ("auc", "accuracy")}
     return means | first | {"cpu_s": sum(mean(table["cpu_s"]) for table in of_tables.values())}
 
 
@@ -251,6 +276,8 @@ def main() -> None:
     parser.add_argument("--weights", nargs="*", type=Path, default=[SHIPPED], help="checkpoints of --task tabular")
     parser.add_argument("--num-estimators", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--tune", nargs="*", choices=["base", "lora"], default=[], help="these too")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="splits of each table")
+    parser.add_argument("--record", type=Path, help="file of results, which are not measured again")
     args = parser.parse_args()
     torch.set_num_threads(1)
     methods = {name: CLASSICAL[name] for name in args.methods}
@@ -259,7 +286,7 @@ def main() -> None:
         for number in args.num_estimators:
             methods[f"{path.stem} x {number}"] = in_context(model, number)
             methods |= {f"{path.stem} x {number}, {how}": tuned(how, path, number) for how in args.tune}
-    found = measure(methods, args.data_dir)
+    found = measure(methods, args.data_dir, args.seeds, Record(args.record))
     summaries = {name: summary(of_tables) for name, of_tables in found.items()}
     print(f"\n| mean | {' | '.join(summaries)} |\n| --- |{' --- |' * len(summaries)}")
     for key in next(iter(summaries.values())):
