@@ -286,11 +286,13 @@ def parse_flags(
     ignore_unknown: bool = False,
     defaults: Mapping[str, Any] = {},
     command: str = "",
+    elsewhere: Mapping[str, str] = {},
 ) -> tuple[list[Any], list[str]]:
     """Builds one object per group from the command line.
 
     command: what stands before the flags, for a program of several commands; `--help` shows it.
     defaults: what replaces the fields' own defaults, by field name; see `checked_defaults`.
+    elsewhere: flags of another program, with what is said to who gives them to this one.
 
     Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
     whatever else is wrong can still be found. `--help` prints and exits with status 0.
@@ -298,7 +300,7 @@ def parse_flags(
     parser = build_parser(group_types, description, epilog, defaults, command)
     given, problems, unknown = values_given(group_types, argv, parser)
     if not ignore_unknown:
-        problems += _unknown_problems(unknown, parser)
+        problems += _unknown_problems(unknown, parser, elsewhere)
     values = {**defaults, **given}
     groups = [
         group_type(**{field: values[field] for field in options(group_type) if field in values})
@@ -392,12 +394,16 @@ def names_given(argv: Sequence[str]) -> set[str]:
     return {token.partition("=")[0] for token in _with_dashes(argv) if token.startswith("--")}
 
 
-def _unknown_problems(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def _unknown_problems(
+    tokens: Sequence[str], parser: argparse.ArgumentParser, elsewhere: Mapping[str, str]
+) -> list[str]:
     found = []
     for previous, token in zip(["", *tokens], tokens, strict=False):
         if token.startswith("-"):
-            near = nearest(token.partition("=")[0], parser._option_string_actions)
-            found.append(f"{token}: no such flag; " + (f"did you mean {near}?" if near else "see --help"))
+            name = token.partition("=")[0]
+            near = nearest(name, parser._option_string_actions)
+            hint = f"did you mean {near}?" if near else "see --help"
+            found.append(f"{token}: {elsewhere.get(name, f'no such flag; {hint}')}")
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
     return found

@@ -70,6 +70,10 @@ WRONG_COMMAND_LINES = [
     ("--task nope --lr 0", ["--task nope: must be one of har", "--lr 0: must be above 0"]),
     ("--batchsize 4 stray", ["--batchsize: no such flag; did you mean --batch-size?", "stray: not expected here"]),
     (
+        "--multi-gpu ddp --nproc=2",
+        ["--multi-gpu: is for several devices; use main_multi_gpu.py", "--nproc=2: is for several devices; use main"],
+    ),
+    (
         "--batch-size 0 --lr x --width -3 --amp fp8 --seed",
         [
             "--batch-size 0: must be at least 1",

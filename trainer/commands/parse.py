@@ -37,6 +37,7 @@ EXAMPLES = {
   torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp --save-dir checkpoints/ddp""",
 }
 
+_OTHER_PROGRAM = "use main_multi_gpu.py"
 BEGINNINGS = ("resume_from", "init_from", "init_from_partial")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
@@ -86,7 +87,9 @@ def parse(
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
-    groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command)
+    of_several = options(MultiDeviceFlags).values() if tool is None and not several_devices else ()
+    elsewhere = {option.name: f"is for several devices; {_OTHER_PROGRAM}" for option in of_several}
+    groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
     task = by_type[task_type.Config] if task_type is not None else None
@@ -145,9 +148,7 @@ class Layers:
         self.add(values, file.path)
         elsewhere = file.of_several_devices() if MultiDeviceFlags not in group_types else []
         if elsewhere:
-            problems.append(
-                f"--config {file.path}: {', '.join(elsewhere)}: is for several devices; use main_multi_gpu.py"
-            )
+            problems.append(f"--config {file.path}: {', '.join(elsewhere)}: is for several devices; {_OTHER_PROGRAM}")
         return problems
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:
