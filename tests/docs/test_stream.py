@@ -13,6 +13,7 @@ from models.speech.ctc import greedy
 from models.speech.encoders import ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import SpeechRecogniser
+from trainer import BadInput
 
 SAMPLE_RATE = 8000
 SYMBOLS = list("abcdefg")
@@ -56,7 +57,7 @@ def test_channels_are_averaged_and_other_rates_refused(tmp_path):
     path = tmp_path / "a.wav"
     write_wav(path, np.array([[16384, 0], [-32768, -32768]]))
     assert read_wav(path, SAMPLE_RATE).tolist() == [0.25, -1]
-    with pytest.raises(SystemExit, match="16 bits at 8000 Hz; the run takes 16 bits at 16000 Hz"):
+    with pytest.raises(BadInput, match="16 bits at 8000 Hz; the run takes 16 bits at 16000 Hz"):
         read_wav(path, 16000)
 
 
@@ -68,3 +69,5 @@ def test_a_trained_run_transcribes_a_recording(run_here, tmp_path):
     command = [sys.executable, "-m", "examples.stream", run, tmp_path / "a.wav"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "1.00 s of audio in" in said and "a chunk of 100 ms, frames of 55 ms" in said
+    mistake = subprocess.run([*command[:-1], tmp_path], capture_output=True, text=True)
+    assert mistake.returncode == 2 and "give a wav of 16 bits" in mistake.stderr
