@@ -1,18 +1,21 @@
 """Which lines of the program run on a GPU alone, and which of them the imagined GPUs reach.
 
     python -m tests.gpu.lines record cpu      the default tests without those of tests/gpu; takes several times as long
+    python -m tests.gpu.lines record cpu tests/tasks -m slow      adds what these tests run
     python -m tests.gpu.lines record gpu      all tests of tests/gpu
     python -m tests.gpu.lines                 the report, from both
 
-Lines that only NCCL reaches (those that name it) are listed apart. Of the others at least 90 % must be reached, or the
-exit status is 1. `--folder` says where the records are.
+Listed apart are lines that only NCCL reaches (those that name it), and refusals, which need a mistake and no GPU. Of
+the others at least 90 % must be reached, or the exit status is 1. `--folder` says where the records are.
 """
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
@@ -26,9 +29,10 @@ LEAST_REACHED = 0.9
 
 
 def record(which: str, folder: Path, tests: list[str]) -> int:
-    """Runs tests and keeps which lines ran. tests: instead of the usual ones."""
+    """Runs tests and keeps which lines ran. tests: instead of the usual ones, to add to what is kept of those."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / which).unlink(missing_ok=True)
+    if not tests:
+        (folder / which).unlink(missing_ok=True)
     path = os.pathsep.join([str(RECORDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "LOCKSTEP_LINES": str(folder / which)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(tests or TESTS[which])]
@@ -43,13 +47,36 @@ def recorded(which: str, folder: Path) -> set[tuple[str, int]]:
 
 def lines_of_the_program() -> dict[tuple[str, int], str]:
     """The text of every line that can run, by (file, line)."""
-    folders = [path for part in ("trainer", "models", "data") for path in (ROOT / part).rglob("*.py")]
     found = {}
-    for path in sorted([*folders, ROOT / "profiler.py", ROOT / "main.py", ROOT / "main_multi_gpu.py"]):
-        text = path.read_text()
-        for number in _numbers(compile(text, str(path), "exec")):
-            found[str(path.relative_to(ROOT)), number] = text.splitlines()[number - 1].strip()
+    for path, text in _program():
+        lines = text.splitlines()
+        found |= {(path, number): lines[number - 1].strip() for number in _numbers(compile(text, path, "exec"))}
     return found
+
+
+def refusals() -> set[tuple[str, int]]:
+    """Lines that are run before an error is raised, and at no other time: by (file, line)."""
+    return {(path, number) for path, text in _program() for number in _refusing(ast.parse(text))}
+
+
+def _refusing(tree: ast.Module) -> set[int]:
+    branches = [node.body for node in ast.walk(tree) if isinstance(node, ast.If | ast.ExceptHandler)]
+    branches += [node.orelse for node in ast.walk(tree) if isinstance(node, ast.If) and node.orelse]
+    refusing = [branch for branch in branches if isinstance(branch[-1], ast.Raise)]
+    return {number for branch in refusing for number in range(branch[0].lineno, _last_line(branch) + 1)}
+
+
+def _last_line(branch: list[ast.stmt]) -> int:
+    last = branch[-1].end_lineno
+    assert last is not None
+    return last
+
+
+def _program() -> Iterator[tuple[str, str]]:
+    """Every file from the root, with its text."""
+    folders = [path for part in ("trainer", "models", "data") for path in (ROOT / part).rglob("*.py")]
+    for path in sorted([*folders, ROOT / "profiler.py", ROOT / "main.py", ROOT / "main_multi_gpu.py"]):
+        yield str(path.relative_to(ROOT)), path.read_text()
 
 
 def _numbers(code: CodeType) -> set[int]:
@@ -61,17 +88,19 @@ def _numbers(code: CodeType) -> set[int]:
 def report(folder: Path) -> int:
     run_on_cpu, reached = (recorded(which, folder) for which in ("cpu", "gpu"))
     never = {place: text for place, text in lines_of_the_program().items() if place not in run_on_cpu}
-    of_nccl = {place: text for place, text in never.items() if "nccl" in text.lower()}
-    ours = {place: text for place, text in never.items() if place not in of_nccl}
+    of_nccl = {place for place, text in never.items() if "nccl" in text.lower()}
+    refused = (never.keys() - of_nccl) & refusals()
+    ours = never.keys() - of_nccl - refused
     for title, chosen in {
         "NCCL's alone": of_nccl,
-        "reached on imagined GPUs": {place: text for place, text in ours.items() if place in reached},
-        "not reached": {place: text for place, text in ours.items() if place not in reached},
+        "refusals": refused,
+        "reached on imagined GPUs": ours & reached,
+        "not reached": ours - reached,
     }.items():
         print(f"{len(chosen)} lines that the CPU never runs, {title}:")
-        for (path, number), text in chosen.items():
-            print(f"  {path}:{number}: {text}")
-    share = len(ours.keys() & reached) / max(1, len(ours))
+        for path, number in sorted(chosen):
+            print(f"  {path}:{number}: {never[path, number]}")
+    share = len(ours & reached) / max(1, len(ours))
     print(f"reached: {share:.1%} of {len(ours)}")
     return int(share < LEAST_REACHED)
 
