@@ -36,3 +36,11 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, trained, on_cpu):
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
     assert len(err) == 1 and "have another letters than those that the checkpoint" in err[0], err
     assert ": abd, not abc; give it the same data, or start over with --fresh" in err[0]
+
+
+def test_flags_that_name_other_data_are_told(trained, on_cpu, tmp_path):
+    text, run = trained
+    other = tmp_path / "other.txt"
+    other.write_text("abdabdabdabd" * 8)
+    _, err = on_cpu(*TASK, "--text", other, "--save-dir", run, "--eval-only", status=2)
+    assert f": abd, not abc; undo the change of --text (was {text})" in err[0], err

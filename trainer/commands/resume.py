@@ -108,8 +108,8 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike
         name = different[0]
         raise BadInput(
             f"the training data have another {name} than those that {source} was trained on: "
-            f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; give it the same data, or start over with "
-            "--fresh"
+            f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; "
+            f"{undo_hint(run, state, 'give it the same data')}, or start over with --fresh"
         )
 
 
@@ -186,8 +186,8 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     return changed
 
 
-def undo_hint(run: Run, state: Mapping[str, Any]) -> str:
-    """What to undo when a checkpoint is of another model: the task's flags that changed."""
+def undo_hint(run: Run, state: Mapping[str, Any], otherwise: str = "give the flags that it was trained with") -> str:
+    """What to undo when a checkpoint is of another model or data: the task's flags that changed. otherwise: if none."""
     changed = changed_flags(state.get("config", {}), run.facts["config"])
     own = [f"{name} (was {shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
-    return f"undo the change of {', '.join(own)}" if own else "give the flags that it was trained with"
+    return f"undo the change of {', '.join(own)}" if own else otherwise
