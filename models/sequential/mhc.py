@@ -21,7 +21,7 @@ differently and so receive different gradients; with equal h_pre they would stay
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,6 @@ class HyperConnection(nn.Module):
         closes: bool,
     ) -> None:
         super().__init__()
-        self.num_iterations = num_iterations
         self.in_full_precision = in_full_precision
         self.opens, self.closes = opens, closes
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
@@ -85,7 +84,7 @@ class HyperConnection(nn.Module):
         if not opens:
             self.pre = Coefficients(read, _one_hot_read(layer % n, n), init_gate)
         if not opens and not closes:
-            self.residual = Coefficients(read, _RESIDUAL_LOGIT * (2 * torch.eye(n) - 1).flatten(), init_gate)
+            self.residual = ResidualMatrix(read, n, init_gate, num_iterations)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
         """(B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` is given; see `opens` and `closes`."""
@@ -100,13 +99,8 @@ class HyperConnection(nn.Module):
             post = 2 * torch.sigmoid(self.post(streams))
             if self.closes:
                 return streams.mean(-2) + post.mean(-1, keepdim=True) * out
-            kept = streams if self.opens else self.residual_matrix(streams) @ streams
+            kept = streams if self.opens else self.residual(streams) @ streams
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
-
-    def residual_matrix(self, streams: Tensor) -> Tensor:
-        """H_res of every token, (..., n, n), doubly stochastic."""
-        n = streams.shape[-2]
-        return doubly_stochastic(self.residual(streams).unflatten(-1, (n, n)), self.num_iterations)
 
     def _precision(self, x: Tensor) -> Any:
         return torch.autocast(x.device.type, enabled=False) if self.in_full_precision else nullcontext()
@@ -130,6 +124,22 @@ class Coefficients(nn.Module):
         product = nn.functional.linear(flat, self.phi).to(self.phi.dtype)
         rms = flat.to(self.phi.dtype).square().mean(-1, keepdim=True).add(NORM_EPS).sqrt()
         return self.gate * (product / rms) + self.bias
+
+
+class ResidualMatrix(Coefficients):
+    """H_res of every token, doubly stochastic."""
+
+    stays_eager: ClassVar[bool] = True
+    """Under `torch.compile`, which would write all iterations into one another for many minutes."""
+
+    def __init__(self, num_inputs: int, num_streams: int, gate: float, num_iterations: int) -> None:
+        super().__init__(num_inputs, _RESIDUAL_LOGIT * (2 * torch.eye(num_streams) - 1).flatten(), gate)
+        self.num_iterations = num_iterations
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """(..., n, C) -> (..., n, n)."""
+        n = streams.shape[-2]
+        return doubly_stochastic(super().forward(streams).unflatten(-1, (n, n)), self.num_iterations)
 
 
 def _one_hot_read(stream: int, n: int) -> Tensor:

@@ -75,7 +75,7 @@ def test_flags_of_the_model_reach_it(argv):
     assert model.items.weight.shape == (NUM_ITEMS + 1, 8)
     attention, connection = model.blocks[1].attention, model.blocks[1].attention_connection
     assert (attention.projections.num_heads, attention.dropout.p, model.dropout.p) == (2, 0.3, 0.3)
-    assert (connection.num_iterations, connection.in_full_precision) == (3, True)
+    assert (connection.residual.num_iterations, connection.in_full_precision) == (3, True)
     assert len(connection.post.bias) == 3 and connection.post.gate.item() == pytest.approx(0.05)
     orders = ["original", "pre", "post"]
     built = [assembled(argv, "--no-mhc", "--norm", order).learner.objective.model for order in orders]

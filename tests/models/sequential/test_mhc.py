@@ -59,7 +59,8 @@ def plain_connection(connection, streams, sublayer):
 
     post = 2 * torch.sigmoid(coefficients(connection.post))
     pre = torch.sigmoid(coefficients(connection.pre))
-    residual = plain_sinkhorn(coefficients(connection.residual).view(STREAMS, STREAMS), connection.num_iterations)
+    logits = coefficients(connection.residual).view(STREAMS, STREAMS)
+    residual = plain_sinkhorn(logits, connection.residual.num_iterations)
     read = sum(pre[j] * streams[j] for j in range(STREAMS))
     out = sublayer(torch.nn.functional.layer_norm(read, (WIDTH,), connection.norm.weight, connection.norm.bias, 1e-8))
     return torch.stack(
@@ -162,7 +163,7 @@ def test_streams_separate_gradients_reach_all_and_the_matrix_stays_doubly_stocha
     moved = []
     for name, module in model.named_modules():
         if isinstance(module, HyperConnection) and not (module.opens or module.closes):
-            matrix = module.residual_matrix(recorder.streams[name])
+            matrix = module.residual(recorder.streams[name])
             assert (matrix >= 0).all()
             assert (matrix.sum(-1) - 1).abs().max() < 1e-3
             assert (matrix.sum(-2) - 1).abs().max() < 1e-3
