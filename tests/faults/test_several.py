@@ -181,7 +181,7 @@ def test_folds_that_are_killed_go_on(killed, start, command, cli, tmp_path):
     assert runs
     for pid in started if killed == "all" else runs[:1]:
         os.kill(pid, signal.SIGKILL)
-    assert parent.wait(60) != 0
+    assert parent.wait(400) != 0
     wait_until(lambda: not processes_marked(str(tmp_path)))
     command("main.py", *argv, "--save-dir", directory)
     for fold in (1, 2):
