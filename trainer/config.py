@@ -402,8 +402,8 @@ def _unknown_problems(
         if token.startswith("-"):
             name = token.partition("=")[0]
             near = nearest(name, parser._option_string_actions)
-            hint = f"did you mean {near}?" if near else "see --help"
-            found.append(f"{token}: {elsewhere.get(name, f'no such flag; {hint}')}")
+            unknown = "no such flag; " + (f"did you mean {near}?" if near else "see --help")
+            found.append(f"{token}: {elsewhere.get(name, unknown)}")
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
     return found

@@ -15,7 +15,7 @@ _MOST_SHOWN = 12
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer whose weight W and bias are frozen, and whose result is W x + alpha / rank * B A x (eq. 3).
+    """A linear layer whose weight and bias are frozen, and to whose weight alpha / rank * B A is added (eq. 3).
 
     lora_a: (rank, in_features), random as a linear layer's weight. lora_b: (out_features, rank), 0 at first, so that
     nothing changes. In a state dict they stand beside `weight` and `bias`, which keep their names.

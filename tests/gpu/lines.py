@@ -60,16 +60,10 @@ def refusals() -> set[tuple[str, int]]:
 
 
 def _refusing(tree: ast.Module) -> set[int]:
-    branches = [node.body for node in ast.walk(tree) if isinstance(node, ast.If | ast.ExceptHandler)]
-    branches += [node.orelse for node in ast.walk(tree) if isinstance(node, ast.If) and node.orelse]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.ExceptHandler)]
+    branches = [branch for node in nodes for branch in (node.body, getattr(node, "orelse", ())) if branch]
     refusing = [branch for branch in branches if isinstance(branch[-1], ast.Raise)]
-    return {number for branch in refusing for number in range(branch[0].lineno, _last_line(branch) + 1)}
-
-
-def _last_line(branch: list[ast.stmt]) -> int:
-    last = branch[-1].end_lineno
-    assert last is not None
-    return last
+    return {number for branch in refusing for number in range(branch[0].lineno, branch[-1].end_lineno + 1)}
 
 
 def _program() -> Iterator[tuple[str, str]]:

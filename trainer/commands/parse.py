@@ -37,7 +37,7 @@ EXAMPLES = {
   torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp --save-dir checkpoints/ddp""",
 }
 
-_OTHER_PROGRAM = "use main_multi_gpu.py"
+OF_SEVERAL_DEVICES = "is for several devices; use main_multi_gpu.py"
 BEGINNINGS = ("resume_from", "init_from", "init_from_partial")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
@@ -87,8 +87,8 @@ def parse(
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
-    of_several = options(MultiDeviceFlags).values() if tool is None and not several_devices else ()
-    elsewhere = {option.name: f"is for several devices; {_OTHER_PROGRAM}" for option in of_several}
+    of_several = () if several_devices else options(MultiDeviceFlags).values()
+    elsewhere = {option.name: OF_SEVERAL_DEVICES for option in of_several}
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
@@ -148,7 +148,7 @@ class Layers:
         self.add(values, file.path)
         elsewhere = file.of_several_devices() if MultiDeviceFlags not in group_types else []
         if elsewhere:
-            problems.append(f"--config {file.path}: {', '.join(elsewhere)}: is for several devices; {_OTHER_PROGRAM}")
+            problems.append(f"--config {file.path}: {', '.join(elsewhere)}: {OF_SEVERAL_DEVICES}")
         return problems
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:

@@ -254,8 +254,6 @@ class SpeechTask(Task):
     hold_out_flags = ("split", "val_share", "test_share", "val_speakers", "test_speakers")
     predict_flags = ("beam", "language_model", "lm_weight", "length_bonus")
 
-    _left_out: dict[str, int] = {}  # reasons, with the number of utterances; none where the data is not read
-
     # --- data ---------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -292,9 +290,13 @@ class SpeechTask(Task):
         return {"alphabet": list(self.alphabet.symbols), "sample_rate": self.sample_rate}
 
     @cached_property
+    def _left_out(self) -> dict[str, int]:
+        """Reasons, with the number of utterances."""
+        return dict(self.corpus.skipped)
+
+    @cached_property
     def _splits(self) -> Mapping[str, Utterances | Strings]:
         config: SpeechFlags = self.config
-        self._left_out = dict(self.corpus.skipped)
         parts = hold_out(
             self.corpus,
             split=config.split,
@@ -368,6 +370,8 @@ class SpeechTask(Task):
 
     def remarks(self) -> Sequence[str]:
         """How many utterances are left out, and why."""
+        if self.data_facts is not None:
+            return ()
         return [f"Left out ({count}): {reason}." for reason, count in self._left_out.items()]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:
