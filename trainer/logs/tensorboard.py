@@ -1,11 +1,13 @@
 """TensorBoard, in the folder `logs` of the run directory."""
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
+from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import FileWriter, SummaryWriter
-from torch.utils.tensorboard.summary import hparams, image, text
+from torch.utils.tensorboard.summary import hparams, text
 
 from trainer.config import shown
 from trainer.logs.logger import LoggedRun, Logger, Record
@@ -32,8 +34,7 @@ class TensorBoardLogger(Logger):
             self._hyperparameters(record)
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        for name, picture in pictures.items():
-            self._board.add_summary(image(name, picture, dataformats="HWC"), step)
+        self._board.add_summary(Summary(value=[_image(name, picture) for name, picture in pictures.items()]), step)
 
     def text(self, name: str, content: str, step: int) -> None:
         """Shown under "Text"."""
@@ -66,3 +67,12 @@ class TensorBoardLogger(Logger):
 
 def _scalars(values: Mapping[str, float]) -> list[Any]:
     return [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+
+
+def _image(name: str, picture: Picture) -> Any:
+    # Half the time of `add_image`, which goes through float32 and compresses harder: the training thread waits for it.
+    png = io.BytesIO()
+    Image.fromarray(picture).save(png, "PNG", compress_level=1)
+    height, width, channels = picture.shape
+    content = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png.getvalue())
+    return Summary.Value(tag=name, image=content)
