@@ -170,7 +170,7 @@ class Folded(Weighted):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("killed", ["all", "one run"])
-def test_folds_that_are_killed_go_on(killed, start, command, cli, tmp_path):
+def test_folds_that_are_killed_go_on(killed, start, command, tmp_path):
     (tmp_path / "folded.py").write_text(FOLDED)
     directory = tmp_path / "set"
     argv = [*SLOWLY, "--task", f"{tmp_path / 'folded.py'}:Folded", "--folds", 2, "--num-test", 1]
@@ -187,6 +187,6 @@ def test_folds_that_are_killed_go_on(killed, start, command, cli, tmp_path):
     for fold in (1, 2):
         alone = tmp_path / f"alone-{fold}"
         flags = ["--delay-s", 0, "--num-val", 4 + fold, "--no-test", "--save-dir", alone]
-        assert cli(*[a for a in argv if a not in ("--folds", 2)], *flags)[0] == 0
+        command("main.py", *[a for a in argv if a not in ("--folds", 2)], *flags)
         assert_same_bits(load(alone / "final.pth"), load(directory / f"fold-{fold}" / "final.pth"))
     assert (directory / "summary.json").exists()

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, launcher, load
 from trainer.checkpoint.manifest import MANIFEST
@@ -118,6 +119,7 @@ def test_two_processes_learn_the_same(flag, command, tmp_path):
 def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
     """With dropout, which it draws in its own way, and batch norm: resumed as unbroken; without, as if not compiled."""
     monkeypatch.setattr(blocks, "BACKEND", "inductor")
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # else it keeps a pool of threads
     often = ["--compile", "--save-every-steps", 3, "--keep-checkpoints", 0]
     unbroken = train_ragged(tmp_path / "unbroken", *often)
     entries = read_json(tmp_path / "unbroken" / MANIFEST)["checkpoints"]
