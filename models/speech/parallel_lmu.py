@@ -12,8 +12,11 @@ from models.speech.legendre import discrete_system, impulse_response, orbit, ort
 
 _SMALL = 4096
 """Up to this number of operations per signal and step a product takes less time than Fourier transforms."""
+_CACHED = 2**18
+"""Elements of spectra, 2 MiB, that are multiplied and transformed at a time where their products are elementwise."""
 _LARGE = 2**21
-"""16 MiB; beyond twice as much an allocator maps memory anew each time, which takes longer than the arithmetic."""
+"""The same of products of matrices, which take less time each the larger they are: 16 MiB. Beyond twice as much an
+allocator maps memory anew each time, which takes longer than the arithmetic."""
 
 
 class ParallelLMU(nn.Module):
@@ -99,7 +102,7 @@ class ParallelLMU(nn.Module):
         """The same. Time is the last axis in memory, as transforms on a CPU want it."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
-            answer = _convolve(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
+            answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
         bias, skip = self.skip.bias[:, None], self.skip.weight.expand(len(x), -1, -1)
         return (answer + torch.baddbmm(bias, skip, x.mT)).mT
 
@@ -193,13 +196,6 @@ def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
     return spectra.unflatten(0, (len(weight), -1))
 
 
-def _convolve(u: Tensor, kernels: Tensor, size: int) -> Tensor:
-    """As _Convolution; on a CPU for as many sequences at a time as have at most _LARGE elements in their spectra."""
-    num_sequences = max(1, _LARGE // kernels[:, 0].numel()) if u.device.type == "cpu" else len(u)
-    parts = [_Convolution.apply(part, kernels, size) for part in u.split(num_sequences)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
 class _Convolution(torch.autograd.Function):
     """Convolves signals with kernels that are given by their spectra, and adds up over the signals."""
 
@@ -209,18 +205,35 @@ class _Convolution(torch.autograd.Function):
         signals = torch.fft.rfft(u, size)
         ctx.save_for_backward(signals, kernels)
         ctx.size, ctx.num_steps = size, u.shape[2]
-        return torch.fft.irfft(_product(signals, kernels), size)[..., : u.shape[2]]
+        answer = u.new_empty(len(u), len(kernels), u.shape[2])
+        for part in _parts(u, kernels):
+            answer[part] = torch.fft.irfft(_product(signals[part], kernels), size)[..., : u.shape[2]]
+        return answer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         signals, kernels = ctx.saved_tensors
-        grads = torch.fft.rfft(grad, ctx.size)
-        grad_kernels = _product(grads.transpose(0, 1), signals.conj().transpose(0, 1))
+        grad_u = grad.new_empty(len(grad), kernels.shape[1], ctx.num_steps)
+        grad_kernels = torch.zeros_like(kernels)
+        reverse_signals, reverse_kernels = signals.conj().transpose(0, 1), kernels.conj().transpose(0, 1)
+        for part in _parts(grad, kernels):
+            grads = torch.fft.rfft(grad[part], ctx.size)
+            grad_kernels += _product(grads.transpose(0, 1), reverse_signals[:, part])
+            grad_u[part] = torch.fft.irfft(_product(grads, reverse_kernels), ctx.size)[..., : ctx.num_steps]
         # A real signal has each frequency twice, as z and as its conjugate, but the lowest and the highest.
         grad_kernels[..., 1:-1] *= 2
-        grad_u = torch.fft.irfft(_product(grads, kernels.conj().transpose(0, 1)), ctx.size)[..., : ctx.num_steps]
         return grad_u, grad_kernels / ctx.size, None
+
+
+def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
+    """The sequences that are taken at a time: on a CPU as many as leave their spectra in its caches, or near them."""
+    if batch.device.type == "cpu":
+        most_elements = _CACHED if kernels.shape[1] == 1 else _LARGE
+        num_sequences = max(1, most_elements // kernels[:, 0].numel())
+    else:
+        num_sequences = len(batch)
+    return [slice(start, start + num_sequences) for start in range(0, len(batch), num_sequences)]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

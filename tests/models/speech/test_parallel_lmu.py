@@ -46,6 +46,7 @@ def form(request, monkeypatch):
     """All forms of the layer, whatever the sizes."""
     monkeypatch.setattr(parallel_lmu, "_SMALL", math.inf if request.param == "product" else 0)
     if "one sequence" in request.param:
+        monkeypatch.setattr(parallel_lmu, "_CACHED", 1)
         monkeypatch.setattr(parallel_lmu, "_LARGE", 1)
 
 
