@@ -6,6 +6,7 @@ LOCKSTEP_LINES: the file to which each new line is added, as "path:number"; ever
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parents[3])
 PROGRAM = tuple(f"{ROOT}/{part}" for part in ("trainer/", "models/", "data/", "profiler.py", "main"))
 _missing: dict[CodeType, set[int]] = {}
+_unwritten: list[str] = []
 
 
 def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -35,9 +37,13 @@ def trace_lines(frame: FrameType, event: str, argument: Any) -> Any:
 def note(code: CodeType, line: int) -> None:
     if line in _missing[code]:
         _missing[code].discard(line)
-        # Opened each time: a process may close what it does not know, and many are killed.
-        with open(os.environ["LOCKSTEP_LINES"], "a") as file:
-            file.write(f"{os.path.relpath(code.co_filename, ROOT)}:{line}\n")
+        _unwritten.append(f"{os.path.relpath(code.co_filename, ROOT)}:{line}\n")
+        # Opened each time: a process may close what it does not know, and many are killed. Where a test allows no file
+        # to grow, or to be opened, the next line tries again: an exception here would end the recording.
+        with suppress(OSError), open(os.environ["LOCKSTEP_LINES"], "a") as file:
+            file.write("".join(_unwritten))
+            file.flush()
+            _unwritten.clear()
 
 
 if "LOCKSTEP_LINES" in os.environ:
