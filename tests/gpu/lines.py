@@ -5,8 +5,8 @@
     python -m tests.gpu.lines record gpu      all tests of tests/gpu
     python -m tests.gpu.lines                 the report, from both
 
-Listed apart are lines that only NCCL reaches (those that name it), and refusals, which need a mistake and no GPU. Of
-the others at least 90 % must be reached, or the exit status is 1. `--folder` says where the records are.
+Listed apart are lines that only NCCL reaches (those that name it), and those that need a mistake or a fault and no GPU.
+Of the others at least 90 % must be reached, or the exit status is 1. `--folder` says where the records are.
 """
 
 import argparse
@@ -20,12 +20,13 @@ from pathlib import Path
 from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDER = Path(__file__).with_name("recorder")
+RECORDER = Path(__file__).parent / "recorder" / "sitecustomize.py"
 TESTS = {
     "cpu": ["tests", "--ignore", "tests/gpu", "-n", "2", "--dist", "loadfile"],
     "gpu": ["tests/gpu", "-m", "slow or not slow"],
 }
 LEAST_REACHED = 0.9
+HOST_ERRORS = ("OSError", "BrokenPipeError", "ValueError", "UnicodeDecodeError", "ARCHIVE_ERRORS", "KeyboardInterrupt")
 
 
 def record(which: str, folder: Path, tests: list[str]) -> int:
@@ -33,9 +34,10 @@ def record(which: str, folder: Path, tests: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not tests:
         (folder / which).unlink(missing_ok=True)
-    path = os.pathsep.join([str(RECORDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(RECORDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "LOCKSTEP_LINES": str(folder / which)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(tests or TESTS[which])]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", RECORDER.stem]
+    command += tests or TESTS[which]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
@@ -54,16 +56,32 @@ def lines_of_the_program() -> dict[tuple[str, int], str]:
     return found
 
 
-def refusals() -> set[tuple[str, int]]:
-    """Lines that are run before an error is raised, and at no other time: by (file, line)."""
-    return {(path, number) for path, text in _program() for number in _refusing(ast.parse(text))}
+def faults() -> set[tuple[str, int]]:
+    """Lines that need something to be wrong, and no GPU: by (file, line).
+
+    Those that are run before an error is raised, and at no other time; that collect mistakes of a command line; in
+    handlers of errors that files, names and pipes cause; of a method that a subclass has to write.
+    """
+    return {(path, number) for path, text in _program() for number in _faulty(ast.parse(text))}
 
 
-def _refusing(tree: ast.Module) -> set[int]:
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.ExceptHandler)]
-    branches = [branch for node in nodes for branch in (node.body, getattr(node, "orelse", ())) if branch]
-    refusing = [branch for branch in branches if isinstance(branch[-1], ast.Raise)]
-    return {number for branch in refusing for number in range(branch[0].lineno, branch[-1].end_lineno + 1)}
+def _faulty(tree: ast.Module) -> set[int]:
+    nodes = list(ast.walk(tree))
+    branches = [node.body for node in nodes if isinstance(node, ast.If | ast.ExceptHandler)]
+    branches += [node.orelse for node in nodes if isinstance(node, ast.If) and node.orelse]
+    branches = [branch for branch in branches if isinstance(branch[-1], ast.Raise) or _collects_mistake(branch)]
+    branches += [[node] for node in nodes if isinstance(node, ast.ExceptHandler) and _is_of_host(node)]
+    branches += [[node] for node in nodes if isinstance(node, ast.Raise)]
+    return {number for branch in branches for number in range(branch[0].lineno, (branch[-1].end_lineno or 0) + 1)}
+
+
+def _collects_mistake(branch: list[ast.stmt]) -> bool:
+    """`found.append("--flag ...")`."""
+    return len(branch) == 1 and ast.unparse(branch[0]).startswith(("found.append(", "found +="))
+
+
+def _is_of_host(handler: ast.ExceptHandler) -> bool:
+    return handler.type is not None and any(name in ast.unparse(handler.type) for name in HOST_ERRORS)
 
 
 def _program() -> Iterator[tuple[str, str]]:
@@ -83,11 +101,11 @@ def report(folder: Path) -> int:
     run_on_cpu, reached = (recorded(which, folder) for which in ("cpu", "gpu"))
     never = {place: text for place, text in lines_of_the_program().items() if place not in run_on_cpu}
     of_nccl = {place for place, text in never.items() if "nccl" in text.lower()}
-    refused = (never.keys() - of_nccl) & refusals()
-    ours = never.keys() - of_nccl - refused
+    of_faults = (never.keys() - of_nccl) & faults()
+    ours = never.keys() - of_nccl - of_faults
     for title, chosen in {
         "NCCL's alone": of_nccl,
-        "refusals": refused,
+        "faults": of_faults,
         "reached on imagined GPUs": ours & reached,
         "not reached": ours - reached,
     }.items():

@@ -102,7 +102,7 @@ _PROGRESS: Mapping[str, Kind] = {
 """How far the run has come."""
 _MORE_PROGRESS: Mapping[str, Kind] = {
     "training_model": _WEIGHTS,
-    "average_updates": either(by_name(_COUNT), _COUNT),
+    "average_updates": by_name(_COUNT),
     "evaluations_since_best": _COUNT,
     "epochs_since_best": _COUNT,
     "last_report": _COUNT,

@@ -50,16 +50,6 @@ def text(pattern: str = "(?s).*") -> Kind:
     return require
 
 
-def one_of(*values: str) -> Kind:
-    """One of these texts."""
-
-    def require(name: str, value: Any) -> None:
-        if not isinstance(value, str) or value not in values:
-            raise wrong(name, value, f"must be one of {', '.join(values)}")
-
-    return require
-
-
 def truth(name: str, value: Any) -> None:
     """True or False."""
     if not isinstance(value, bool):

@@ -24,8 +24,6 @@ class ExponentialMovingAverage:
         self._model = model
         self._decay = decay
         self._updates: dict[str, int | Tensor] = {}
-        self._updates_before = 0
-        """Of a phase that is not in `_updates`."""
         self._average: dict[Tensor, Tensor] = {}
         self.is_applied = False
         """Whether the model's weights are the average, or are about to be."""
@@ -33,7 +31,7 @@ class ExponentialMovingAverage:
 
     def restart(self) -> None:
         """Begins anew with the weights that the model has now."""
-        self._updates, self._updates_before = {}, 0
+        self._updates = {}
         self._average = {p: p.detach().clone() for p in self._model.parameters()} if self.enabled else {}
 
     def update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
@@ -43,7 +41,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _update(self, applied: bool | Tensor, phase: str, trained: Sequence[nn.Parameter]) -> None:
-        updates = self._updates.get(phase, self._updates_before)
+        updates = self._updates.get(phase, 0)
         average, params = own_parts([self._average[p] for p in trained]), own_parts(trained)
         if isinstance(applied, Tensor):
             self._updates[phase] = self._update_without_waiting(average, params, updates, applied)
@@ -91,11 +89,7 @@ class ExponentialMovingAverage:
         """Call with the average in the model; the training weights are loaded afterwards."""
         if self.enabled:
             self.restart()
-            updates = state.get("average_updates", 0)
-            if isinstance(updates, int):  # of a checkpoint that does not tell phases apart
-                self._updates_before = updates
-            else:
-                self._updates = dict(updates)
+            self._updates = dict(state.get("average_updates", {}))
 
 
 @torch.no_grad()

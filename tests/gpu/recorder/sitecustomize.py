@@ -46,6 +46,11 @@ def note(code: CodeType, line: int) -> None:
             _unwritten.clear()
 
 
+def pytest_runtest_setup() -> None:
+    """As a plugin: begins again. An exception within `trace` ends the recording, such as that of a signal's handler."""
+    sys.settrace(trace)
+
+
 if "LOCKSTEP_LINES" in os.environ:
     threading.settrace(trace)
     sys.settrace(trace)
