@@ -5,8 +5,9 @@
     python -m tests.gpu.lines record gpu      all tests of tests/gpu
     python -m tests.gpu.lines                 the report, from both
 
-Listed apart are lines that only NCCL reaches (those that name it), and those that need a mistake or a fault and no GPU.
-Of the others at least 90 % must be reached, or the exit status is 1. `--folder` says where the records are.
+Listed apart are lines that only NCCL reaches (those that name it), those that need a mistake or a fault and no GPU, and
+those of `without_gpu.txt`, which somebody has read and found to need none. Of the others at least 90 % must be reached,
+or the exit status is 1. `--folder` says where the records are.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder" / "sitecustomize.py"
+READ = Path(__file__).with_name("without_gpu.txt")
 TESTS = {
     "cpu": ["tests", "--ignore", "tests/gpu", "-n", "2", "--dist", "loadfile"],
     "gpu": ["tests/gpu", "-m", "slow or not slow"],
@@ -60,9 +62,16 @@ def faults() -> set[tuple[str, int]]:
     """Lines that need something to be wrong, and no GPU: by (file, line).
 
     Those that are run before an error is raised, and at no other time; that collect mistakes of a command line; in
-    handlers of errors that files, names and pipes cause; of a method that a subclass has to write.
+    handlers of errors that files, names and pipes cause; of a method that a subclass has to write. And those that are
+    for a checker of types alone.
     """
     return {(path, number) for path, text in _program() for number in _faulty(ast.parse(text))}
+
+
+def read() -> set[tuple[str, str]]:
+    """(file, text) of the lines in `without_gpu.txt`."""
+    pairs = (line.split(": ", 1) for line in READ.read_text().splitlines())
+    return {(path, text) for path, text in pairs}
 
 
 def _faulty(tree: ast.Module) -> set[int]:
@@ -72,6 +81,7 @@ def _faulty(tree: ast.Module) -> set[int]:
     branches = [branch for branch in branches if isinstance(branch[-1], ast.Raise) or _collects_mistake(branch)]
     branches += [[node] for node in nodes if isinstance(node, ast.ExceptHandler) and _is_of_host(node)]
     branches += [[node] for node in nodes if isinstance(node, ast.Raise)]
+    branches += [node.body for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     return {number for branch in branches for number in range(branch[0].lineno, (branch[-1].end_lineno or 0) + 1)}
 
 
@@ -102,10 +112,12 @@ def report(folder: Path) -> int:
     never = {place: text for place, text in lines_of_the_program().items() if place not in run_on_cpu}
     of_nccl = {place for place, text in never.items() if "nccl" in text.lower()}
     of_faults = (never.keys() - of_nccl) & faults()
-    ours = never.keys() - of_nccl - of_faults
+    need_none = {place for place, text in never.items() if (place[0], text) in read()} - of_nccl - of_faults
+    ours = never.keys() - of_nccl - of_faults - need_none
     for title, chosen in {
         "NCCL's alone": of_nccl,
         "faults": of_faults,
+        "read, and found to need no GPU": need_none,
         "reached on imagined GPUs": ours & reached,
         "not reached": ours - reached,
     }.items():
