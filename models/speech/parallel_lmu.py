@@ -104,7 +104,7 @@ class ParallelLMU(nn.Module):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
         bias, skip = self.skip.bias[:, None], self.skip.weight.expand(len(x), -1, -1)
-        return (answer + torch.baddbmm(bias, skip, x.mT)).mT
+        return answer.add_(torch.baddbmm(bias, skip, x.mT)).mT
 
     def last(self, x: Tensor) -> Tensor:
         """o of the last step alone, (B, T, input_size) -> (B, hidden_size), for one direction.
