@@ -62,7 +62,7 @@ def save(directory, epoch, best_epoch=1):
     return directory.save(
         state_at(epoch)
         | {
-            "best": {"epoch": best_epoch, "value": 0.5},
+            "best": {"epoch": best_epoch, "step": 10 * best_epoch, "value": 0.5},
             "value": 0.5 if is_best else 0.25,
             "is_best": is_best,
         }
@@ -75,18 +75,29 @@ def state_at(epoch, samples=0):
         "model": {"weight": torch.full((50,), float(epoch))},
         "optimizers": {},
         "scaler": {},
+        "value": None,
+        "is_best": False,
         "best": None,
+        "evaluations_since_best": 0,
+        "last_report": 0,
         "totals": {},
         "reported": {},
+        "covered_samples": 0,
+        "misses_samples": False,
+        "skipped_steps": 0,
         "train_seconds": 1.0,
         "task": "har",
         "lr_factor": 1.0,
         "phase_sizes": [100],
+        "batch_sizes": [10],
         "global_batch_sizes": [10],
+        "data_facts": {},
         "environment": {"world_size": 1, "num_devices": 1},
-        "position": {"epoch": epoch, "phase": 0, "samples": samples},
+        "code": {"commit": None, "changed": None, "task_file": None, "task_sha256": None},
+        "run_id": "0123456789ab",
+        "position": {"epoch": epoch, "phase": 0, "samples": samples, "turn": 0, "others": ()},
         "step": 10 * epoch + samples,
-        "config": {"--resume-from": None},
+        "config": {"--epochs": None, "--max-steps": None, "--seed": 0, "--resume-from": None, "--optimizer": "adamw"},
     }
 
 

@@ -35,7 +35,7 @@ def directory(tmp_path):
 
 def moment(step, is_best=False):
     """What a saver is to start with."""
-    best = {"epoch": step, "value": 0.5} if is_best else None
+    best = {"epoch": step, "step": step, "value": 0.5} if is_best else None
     return state_at(step) | {"step": step, "best": best, "value": 0.5, "is_best": is_best}
 
 

@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from tests.checkpoint.conftest import Crash, checkpoints, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, load
@@ -75,13 +74,14 @@ class Life:
             self.epoch, self.samples = self.epoch + 1, 0
         else:
             self.samples += self.draw.choice([1, 2, 3])
+        step = 1000 * self.epoch + self.samples
         value = self.draw.choice(VALUES)
         is_best = value is not None and not math.isnan(value)
         is_best = is_best and (self.best is None or self.is_better(value, self.best["value"]))
         if is_best:
-            self.best = {"epoch": self.epoch, "value": value}
+            self.best = {"epoch": self.epoch, "step": step, "value": value}
         verdict = {"best": self.best, "value": value, "is_best": is_best}
-        return state_at(self.epoch, self.samples) | {"step": 1000 * self.epoch + self.samples, **verdict}
+        return state_at(self.epoch, self.samples) | {"step": step, **verdict}
 
     def learn(self, path, state):
         self.known.append(
@@ -263,21 +263,6 @@ def test_the_values_come_along_to_another_directory(trained, train, tmp_path):
     taken = {entry["epoch"]: entry["value"] for entry in manifest(tmp_path / "other")}
     assert {epoch: taken[epoch] for epoch in (best, 8)} == {epoch: values[epoch] for epoch in (best, 8)}
     assert_same_bits(load(tmp_path / "other" / "best.pth"), load(run / "best.pth"))
-
-
-def test_a_checkpoint_of_a_version_without_values_still_counts_as_the_best(trained, train, tmp_path):
-    run, _ = trained
-    before = load(run / "best.pth")
-    for path in [*run.glob("checkpoint_*.pth")]:
-        state = load(path)
-        del state["value"], state["is_best"]
-        path.unlink()
-        torch.save(state, path)
-    for name in ("manifest.json", "best.pth", "last.pth", "final.pth"):
-        (run / name).unlink()
-    train(run, *RUN, "--epochs", 9, "--lr", 1e-9)
-    assert load(run / "best.pth")["step"] == before["step"]
-    assert len([entry for entry in manifest(run) if entry["value"] is not None]) == 2
 
 
 def test_none_is_refused(refused, tmp_path):

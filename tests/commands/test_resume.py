@@ -86,17 +86,6 @@ def test_other_parameter_groups_do_not_go_on_with_the_moments(cli, refused, tmp_
     )  # fmt: skip
 
 
-def test_a_checkpoint_of_a_version_with_one_optimizer_a_phase_still_goes_on(train, tmp_path):
-    train(tmp_path / "run")
-    state = load(tmp_path / "run" / "last.pth")
-    state["optimizers"] = {phase: own for phase, (own,) in state["optimizers"].items()}
-    del state["config"]["--optimizer"]
-    torch.save(state, tmp_path / "old.pth")
-    train(tmp_path / "run", "--epochs", 2)
-    train(tmp_path / "again", "--epochs", 2, "--resume-from", tmp_path / "old.pth")
-    assert_same_bits(load(tmp_path / "run" / "last.pth"), load(tmp_path / "again" / "last.pth"))
-
-
 def test_fresh_moves_the_old_run_aside(train, tmp_path):
     train(tmp_path)
     before = contents(tmp_path)

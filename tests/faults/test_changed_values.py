@@ -150,7 +150,7 @@ def test_2002_changed_values(originals, run_in, tmp_path, capsys):
         print(f"\nseeds {seeds[0]} to {seeds[-1]}: {counts}")
 
 
-# --- without a checksum, as older versions wrote them ------------------------------------------------------------
+# --- without a checksum ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

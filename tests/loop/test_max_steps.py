@@ -9,7 +9,6 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, cut_back, load, read_metrics
 from trainer.commands.build import open_run
@@ -259,33 +258,6 @@ def test_goes_on_after_the_evaluation_before_the_first_step(run_here, tmp_path):
     run_here(*argv, "--save-dir", tmp_path / "again")
     assert_same_run(tmp_path / "whole", tmp_path / "again")
     assert [entry["step"] for entry in entries_of(tmp_path / "again")] == [0, 5, 10]
-
-
-# --- older run directories ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", [8, 10])
-def test_an_older_checkpoint_goes_on_to_the_bit(step, run_here, tmp_path):
-    """Within an epoch and at its end; its best one lies beside it."""
-    argv = [*RUN, "--epochs", 4, "--early-stopping-patience", 3, "--save-every-steps", 4]
-    run_here(*argv, "--save-dir", tmp_path / "whole")
-    old = tmp_path / "old"
-    kept = [entry for entry in entries_of(tmp_path / "whole") if entry["step"] <= step]
-    cut_back(tmp_path / "whole", kept, old)
-    for entry in kept:
-        state = load(old / entry["file"])
-        state["epochs_since_best"] = state.pop("evaluations_since_best")
-        del state["last_report"]
-        if state["best"]:
-            del state["best"]["step"]
-        torch.save(state, old / entry["file"])
-    (old / "manifest.json").unlink()
-    run_here(*argv, "--save-dir", old)
-    assert_same_bits(load(tmp_path / "whole" / "final.pth")["model"], load(old / "final.pth")["model"])
-    assert [entry["step"] for entry in entries_of(old) if entry["best"]][-1] == load(old / "best.pth")["step"]
-    assert load(old / "best.pth")["step"] == load(tmp_path / "whole" / "best.pth")["step"]
-    for event in EVENTS:
-        assert read_metrics(old, event) == read_metrics(tmp_path / "whole", event), event
 
 
 # --- minutes -----------------------------------------------------------------------------------------------------

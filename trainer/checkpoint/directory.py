@@ -7,7 +7,6 @@ old state or the new one.
 
 import itertools
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -207,10 +206,9 @@ class RunDirectory:
 
     def forget_later_values(self, state: Mapping[str, Any]) -> None:
         """Forgets the values from after a checkpoint, for a run that goes back to it, and any best that it has not."""
-        now, best = (state["step"], Position(**state["position"])), state["best"] or {"epoch": -1}
+        now, best = (state["step"], Position(**state["position"])), state["best"] or {"step": -1}
         for entry in self.entries:
-            is_after_best = entry.epoch > best["epoch"] or entry.step > (best.get("step") or math.inf)
-            if (entry.step, entry.position) > now or (entry.best and is_after_best):
+            if (entry.step, entry.position) > now or (entry.best and entry.step > best["step"]):
                 entry.value, entry.best = None, False
 
     def _flush_metrics(self) -> None:

@@ -1,7 +1,7 @@
 """What checkpoints, manifest.json and config.json hold: every entry with its type and range, and how they fit together.
 
-Older versions of the trainer left some entries out, or wrote them in another form: both are accepted. The checksum that
-each of these files has of its own contents finds what is right in type and range, and yet not what was saved.
+The checksum that each of these files has of its own contents finds what is right in type and range, and yet not what
+was saved. Whoever writes such a file by hand may leave it out.
 """
 
 import hashlib
@@ -32,8 +32,9 @@ from trainer.checkpoint.kinds import (
 )  # fmt: skip
 
 CHECKSUM = "checksum"
-"""Of all other entries of a file; those of older versions have none."""
+"""Of all other entries of a file."""
 CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth"
+RUN_ID = "[0-9a-f]{12}"
 NOT_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
 """Of what an optimizer keeps of a parameter."""
 
@@ -41,12 +42,9 @@ NOT_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
 # --- the entries -------------------------------------------------------------------------------------------------
 
 _COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(finite_tensor)
-_PAIR = each(number(finite=False), length=2)
-_SUMS = by_name(tensor)
 
 _POSITION = record(
-    {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT},
-    {"turn": _COUNT, "others": each(each(_COUNT, length=2))},
+    {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "turn": _COUNT, "others": each(each(_COUNT, length=2))},
     closed=True,
 )
 _GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)})
@@ -55,7 +53,6 @@ _OPTIMIZER = record({"state": record({}), "param_groups": each(_GROUP)})
 _FACTS: Mapping[str, Kind] = {
     "task": text(),
     "config": record(
-        {},
         {
             "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
             "--resume-from": optional(text()), "--optimizer": text(),
@@ -63,26 +60,22 @@ _FACTS: Mapping[str, Kind] = {
     ),
     "lr_factor": number(above=0),
     "phase_sizes": each(_SIZE),
-    "environment": record({"world_size": _SIZE, "num_devices": _SIZE}),
-}  # fmt: skip
-"""What a run is made with: both a checkpoint and config.json hold it."""
-_MORE_FACTS: Mapping[str, Kind] = {
     "batch_sizes": each(_SIZE),
     "global_batch_sizes": each(_SIZE),
-    "global_batch_size": _SIZE,  # of the only phase
     "data_facts": by_name(plain),
+    "environment": record({"world_size": _SIZE, "num_devices": _SIZE}),
     "code": record(
         {
             "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
             "task_sha256": optional(text()),
         },
     ),
-    "run_id": text(),
-    CHECKSUM: text(),
+    "run_id": text(RUN_ID),
 }  # fmt: skip
+"""What a run is made with: both a checkpoint and config.json hold it."""
 
 _PROGRESS: Mapping[str, Kind] = {
-    "optimizers": by_name(either(each(_OPTIMIZER), _OPTIMIZER)),
+    "optimizers": by_name(each(_OPTIMIZER)),
     "scaler": either(
         record({}, closed=True),
         record(
@@ -94,24 +87,21 @@ _PROGRESS: Mapping[str, Kind] = {
     ),
     "position": _POSITION,
     "step": _COUNT,
-    "best": optional(record({"epoch": _COUNT, "value": number(finite=False)}, {"step": optional(_COUNT)}, closed=True)),
-    "train_seconds": number(at_least=0),
-    "totals": either(by_name(_SUMS), _SUMS),
-    "reported": either(by_name(_PAIR), _PAIR),
-}  # fmt: skip
-"""How far the run has come."""
-_MORE_PROGRESS: Mapping[str, Kind] = {
-    "training_model": _WEIGHTS,
-    "average_updates": by_name(_COUNT),
+    "value": optional(number(finite=False)),
+    "is_best": truth,
+    "best": optional(record({"epoch": _COUNT, "step": _COUNT, "value": number(finite=False)}, closed=True)),
     "evaluations_since_best": _COUNT,
-    "epochs_since_best": _COUNT,
     "last_report": _COUNT,
+    "train_seconds": number(at_least=0),
+    "totals": by_name(by_name(tensor)),
+    "reported": by_name(each(number(finite=False), length=2)),
     "covered_samples": _COUNT,
     "misses_samples": truth,
     "skipped_steps": _COUNT,
-    "value": optional(number(finite=False)),
-    "is_best": truth,
-}
+}  # fmt: skip
+"""How far the run has come."""
+_OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
+"""Of a run with `--ema-decay` alone."""
 
 RESUMABLE = (*_PROGRESS, *_FACTS)
 """Entries of a checkpoint without which a run cannot go on."""
@@ -137,14 +127,14 @@ def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
     """
     core = {**_PROGRESS, **_FACTS}
     needed = {"model": _WEIGHTS, **(core if resumable else {})}
-    fields = record(needed, {**core, **_MORE_PROGRESS, **_MORE_FACTS})
+    fields = record(needed, {**core, **_OF_AVERAGE, CHECKSUM: text()})
     together = (_consistent_steps, _consistent_sizes, _position_in_plan, _numbered_moments) if resumable else ()
     return first_flaw((fields, *map(_of_state, together), _sealed(checksum_of)), state)
 
 
 def flaw_of_config(content: dict[str, Any]) -> str | None:
     """The same of config.json."""
-    fields = record(_FACTS, {**_MORE_FACTS, "torchrun_agents": each(text()), "command_line": each(text())})
+    fields = record(_FACTS, {CHECKSUM: text(), "torchrun_agents": each(text()), "command_line": each(text())})
     return first_flaw((fields, _of_state(_consistent_sizes), _sealed(json_checksum)), content)
 
 
@@ -215,25 +205,25 @@ def _consistent_steps(state: Mapping[str, Any]) -> None:
     step, position, best = state["step"], state["position"], state["best"]
     _at_most("position.epoch", position["epoch"], step, "optimizer steps done")
     for name in ("last_report", "skipped_steps"):
-        _at_most(name, state.get(name, 0), step, "optimizer steps done")
-    for name in ("evaluations_since_best", "epochs_since_best"):
-        _at_most(name, state.get(name, 0), 2 * (step + 1), "most evaluations that so many steps have")
+        _at_most(name, state[name], step, "optimizer steps done")
+    evaluations = state["evaluations_since_best"]
+    _at_most("evaluations_since_best", evaluations, 2 * (step + 1), "most evaluations that so many steps have")
     if best is not None:
         _at_most("best.epoch", best["epoch"], position["epoch"], "epochs done")
-        _at_most("best.step", best.get("step") or 0, step, "optimizer steps done")
+        _at_most("best.step", best["step"], step, "optimizer steps done")
         if best["value"] != best["value"]:
             raise wrong("best.value", best["value"], "must not be NaN")
-    if state.get("is_best") and (best is None or best["value"] != state.get("value")):
+    if state["is_best"] and (best is None or best["value"] != state["value"]):
         raise wrong("is_best", True, "contradicts best")
 
 
 def _position_in_plan(state: Mapping[str, Any]) -> None:
     """The plan is that of the phases that the checkpoint names."""
     position, sizes = state["position"], state["phase_sizes"]
-    others = position.get("others", ())
+    others = position["others"]
     if position["phase"] >= len(sizes):
         raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")
-    in_turns = bool(others) or position.get("turn", 0) > 0
+    in_turns = bool(others) or position["turn"] > 0
     size = sizes[0 if in_turns else position["phase"]]
     _at_most("position.samples", position["samples"], size, "samples in an epoch of that phase")
     if others and len(others) != len(sizes) - 1:
@@ -248,10 +238,8 @@ def _consistent_sizes(facts: Mapping[str, Any]) -> None:
     if num_phases == 0:
         raise wrong("phase_sizes", facts["phase_sizes"], "must be of one phase at least")
     for name in ("batch_sizes", "global_batch_sizes"):
-        if name in facts and len(facts[name]) != num_phases:
+        if len(facts[name]) != num_phases:
             raise wrong(name, facts[name], f"must have {num_phases} values, one of each phase")
-    if "global_batch_sizes" not in facts and "global_batch_size" not in facts:
-        raise ValueError("global_batch_sizes is missing")
 
 
 def _numbered_moments(state: Mapping[str, Any]) -> None:
@@ -260,7 +248,7 @@ def _numbered_moments(state: Mapping[str, Any]) -> None:
     if _shapes(trained) != _shapes(state["model"]):
         raise ValueError("training_model has other names or shapes than model")
     for phase, several in state["optimizers"].items():
-        for index, own in enumerate(several if isinstance(several, list | tuple) else [several]):
+        for index, own in enumerate(several):
             _require_numbered(f"optimizers.{phase}[{index}]", own)
 
 

@@ -14,7 +14,6 @@ import fcntl
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -212,9 +211,7 @@ def _read(path: Path) -> Holder:
         return Holder("")
     start, _, name = said.get("job", "").partition(" ")
     job = JobName(name, int(start) if re.fullmatch("[0-9]{1,9}", start) else None) if name else None
-    # Of older versions, which did not say more: the host stands for the machine.
-    machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
-    return Holder(who, machine, job, said.get("token", ""))
+    return Holder(who, said.get("machine", ""), job, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:

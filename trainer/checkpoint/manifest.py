@@ -40,8 +40,9 @@ class Entry:
     def of(cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any]) -> "Entry":
         """The entry of a checkpoint with this state."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
-        source, (value, best) = state["config"].get("--resume-from"), verdict_of(state)
-        return cls(file, **position, step=state["step"], value=value, best=best, **size_and_checksum, source=source)
+        verdict = {"value": state["value"], "best": state["is_best"]}
+        source = state["config"]["--resume-from"]
+        return cls(file, **position, step=state["step"], **verdict, **size_and_checksum, source=source)
 
     @property
     def position(self) -> Position:
@@ -71,18 +72,6 @@ def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None
     """Replaces the file as a whole, durably. Raises OSError, LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     writer.replace_text(path, json.dumps(sealed(content), indent=2) + "\n")
-
-
-def verdict_of(state: Mapping[str, Any]) -> tuple[float | None, bool]:
-    """The monitored metric at the moment of a checkpoint, if there is one, and whether it was the best so far.
-
-    Older checkpoints know that only of the best one, at an epoch's end.
-    """
-    if "is_best" in state:
-        return state["value"], state["is_best"]
-    best = state["best"]
-    is_best = best is not None and Position(**state["position"]).is_end_of(best["epoch"])
-    return best["value"] if is_best else None, is_best
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:

@@ -49,10 +49,8 @@ def read_git(folder: Path) -> tuple[str | None, bool | None]:
     return commits[0], any(not line.startswith("#") for line in lines)
 
 
-def code_changes(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, as far as both are known. then: None of an older checkpoint."""
-    if then is None:
-        return []
+def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two identities, as far as both are known."""
     differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
     changes = []
     if "commit" in differing:

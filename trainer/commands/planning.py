@@ -5,7 +5,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 from trainer.commands.flags import Flags
-from trainer.commands.resume import recorded_global_batches
 from trainer.loop.orders import EPOCHS_KEPT, SampleOrder, ShuffledOrder, TaskOrder
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.schedule import LearningRate, device_scaling_factor
@@ -27,9 +26,9 @@ def arrange_batches(
     if (
         before is not None
         and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
-        and before.get("batch_sizes", sizes) == sizes
+        and before["batch_sizes"] == sizes
     ):
-        pairs = zip(sizes, recorded_global_batches(before), strict=True)
+        pairs = zip(sizes, before["global_batch_sizes"], strict=True)
         return tuple(split_batch(size, 1, whole, *devices) for size, whole in pairs), before["lr_factor"]
     asked = batch.global_batch_size
     wholes = [asked and max(1, round(asked * size / batch.batch_size)) for size in sizes]

@@ -1,14 +1,13 @@
 """Where a run starts: afresh, from a checkpoint of its directory, or from a file."""
 
-import re
 import secrets
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.manifest import verdict_of
 from trainer.checkpoint.records import read_config
 from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
@@ -23,14 +22,13 @@ from trainer.tasks import is_same_task
 START_FLAGS = (
     "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--job-id", "--eval-only"
 )  # fmt: skip
-RUN_ID = "[0-9a-f]{12}"
 _SHOWN_WIDTH = 60
 
 
 def take_over(run: Run, source: Path) -> None:
     """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
     best = run.progress.best
-    value, is_best = run.parallel.on_main(lambda: verdict_of(read_checkpoint(source, f"--resume-from {source}")))
+    value, is_best = run.parallel.on_main(lambda: _verdict(read_checkpoint(source, f"--resume-from {source}")))
     if best is not None and not is_best and not run.parallel.on_main(lambda: _copy_best(source, best, run)):
         run.log.say(f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here.")
         run.progress.best = None
@@ -38,12 +36,15 @@ def take_over(run: Run, source: Path) -> None:
     finish_saving(run)
 
 
+_verdict = itemgetter("value", "is_best")
+
+
 def _copy_best(source: Path, best: Best, run: Run) -> bool:
     beside = source.parent / "best.pth"
     if not beside.is_file():
         return False
     state = read_checkpoint(beside, str(beside))
-    if verdict_of(state) != (best.value, True):
+    if _verdict(state) != (best.value, True):
         return False
     run.directory.save(state | {"run_id": run.facts["run_id"]})
     return True
@@ -80,7 +81,7 @@ def choose_run_id(directory: RunDirectory, flags: Flags, state: Mapping[str, Any
     """
     recorded = {} if starts_over(directory, flags) else read_config(directory.path)
     for facts in (state or {}, recorded):
-        if re.fullmatch(RUN_ID, str(facts.get("run_id"))):
+        if "run_id" in facts:
             return str(facts["run_id"])
     return secrets.token_hex(6)  # no random generator: a seed must not give two runs one name
 
@@ -102,7 +103,7 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike
     all_alike: also for facts that are told now and were not then.
     """
     then, now = state.get("data_facts", {}), run.facts["data_facts"]
-    names = then.keys() | now.keys() if all_alike and "data_facts" in state else then.keys()
+    names = then.keys() | now.keys() if all_alike else then.keys()
     different = sorted(name for name in names if then.get(name) != now.get(name))
     if different:
         name = different[0]
@@ -136,11 +137,11 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     changes = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()]
-    changes += code_changes(state.get("code"), run.facts["code"])
+    changes += code_changes(state["code"], run.facts["code"])
     notes += [f"Changed since the checkpoint: {change}" for change in changes]
     then, now = state["environment"], run.facts["environment"]
-    wholes = recorded_global_batches(run.facts)
-    if then["num_devices"] != now["num_devices"] and wholes == recorded_global_batches(state):
+    wholes = run.facts["global_batch_sizes"]
+    if then["num_devices"] != now["num_devices"] and wholes == state["global_batch_sizes"]:
         notes.append(
             f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
             f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
@@ -149,11 +150,6 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if different:
         notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
     return notes
-
-
-def recorded_global_batches(facts: Mapping[str, Any]) -> list[int]:
-    """Samples per optimizer step of each phase; older checkpoints have the number of their only phase."""
-    return facts.get("global_batch_sizes") or [facts["global_batch_size"]]
 
 
 def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
@@ -166,7 +162,7 @@ def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    before, name = then.get("--optimizer", "adamw"), now["--optimizer"]
+    before, name = then["--optimizer"], now["--optimizer"]
     if name != before:
         raise BadInput(
             f"--optimizer {name}: the checkpoint holds the moments of {before}; go on with that one, or begin with the "

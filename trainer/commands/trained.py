@@ -57,7 +57,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew:
         task = task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir.expanduser())
     except ValueError as error:
         raise BadInput(f"{run.label}: {error}") from None
-    task.data_facts = run.state.get("data_facts", {})  # older checkpoints have none
+    task.data_facts = run.state.get("data_facts", {})
     return task
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.kinds import not_finite
-from trainer.checkpoint.manifest import verdict_of
 from trainer.loading.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
@@ -102,36 +101,21 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
 
 def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
-    learner, first = run.learner, run.task.phases[0]
-    position, step = Position(**state["position"]), state["step"]
-    # Before there were evaluations within an epoch, every checkpoint within one came after its report.
-    last_report = state.get("last_report", step if position.at_epoch_start else step - 1)
+    learner, step = run.learner, state["step"]
     run.parallel.load_moments(state["optimizers"], learner.optimizers)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(
-        position=position,
+        position=Position(**state["position"]),
         step=step,
-        best=_best(state),
-        # Older ones counted epochs.
-        evaluations_since_best=state.get("evaluations_since_best", state.get("epochs_since_best", 0)),
-        last_report=last_report,
+        best=Best(**state["best"]) if state["best"] else None,
+        evaluations_since_best=state["evaluations_since_best"],
+        last_report=state["last_report"],
         last_save=step,
         train_seconds=state["train_seconds"],
-        samples=state.get("covered_samples", 0),
-        misses_samples=state.get("misses_samples", False),
-        reported=_by_phase(state["reported"], first),
-        skipped_steps=state.get("skipped_steps", 0),
+        samples=state["covered_samples"],
+        misses_samples=state["misses_samples"],
+        reported=state["reported"],
+        skipped_steps=state["skipped_steps"],
     )
-    _share(run, run.progress, _by_phase(state["totals"], first))
-
-
-def _best(state: Mapping[str, Any]) -> Best | None:
-    best, (_, is_best) = state["best"], verdict_of(state)
-    return Best(**best | {"step": state["step"]} if is_best else best) if best else None
-
-
-def _by_phase(value: Any, first: str) -> dict[str, Any]:
-    """The same of a checkpoint that was made when only the first phase was told apart."""
-    is_by_phase = isinstance(value, dict) and not any(isinstance(item, Tensor) for item in value.values())
-    return value if is_by_phase else {first: value}
+    _share(run, run.progress, state["totals"])

@@ -13,13 +13,12 @@ from trainer.loop.totals import Totals
 class Best:
     """The best validation score so far.
 
-    epoch, step: completed epochs and optimizer steps when it was reached; step is None for an epoch's end that an older
-    checkpoint tells of.
+    epoch, step: completed epochs and optimizer steps when it was reached.
     """
 
     epoch: int
     value: float
-    step: int | None = None
+    step: int
 
 
 @dataclass

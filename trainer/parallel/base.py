@@ -239,7 +239,6 @@ class Parallel:
         """Those of a `full_state`. Raises BadInput for moments of optimizers that train other parameters."""
         for phase, several in optimizers.items():
             saved = state.get(phase, [])
-            saved = saved if isinstance(saved, list) else [saved]  # a single one in checkpoints of earlier versions
             own = [optimizer.state_dict() for optimizer in several]
             if _shapes(saved) != _shapes(own):
                 raise BadInput(
