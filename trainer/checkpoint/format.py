@@ -50,14 +50,14 @@ _POSITION = record(
 _GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)})
 _OPTIMIZER = record({"state": record({}), "param_groups": each(_GROUP)})
 
+_CONFIG: Mapping[str, Kind] = {
+    "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
+    "--resume-from": optional(text()), "--optimizer": text(),
+}  # fmt: skip
+"""The flags that the trainer itself looks up again."""
 _FACTS: Mapping[str, Kind] = {
     "task": text(),
-    "config": record(
-        {
-            "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
-            "--resume-from": optional(text()), "--optimizer": text(),
-        },
-    ),
+    "config": record(_CONFIG),
     "lr_factor": number(above=0),
     "phase_sizes": each(_SIZE),
     "batch_sizes": each(_SIZE),
@@ -125,9 +125,11 @@ def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
 
     resumable: a run may go on from it; otherwise only entries that are there count.
     """
-    core = {**_PROGRESS, **_FACTS}
-    needed = {"model": _WEIGHTS, **(core if resumable else {})}
-    fields = record(needed, {**core, **_OF_AVERAGE, CHECKSUM: text()})
+    core, others = {**_PROGRESS, **_FACTS}, {**_OF_AVERAGE, CHECKSUM: text()}
+    if resumable:
+        fields = record({"model": _WEIGHTS, **core}, others)
+    else:
+        fields = record({"model": _WEIGHTS}, {**core, **others, "config": record({"--seed": _COUNT}, _CONFIG)})
     together = (_consistent_steps, _consistent_sizes, _position_in_plan, _numbered_moments) if resumable else ()
     return first_flaw((fields, *map(_of_state, together), _sealed(checksum_of)), state)
 
