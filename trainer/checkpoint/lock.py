@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -211,7 +212,9 @@ def _read(path: Path) -> Holder:
         return Holder("")
     start, _, name = said.get("job", "").partition(" ")
     job = JobName(name, int(start) if re.fullmatch("[0-9]{1,9}", start) else None) if name else None
-    return Holder(who, said.get("machine", ""), job, said.get("token", ""))
+    # One that was cut short says no more: the host stands for the machine, so that nobody waits for a dead process.
+    machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
+    return Holder(who, machine, job, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:
