@@ -85,6 +85,11 @@ def take(directory, take_over=False, job=None):
 # --- on one machine ----------------------------------------------------------------------------------------------
 
 
+def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp_path):
+    (tmp_path / "lock").write_text(f"process 7 on {socket.gethostname()}\n")
+    assert take(tmp_path) < STALE_S
+
+
 def test_a_living_holder_is_named_and_not_displaced(hold, tmp_path):
     holder, job = hold(), JobName("of the user: me")
     for take_over in (False, True):

@@ -23,6 +23,8 @@ START_FLAGS = (
     "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--job-id", "--eval-only"
 )  # fmt: skip
 _SHOWN_WIDTH = 60
+_verdict = itemgetter("value", "is_best")
+"""Of a checkpoint: the monitored metric, None where there was no validation, and whether it was the best so far."""
 
 
 def take_over(run: Run, source: Path) -> None:
@@ -34,9 +36,6 @@ def take_over(run: Run, source: Path) -> None:
         run.progress.best = None
     save(run, value, is_best)
     finish_saving(run)
-
-
-_verdict = itemgetter("value", "is_best")
 
 
 def _copy_best(source: Path, best: Best, run: Run) -> bool:

@@ -38,10 +38,6 @@ class Position:
     def at_epoch_start(self) -> bool:
         return self.phase == self.samples == self.turn == 0
 
-    def is_end_of(self, epoch: int) -> bool:
-        """Whether exactly so many epochs are done."""
-        return self.epoch == epoch and self.at_epoch_start
-
 
 @dataclass(frozen=True, slots=True)
 class SampleKeys:
