@@ -57,7 +57,7 @@ class TabularClassifier:
         num_estimators: int = 8,
         max_context: int = 1024,
         temperature: float = 0.9,
-        epochs: int = 10,
+        epochs: int = 20,
         learning_rate: float | None = None,
         num_devices: int = 1,
         device: str = "auto",
