@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -115,6 +116,7 @@ def test_tuning_changes_what_it_says_and_keeps_what_is_better(tune, table, new_r
     argv += ["--batch-size", 2, "--epochs", 2]
     out, _ = run_here(*argv, "--save-dir", tmp_path / "run")
     assert "Starting with the weights that come with this task" in out
+    assert (re.search(r"; initialised anew: .*lora_", out) is not None) == (tune == "lora")
     start, end = (load(tmp_path / "run" / name)["model"] for name in sorted_checkpoints(tmp_path / "run"))
     changed = {name for name in start if not torch.equal(start[name], end[name])}
     adapters = {name for name in start if "lora_" in name}

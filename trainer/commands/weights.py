@@ -1,6 +1,6 @@
 """Weights into a model: the one place for training, scoring, labelling, ensembles and `--init-from`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,8 @@ def _take_from_file(run: Run, given: CheckpointFlags) -> list[str]:
                 "weights by --init-from"
             )
         parallel.load_weights(comparison.fitting, model)
-        return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}."]
+        others = f"; initialised anew: {_first(comparison.missing)}" if comparison.missing else "."
+        return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
     return []
 
 
@@ -119,5 +120,5 @@ def _described(comparison: Comparison, source: Path) -> list[str]:
     return lines
 
 
-def _first(names: Mapping[str, Any]) -> str:
+def _first(names: Collection[str]) -> str:
     return ", ".join([*names][:3]) + (", ..." if len(names) > 3 else "")
