@@ -200,12 +200,16 @@ def in_context(model: TabularModel, num_estimators: int) -> Method:
     return method
 
 
-def tuned(strategy: Strategy, weights: Path, num_estimators: int) -> Method:
+def tuned(strategy: Strategy, epochs: int, weights: Path, num_estimators: int) -> Method:
     """The same, after tuning on the rows that are learned from; what does not help on some of them is undone."""
 
     def method(problem: Problem) -> np.ndarray:
         classifier = TabularClassifier(
-            strategy, num_estimators=num_estimators, weights=None if weights == SHIPPED else weights, device="cpu"
+            strategy,
+            num_estimators=num_estimators,
+            epochs=epochs,
+            weights=None if weights == SHIPPED else weights,
+            device="cpu",
         )
         return classifier.fit(problem.features, problem.labels).predict_proba(problem.test_features)
 
@@ -276,6 +280,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="*", type=Path, default=[SHIPPED], help="checkpoints of --task tabular")
     parser.add_argument("--num-estimators", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--tune", nargs="*", choices=["base", "lora"], default=[], help="these too")
+    parser.add_argument("--epochs", type=int, default=20, help="of tuning")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="splits of each table")
     parser.add_argument("--record", type=Path, help="file of results, which are not measured again")
     args = parser.parse_args()
@@ -285,7 +290,8 @@ def main() -> None:
         model = network(path)
         for number in args.num_estimators:
             methods[f"{path.stem} x {number}"] = in_context(model, number)
-            methods |= {f"{path.stem} x {number}, {how}": tuned(how, path, number) for how in args.tune}
+            for how in args.tune:
+                methods[f"{path.stem} x {number}, {how}, {args.epochs} epochs"] = tuned(how, args.epochs, path, number)
     found = measure(methods, args.data_dir, args.seeds, Record(args.record))
     summaries = {name: summary(of_tables) for name, of_tables in found.items()}
     print(f"\n| mean | {' | '.join(summaries)} |\n| --- |{' --- |' * len(summaries)}")
