@@ -1,5 +1,10 @@
 """The classifier of tables keeps to scikit-learn's convention, and says what the model says."""
 
+import os
+import signal
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +12,7 @@ import torch
 from tests.helpers.one_thread import on_one_thread
 from trainer.estimators.tabular import TabularClassifier
 from trainer.loading.errors import BadInput
+from trainer.parallel.signals import StopRequest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,6 +26,14 @@ def moons(num_rows, seed):
     angle, y = rng.uniform(0, np.pi, num_rows), rng.integers(0, 2, num_rows)
     x = np.stack([np.cos(angle) + y, np.where(y == 1, 0.5 - np.sin(angle), np.sin(angle))], axis=1)
     return x + rng.normal(0, 0.1, x.shape), np.array(["lower", "upper"])[1 - y]
+
+
+class Frame(dict):
+    """Columns by name, as a data frame gives them."""
+
+    @property
+    def columns(self):
+        return list(self)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +108,45 @@ def test_other_columns_are_refused(fitted):
         TabularClassifier().predict(np.zeros((4, 2)))
 
 
+def test_without_names_the_order_of_columns_counts(fitted):
+    x, y = moons(60, 0)
+    frame, turned = Frame(width=x[:, 0], height=x[:, 1]), Frame(height=x[:, 1], width=x[:, 0])
+    by_name = TabularClassifier(num_estimators=1).fit(frame, y)
+    np.testing.assert_array_equal(by_name.predict_proba(x), by_name.predict_proba(frame))
+    np.testing.assert_array_equal(by_name.predict_proba(turned), by_name.predict_proba(frame))
+    np.testing.assert_array_equal(fitted.predict_proba(frame), fitted.predict_proba(x))
+    by_order = by_name.fit(x, y)
+    assert not hasattr(by_order, "feature_names_in_") and by_order.score(frame, y) > 0.9
+
+
+def stop_when_training(number):
+    """Sends a signal to this process as soon as training handles it."""
+
+    def send():
+        while not isinstance(getattr(signal.getsignal(number), "__self__", None), StopRequest):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_tuning_and_is_not_kept_from_its_process(number):
+    received = []
+    x, y = moons(60, 0)
+    classifier = TabularClassifier("lora", num_estimators=1, epochs=50)
+    before = signal.signal(number, lambda *which: received.append(which[0]))
+    try:
+        stop_when_training(number)
+        with pytest.raises(KeyboardInterrupt):
+            classifier.fit(x, y)
+    finally:
+        signal.signal(number, before)
+    assert received == [number]
+    with pytest.raises(ValueError, match="has not learned"):
+        classifier.predict(x)
+
+
 def test_parameters_are_those_of_the_constructor():
     classifier = TabularClassifier("lora", epochs=3)
     assert repr(classifier) == "TabularClassifier(strategy='lora', epochs=3)"
@@ -116,9 +169,6 @@ def test_parameters_are_checked(parameter, message):
 
 
 def test_any_name_of_a_column_will_do():
-    class Frame(dict):
-        columns = ("label", "y", "label's class")
-
     x, y = moons(40, 0)
     frame = Frame({"label": x[:, 0], "y": x[:, 1], "label's class": x[:, 0] + x[:, 1]})
     classifier = TabularClassifier(num_estimators=1).fit(frame, y)

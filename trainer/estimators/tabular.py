@@ -3,10 +3,12 @@
 import importlib
 import io
 import numbers
+import signal
 import sys
 import tempfile
 import warnings
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -23,7 +25,9 @@ from models.tabular.lora import merge_adapters
 from models.tabular.predictor import TabularModel, predict
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.records import read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
+from trainer.commands.state import STATE
 from trainer.commands.trained import model_of
 from trainer.loading.errors import BadInput
 from trainer.parallel.devices import pick_device
@@ -123,17 +127,20 @@ class TabularClassifier:
         """Learns from rows with known classes. Raises BadInput, a ValueError, where nothing can be learned."""
         self._check_parameters()
         table = _table(X)
-        self.classes_, labels = _classes(y, table.num_rows)
+        classes, labels = _classes(y, table.num_rows)
+        for learned in ("classes_", "feature_names_in_"):  # of an earlier fit: a mixture with it must not predict
+            self.__dict__.pop(learned, None)
         self.n_features_in_ = len(table.columns)
         if hasattr(X, "columns"):
             self.feature_names_in_ = np.array(table.names, dtype=object)
         name = max(table.names, key=len) + "'s class"  # which no column is called
-        label = Column.of_codes(name, labels, [f"{i}" for i in range(len(self.classes_))])
+        label = Column.of_codes(name, labels, [f"{i}" for i in range(len(classes))])
         known = labelled_table(Table("X", (*table.columns, label)), name)
         self.notes_ = known.notes
         self._encoding = Encoding.fit(known.features, known.labels)
         self._context, self._labels = torch.from_numpy(self._encoding.encode(table)), torch.from_numpy(labels)
         self._use(self._untuned() if self.strategy == "none" else self._tuned(table, labels))
+        self.classes_ = classes
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
@@ -216,7 +223,7 @@ class TabularClassifier:
         return find_weights(path.parent, {"weights": path}, print)
 
     def _tuned(self, table: Table, labels: np.ndarray) -> TrainedRun:
-        """By `trainer.fit`, in a folder that is gone afterwards."""
+        """By `trainer.fit`, in a folder that is gone afterwards; so a signal to stop ends it, as it would elsewhere."""
         several = {"multi_gpu": "ddp", "nproc": self.num_devices} if self.num_devices > 1 else {}
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
         with tempfile.TemporaryDirectory() as folder, quiet:
@@ -240,7 +247,11 @@ class TabularClassifier:
                 **several,
                 **self._flags_of_weights(),
             )
-            return find_weights(fitted.run.path, {}, print)
+            if fitted.run.state == "finished":
+                return find_weights(fitted.run.path, {}, print)
+            stopped_by = read_json(fitted.run.path / STATE).get("signal")
+        signal.raise_signal(stopped_by or signal.SIGINT)
+        raise KeyboardInterrupt  # where the signal's own handler goes on
 
     def _flags_of_weights(self) -> dict[str, Any]:
         """Those that decide which model a tuned run has."""
@@ -271,7 +282,10 @@ class TabularClassifier:
             )
 
     def _checked(self, X: Any) -> Table:  # noqa: N803
-        """Raises ValueError for a table with other columns than that of `fit`."""
+        """Raises ValueError for a table with other columns than that of `fit`.
+
+        Where only one of the two has names of columns, their order counts, as in scikit-learn.
+        """
         self._require_fitted()
         table = _table(X)
         if len(table.columns) != self.n_features_in_:
@@ -279,7 +293,10 @@ class TabularClassifier:
                 f"X has {len(table.columns)} features, but {type(self).__name__} is expecting {self.n_features_in_} "
                 "features as input"
             )
-        return table
+        if hasattr(X, "columns") == hasattr(self, "feature_names_in_"):
+            return table
+        names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(table.columns))])
+        return Table("X", tuple(replace(column, name=name) for column, name in zip(table.columns, names, strict=True)))
 
 
 def _of_sklearn(name: str, otherwise: type[Any]) -> type[Any]:
