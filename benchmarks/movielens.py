@@ -27,6 +27,7 @@ ROWS = {
     "TiSASRec, 50 items": TISASREC,
     "SASRec, 50 items": f"{SASREC} --maxlen 50",
     "SASRec, 200 items, full softmax": f"{SASREC} --loss ce",
+    "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
     "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --no-mhc=false",
     "TiSASRec, 50 items, mHC": f"{TISASREC} --no-mhc=false",
     "TiSASRec, 50 items, 4 blocks": f"{TISASREC} --num-blocks 4",
