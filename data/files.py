@@ -182,11 +182,13 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
         if not path.exists():
             raise BadInput(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
+            os.scandir(path).close()  # `glob` finds nothing in a folder that must not be read, and does not say why
             return Folder(path, where, depth=depth)
         require_regular(path)
-    if path.suffix == ".zip":
+    name = path.name.lower()
+    if name.endswith(".zip"):
         return Zip(path, where)
-    return TarGz(path, where) if path.name.endswith((".tar.gz", ".tgz")) else None
+    return TarGz(path, where) if name.endswith((".tar.gz", ".tgz")) else None
 
 
 @contextmanager

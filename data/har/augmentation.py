@@ -39,10 +39,11 @@ class WindowAugmenter:
 
     def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
         """signals: (n, C, T) float32, left as they are. index: (n,) their sample ids."""
-        num, num_turned = len(signals), 3 * self._num_triplets
+        num, _, length = signals.shape
+        num_turned = 3 * self._num_triplets
         maps, factors = self.linear_maps(epoch, index)
-        triplets = signals[:, :num_turned].reshape(num, self._num_triplets, 3, -1)
-        augmented = (maps @ triplets).reshape(num, num_turned, -1)
+        triplets = signals[:, :num_turned].reshape(num, self._num_triplets, 3, length)
+        augmented = (maps @ triplets).reshape(num, num_turned, length)
         if num_turned < self._num_channels:
             augmented = np.concatenate([augmented, factors[:, :, None] * signals[:, num_turned:]], axis=1)
         if self._strength.tempo_spread > 0:
@@ -63,7 +64,7 @@ class WindowAugmenter:
         angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
         of_triplets, of_others = np.split(scale, [3 * self._num_triplets], axis=1)
         rotations = rotation_matrices(axis, angle)[:, None]
-        return of_triplets.reshape(-1, self._num_triplets, 3, 1) * rotations, of_others
+        return of_triplets.reshape(len(index), self._num_triplets, 3, 1) * rotations, of_others
 
 
 def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:

@@ -12,18 +12,20 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from data.csv_lines import CsvTable, csv_table, in_order, plain_name, reading_utf8
-from data.files import DataFile, Folder, is_visible, shown, source_at
+from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 from trainer.loading.errors import BadInput
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _SUFFIXES = (".csv", ".tsv")
 _SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 _LABELS = ("label", "activity", "class")
-_NOT_SIGNALS = ("time", "timestamp", "date", "datetime", "seconds", "t", "index", "row", "sample", "unnamed0", "", "id")
-"""Columns that are left out, besides subject and label, where the channels are not named."""
+_NOT_SIGNALS = (*_SUBJECTS, *_LABELS, "t", "index", "row", "sample", "unnamed0", "", "id")
+_OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
+"""Columns with such names, and with names that hold one of these, are left out where the channels are not named: what
+a subject or an activity is called a second time, and clocks, which tell the activity by when it was recorded."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 """Columns of the table of `--predict`, which has one for each class too."""
 
@@ -51,8 +53,9 @@ def are_own(path: Path) -> bool:
     """Whether a path leads to a user's own recordings, not to UCI HAR: a CSV, or a folder with some."""
     if path.is_dir():
         published = ("train", "UCI HAR Dataset", "UCI HAR Dataset.zip")
-        has_csv = any(_is_csv(file.name) and is_visible(file.name) for file in path.iterdir() if file.is_file())
-        return has_csv and not any((path / p).exists() for p in published)
+        with reading_errors(f"--data-dir {path}"):
+            has_csv = any(_is_csv(file.name) and is_visible(file.name) for file in path.iterdir() if file.is_file())
+            return has_csv and not any((path / p).exists() for p in published)
     return path.is_file() and _is_csv(path.name)
 
 
@@ -150,10 +153,14 @@ def _channels(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str]]:
     with _opened(file) as table:
         own = {table.header[column] for column in _subject_and_label(table, wanted, file)}
     others = [name for name in table.header if name not in own]
-    channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS]
+    channels = [name for name in others if _is_signal(plain_name(name))]
     if not channels:
         raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(table.header)}")
     return channels, [name for name in others if name not in channels]
+
+
+def _is_signal(plain: str) -> bool:
+    return plain not in _NOT_SIGNALS and not any(part in plain for part in _OF_CLOCKS)
 
 
 @contextmanager
@@ -180,7 +187,17 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
     if problems:
         missing = f"has no column known as {' and '.join(problems)}"
         raise BadInput(f"{file.where}, line {table.line}: {missing}; there are: {', '.join(header)}")
-    return found[0], found[1]
+    subject, label = found
+    if subject == label:
+        raise BadInput(
+            f"{file.where}, line {table.line}: {header[label]} is the subject and the label; name another column by "
+            "--subject-column or --label-column"
+        )
+    for column in found:
+        if header[column] in (wanted.channels or ()):
+            role = "subject" if column == subject else "label"
+            raise BadInput(f"--channels {header[column]}: is the {role} in {file.where}; leave it out")
+    return subject, label
 
 
 def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
@@ -221,7 +238,9 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
                 f"{where}: subject {name!r}: must not begin with '-', nor hold commas or line breaks; rename it"
             )
     for name in classes:
-        if name in _OF_TABLE or "\n" in name:
+        if name in _OF_TABLE:
             raise BadInput(f"{where}: label {name!r}: is a column of the table of --predict; rename it")
+        if "\n" in name:
+            raise BadInput(f"{where}: label {name!r}: must not hold a line break; rename it")
     if len(classes) < 2:
         raise BadInput(f"{where}: has windows of {shown(classes)} alone, where two classes at least are needed")

@@ -160,9 +160,8 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:
         names = known[4::5] or known[-1:]
-    for name in names:
-        if name not in known:
-            raise BadInput(f"--test-subjects {name}: not among the subjects; those are {' '.join(known)}")
+    if strangers := [name for name in names if name not in known]:
+        raise BadInput(f"--test-subjects {' '.join(strangers)}: not among the subjects; those are {' '.join(known)}")
     if len(set(names)) >= len(known):
         raise BadInput(
             f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; give recordings "
@@ -184,6 +183,11 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     Raises BadInput when nobody would be left to train on.
     """
     candidates = training_subjects(recordings)
+    if len(candidates) == 1:
+        raise BadInput(
+            f"--data-dir: beside the test one subject is left, {recordings.name_of(candidates[0])}, and nobody for "
+            "the validation; give recordings of three people at least, or add --refit, which does without"
+        )
     if not 0 < num_val_subjects < len(candidates):
         raise BadInput(
             f"--num-val-subjects {num_val_subjects}: must be at least 1 and leave one of the "
@@ -196,10 +200,10 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
     """The people of `--val-subjects`, in order. Raises BadInput for a stranger, and when nobody is left."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
-    for name in names:
-        if name not in candidates:
-            known = " ".join(candidates)
-            raise BadInput(f"--val-subjects {name}: not a training subject; those are {known}")
+    if strangers := [name for name in names if name not in candidates]:
+        raise BadInput(
+            f"--val-subjects {' '.join(strangers)}: not among the training subjects; those are {' '.join(candidates)}"
+        )
     held_out = sorted({candidates[name] for name in names})
     if not 0 < len(held_out) < len(candidates):
         raise BadInput(

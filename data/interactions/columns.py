@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.csv_lines import plain_name
-from data.interactions.times import is_calendar_time, is_time
+from data.interactions.times import is_calendar_time, is_time, is_time_of_day
 from trainer.loading.errors import BadInput
 
 NO_TIMES = "none"
@@ -78,10 +78,15 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Whether a line holds the names of columns: one that is chosen or usual, or no number or date in three columns."""
+    """Whether a line holds the names of columns: one that is chosen or usual, or no number or date in three columns.
+
+    Words such as "book" are usual names of the item, and items too: beside a calendar time they are no names.
+    """
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
         return True
+    if any(map(is_calendar_time, first)):
+        return False
     if any(plain_name(name) in NAMES["user"] + NAMES["item"] for name in first if len(name) > 1):
         return True
     return len(first) > 2 and not any(is_time(field) for field in first)
@@ -136,6 +141,11 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
             f"--time-column {NO_TIMES} where there are no times"
         )
     found["time"] = times[0] if times else None
+    if times and any(is_time_of_day(first[column]) for column in others):
+        raise BadInput(
+            f"{where}: {' '.join(first)[:80]!r}: has the date and the time of day in columns of their own; join them, "
+            "as in 2024-05-31T18:30:00, or name the date alone by --time-column"
+        )
     return found
 
 

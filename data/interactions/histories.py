@@ -79,8 +79,10 @@ class Histories:
             num_seen = len(np.unique(history)) if self._mask_seen else 0
             num_left = self._interactions.num_items - num_seen
             if num_left < self.num_places:
+                fewer = "choose fewer, or take" if num_left else "take"
                 raise BadInput(
-                    f"--top-k {self.num_places}: {where}: user {name} has only {num_left} items left; choose fewer"
+                    f"--top-k {self.num_places}: {where}: user {name} has only {num_left} items left that are not "
+                    f"among those of the history; {fewer} the user out of the table"
                 )
 
     def __len__(self) -> int:

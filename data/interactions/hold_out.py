@@ -25,6 +25,12 @@ class HoldOut:
     val_share: float = 0.1
     test_share: float = 0.1
 
+    @property
+    def flags(self) -> str:
+        """As on a command line."""
+        shares = f" --val-share {self.val_share:g} --test-share {self.test_share:g}"
+        return f"--split {self.kind}" + ("" if self.kind == "leave-one-out" else shares)
+
     def bounds(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
         """How many of each user's interactions are training, and how many training or validation, (num_users,) int64.
 

@@ -1,6 +1,7 @@
 """Who interacted with what, when: reads files of interactions, a user's own and those of published data sets."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from data.interactions.table import read_table
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 from trainer.loading.errors import BadInput
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 _SUFFIXES = (".txt", ".csv", ".tsv", ".dat", ".inter")
 
@@ -78,7 +79,7 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
 
 def find_file(path: Path, flag: str = "--data-dir") -> DataFile:
     """The file of interactions that a path leads to. flag: by which it was given. Raises BadInput."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # which does not raise for a link that leads to itself
     source = source_at(path, depth=1, advice="give a file of interactions", flag=flag)
     return DataFile(Folder(path.parent, f"{flag} {path.parent}"), path.name) if source is None else _choose(source)
 

@@ -226,7 +226,10 @@ def split_interactions(
     split = _load_split(interactions, cache_dir, hold_out)
     train = TrainSequences(interactions, split, maxlen, seed, negatives)
     if not len(train):
-        raise BadInput("--data-dir: no user has two interactions to train on; give more data, or a smaller --k-core")
+        raise BadInput(
+            f"{hold_out.flags}: leaves no user two interactions to train on; give more data, hold out less, or choose "
+            "a smaller --k-core"
+        )
     clean = eval_negatives == "clean"
     excluded = _load_all_items(interactions, cache_dir) if clean else split.items
     val, test = (

@@ -119,15 +119,17 @@ class _Parser:
         layout = self._layout
         for number, unstripped in lines:
             fields, reason = [field.strip() for field in unstripped], None
+            advice = "; mend it, or give another file"
             if len(fields) != layout.num_columns:
                 reason = f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {layout.num_columns}"
             elif _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
                 reason = "the user or the item has no name, or one with a line break"
             elif layout.time is not None and parse_times([fields[layout.time]]) is None:
                 reason = f"{_shorten(fields[layout.time])!r} is not {EXPECTED}"
+                advice = "; mend it, or name another column by --time-column"
             if reason is not None:
                 shown = _shorten(" ".join(fields))
-                return BadInput(f"{self._where}, line {number}: {shown!r}: {reason}; mend it, or give another file")
+                return BadInput(f"{self._where}, line {number}: {shown!r}: {reason}{advice}")
         return BadInput(f"{self._where}: its times are numbers in some lines and dates in others; mend it")
 
 
@@ -157,7 +159,12 @@ def _is_no_name(text: str) -> bool:
 
 
 def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
-    num_distinct = len(np.unique(times))
+    num_distinct = len(np.unique(np.floor(times)))
+    if times.dtype.kind == "f" and 2 * num_distinct < len(np.unique(times)):
+        return [
+            f"Warning: {len(np.unique(times)):,} distinct times are {num_distinct:,} in whole seconds, which is what "
+            "intervals and --split time are told by; fractions count for the order alone. Give times in seconds."
+        ]
     if num_distinct >= _FEW_TIMES or num_interactions <= _MANY_INTERACTIONS * num_distinct:
         return []
     return [

@@ -1,7 +1,7 @@
 """Times of interactions: numbers, or dates in the forms of ISO 8601."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, time
 
 import numpy as np
 
@@ -41,6 +41,15 @@ def is_calendar_time(text: str) -> bool:
     low, high = _CALENDAR_S
     number = float(text)
     return low <= number < high or 1e3 * low <= number < 1e3 * high
+
+
+def is_time_of_day(text: str) -> bool:
+    """Whether it is one such as 18:30:00, without the date."""
+    try:
+        time.fromisoformat(text)
+    except ValueError:
+        return False
+    return ":" in text
 
 
 def _whole_numbers(texts: Sequence[str]) -> np.ndarray:

@@ -86,8 +86,12 @@ def test_mistakes(own, run_here, recordings, tmp_path):
     save = ["--save-dir", tmp_path / "run"]
     for argv, part in (
         (["--window", 40, *SHORT], "--window 40: for recordings of your own alone; give them by --data-dir"),
-        ([*own, "--val-subjects", "zoe"], "--val-subjects zoe: not a training subject; those are ann bob cat dan fay"),
+        (
+            [*own, "--val-subjects", "zoe"],
+            "--val-subjects zoe: not among the training subjects; those are ann bob cat dan fay",
+        ),
         ([*own, "--subject-column", "who"], "has no column known as --subject-column who; there are: when, heart"),
+        ([*own[:2], "--channels", "heart,acc_x,heart", *own[4:]], "--channels: names heart more than once"),
         ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs 17 rows at least"),
         (["--data-dir", tmp_path / "notes.pdf"], "notes.pdf: is neither UCI HAR, a folder or a zip, nor a CSV"),
     ):

@@ -209,7 +209,16 @@ def test_one_mistake(args, part, refused, data_file):
         ("a 1 5\na 2 4\n", "", "the time is not known; say it by --time-column"),
         ("a,b,c\na,2,4\n", "", "none is known as the user or the item or the time: name it by --user-column"),
         (f"{HEAD}a 1 10\n", "--time-column at", "--time-column at: "),
-        (f"{HEAD}a 1 10\na 2 20\nb 1 5\nb 3 5\n", "--k-core 0", "its data set 'val' is empty"),
+        (
+            f"{HEAD}a 1 10\na 2 20\nb 1 5\nb 3 5\n",
+            "--k-core 0",
+            "--split leave-one-out: leaves no interaction for the validation",
+        ),
+        (
+            f"{HEAD}a 1 1\na 2 1\na 3 1\n",
+            "--k-core 0 --split time",
+            "--split time --val-share 0.1 --test-share 0.1: leaves ",
+        ),
         (f"{HEAD}a 1 1\na 2 2\na 3 3\na 4 4\n", "--k-core 0 --eval-negatives clean", "--eval-negatives clean: "),
         (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "one user leaves 0 of the 2 items"),
     ],

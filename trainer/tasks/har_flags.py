@@ -114,6 +114,9 @@ class HarFlags(FlagGroup):
             found.append("--freeze-encoder: would freeze random weights; give a trained encoder by --encoder-path")
         if self.model == "deepconvlstm" and (self.window or _SHORTEST_OF_LSTM) < _SHORTEST_OF_LSTM:
             found.append(f"--window {self.window}: --model deepconvlstm needs {_SHORTEST_OF_LSTM} rows at least")
+        channels = self.channels or ()
+        if twice := {name for name in channels if channels.count(name) > 1}:
+            found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
         if self.refit and self.val_subjects is not None:
             found.append("--refit and --val-subjects: exclude each other; the first holds nobody out")
         return found

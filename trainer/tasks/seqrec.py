@@ -282,7 +282,7 @@ class SeqrecTask(Task):
     @cached_property
     def _splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
         config: SeqrecFlags = self.config
-        return split_interactions(
+        splits = split_interactions(
             self._interactions,
             self.cache_dir,
             config.hold_out,
@@ -292,6 +292,13 @@ class SeqrecTask(Task):
             eval_negatives=config.eval_negatives,
             mask_seen=config.mask_seen,
         )
+        for part, name in (("validation", "val"), ("test", "test")):
+            if len(splits[name]) == 0:
+                raise BadInput(
+                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another one of its "
+                    "user; give more data, or choose another --split or other shares"
+                )
+        return splits
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
         """The longest histories."""

@@ -87,6 +87,39 @@ def test_decimal_commas_and_chosen_columns(load, tmp_path):
     assert found.channels == ("level",) and found.signals[0, 0].tolist() == [i / 4 for i in range(10)]
 
 
+def test_clocks_and_second_names_of_the_answer_are_no_channels(load, tmp_path):
+    names = ["Time (s)", "seconds_elapsed", "timestamp_ms", "acc", "light", "subject", "activity", "activity_id"]
+    rows = [[i, i, i, i % 3, i % 5, "p", "ab"[i // 12], i // 12] for i in range(24)]
+    path = write(tmp_path / "mine.csv", rows, names)
+    loaded = load(path)
+    assert loaded.recordings.channels == ("acc", "light")
+    assert "Not read: the columns Time (s), seconds_elapsed, timestamp_ms, activity_id;" in " ".join(loaded.remarks)
+    assert load(path, channels=("acc", "seconds_elapsed")).recordings.channels == ("acc", "seconds_elapsed")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"channels": ("acc_x", "activity")}, r"^--channels activity: is the label in .*mine.csv; leave it out"),
+        ({"channels": ("subject",)}, r"^--channels subject: is the subject in "),
+        ({"subject_column": "activity"}, r"line 1: activity is the subject and the label; name another column by "),
+    ],
+)
+def test_a_column_has_one_role(load, tmp_path, chosen, message):
+    with pytest.raises(BadInput, match=message):
+        load(write(tmp_path / "mine.csv", rows_of(BOUTS)), **chosen)
+
+
+def test_channels_without_triplets_are_scaled_alone():
+    signals = np.random.default_rng(0).normal(size=(5, 2, 20)).astype(np.float32)
+    changed = WindowAugmenter(Augmentation(45.0, 0.3, 0.0, 0.0), np.ones(2), seed=0, num_triplets=0)(
+        signals, 0, np.arange(5)
+    )
+    factors = changed / signals
+    np.testing.assert_allclose(factors, factors[:, :, :1] * np.ones(20), rtol=1e-4)
+    assert factors[:, :, 0].std() > 0.1
+
+
 def test_triplets_come_first_and_are_turned_together_while_others_are_scaled_alone():
     names = ["hr", "gyro_x", "gyro_y", "gyro_z", "AccX", "AccY", "AccZ", "box", "temp_x"]
     ordered, num = triplets_first(names)
@@ -115,8 +148,8 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
     assert tested(None) == {"p4"} and tested(["p1", "p6"]) == {"p1", "p6"}
     splits = split_by_subject(with_test_subjects(recordings, None), 0, [0])
     assert {name: len(part) for name, part in splits.items()} == {"train": 10, "val": 2, "test": 2}
-    with pytest.raises(BadInput, match=r"^--test-subjects eve: not among the subjects; those are p0 p1"):
-        tested(["eve"])
+    with pytest.raises(BadInput, match=r"^--test-subjects eve zoe: not among the subjects; those are p0 p1"):
+        tested(["eve", "p1", "zoe"])
     with pytest.raises(BadInput, match=r"^--test-subjects p0 .*: leaves none of the 7 subjects"):
         tested([f"p{i}" for i in range(7)])
 
@@ -135,6 +168,8 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
         (lambda lines: lines[:1], "has column names, but no rows"),
         (lambda lines: [], "is empty"),
         (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence': is a column of"),
+        (lambda lines: [lines[0], *(line.replace("walk", '"wa') + '\n' + 'lk"' if "walk" in line else line
+         for line in lines[1:])], "label 'wa\\nlk': must not hold a line break"),
         (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
     ],
 )  # fmt: skip

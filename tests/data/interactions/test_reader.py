@@ -207,6 +207,7 @@ def test_columns_are_found_by_name_and_without_names_by_what_they_hold(load, con
         ("user,buyer,item,time\n7,1,2,30\n7,1,3,20\n", {"user": "buyer"}),
         ("1,2,30\n1,3,20\n", {"time": "3"}),
         ("9,20,2,8,1\n9,30,3,8,1\n", {"user": "5", "item": "3", "time": "none"}),
+        ("u,2,978300020,game\nu,3,978300030,book\n", {"user": "1", "item": "2", "time": "none"}),
     ],
 )
 def test_columns_are_those_that_are_named(load, content, chosen) -> None:
@@ -227,6 +228,7 @@ def test_columns_are_those_that_are_named(load, content, chosen) -> None:
          "with a date or .*say it by --time-column, counted from 1, or --time-column none"),
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
+        ("1 2 2023-11-20 05:05:46\n", {}, "has the date and the time of day in columns of their own; join them"),
         ("abonnent,title\n1,2\n", {}, "abonnent, title: not known as names of columns, and unlike"),
         ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; there are: "),
         ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has the columns 1 to 3"),
@@ -246,6 +248,8 @@ def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) 
     )
     assert "only 5 distinct times in 60 interactions" in doubted.remarks[1] and "--time-column" in doubted.remarks[1]
     assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 1
+    parts_of_a_year = "".join(f"{i % 9},{i % 7},{i / 60}\n" for i in range(60))
+    assert "60 distinct times are 1 in whole seconds" in load("user,item,time\n" + parts_of_a_year, "0.csv").remarks[1]
     assert load("1,2,978300030\n", "bare.csv").remarks == ("Interactions: user from column 1, item from column 2, "
                                                            "time from column 3.",)  # fmt: skip
 
