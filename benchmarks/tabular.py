@@ -287,11 +287,11 @@ def main() -> None:
     torch.set_num_threads(1)
     methods = {name: CLASSICAL[name] for name in args.methods}
     for path in args.weights:
-        model = network(path)
+        model, label = network(path), "shipped" if path == SHIPPED else str(path)
         for number in args.num_estimators:
-            methods[f"{path.stem} x {number}"] = in_context(model, number)
+            methods[f"{label} x {number}"] = in_context(model, number)
             for how in args.tune:
-                methods[f"{path.stem} x {number}, {how}, {args.epochs} epochs"] = tuned(how, args.epochs, path, number)
+                methods[f"{label} x {number}, {how}, {args.epochs} epochs"] = tuned(how, args.epochs, path, number)
     found = measure(methods, args.data_dir, args.seeds, Record(args.record))
     summaries = {name: summary(of_tables) for name, of_tables in found.items()}
     print(f"\n| mean | {' | '.join(summaries)} |\n| --- |{' --- |' * len(summaries)}")

@@ -36,6 +36,12 @@ def class_labels(table: Table, name: str) -> Labels:
     where = f"{table.where}: --label {name}"
     if num_labelled == 0:
         raise BadInput(f"{where}: no row has a label; give a column with some")
+    refuse_unless_classes(classes, num_labelled, where)
+    return Labels(name, classes, values)
+
+
+def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
+    """Raises BadInput for one class, and for so many that they are none. where: as the message begins."""
     if len(classes) == 1:
         raise BadInput(f"{where}: all rows are of one class, {classes[0]!r}; learning to tell classes apart takes two")
     if num_labelled < _FEWEST_ROWS_PER_CLASS * len(classes):
@@ -43,7 +49,6 @@ def class_labels(table: Table, name: str) -> Labels:
             f"{where}: has {len(classes):,} different values in {num_labelled:,} rows, too many for classes; give a "
             "column of classes, or make classes of it (of a number, intervals)"
         )
-    return Labels(name, classes, values)
 
 
 def class_numbers(column: Column, classes: Sequence[str]) -> np.ndarray:

@@ -16,6 +16,7 @@ LARGEST_NUMBER = 1e100
 _NEARLY_ALL = 0.95
 """Of the values that are there, in a column of numbers or dates; what is no number there counts as missing."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_INFINITE = re.compile(r"[+-]?inf(inity)?", re.IGNORECASE)
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
     r"([ T]\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?( ?[AaPp][Mm])?(Z| ?[+-]\d{2}:?\d{2})?)?"
@@ -44,12 +45,15 @@ class Column:
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
-        """From an array (n,) of numbers or booleans, or of anything else, of which the texts are taken."""
-        if values.dtype.kind in "fiub":
+        """From an array (n,) of numbers, or of anything else, of which the texts are taken.
+
+        So booleans are the same in an array of their own and among objects, where gaps put them.
+        """
+        if values.dtype.kind in "fiu":
             return cls(name, values.astype(np.float64))
         if values.dtype.kind == "M":  # Python would make plain numbers of times in nanoseconds
             values = values.astype(str)
-        texts = ["" if value is None else str(value) for value in values.tolist()]
+        texts = [_text(value) for value in values.tolist()]
         present, codes = np.unique(np.array(texts, dtype=str), return_inverse=True)
         return cls.of_codes(name, codes, present.tolist())
 
@@ -97,7 +101,7 @@ class Column:
     def typed(self) -> "Column":
         """With numbers for texts where nearly all that is there are numbers."""
         numbers = Column(self.name, self.as_numbers())
-        return numbers if self.texts is None or self._are_nearly_all(np.isfinite(numbers.values)) else self
+        return numbers if self.texts is None or self._are_nearly_all(self.looked_up(_is_number) > 0) else self
 
     def is_date(self) -> bool:
         """Whether nearly all values that are there are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
@@ -150,6 +154,18 @@ def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Tabl
 def number_text(value: float) -> str:
     """3 for 3.0, else the shortest text from which float makes the same number."""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+
+
+def _text(value: object) -> str:
+    """Of an object in a column; the same for 1 and 1.0."""
+    if isinstance(value, float):
+        return number_text(float(value))
+    return "" if value is None else str(value)
+
+
+def _is_number(text: str) -> bool:
+    """Also one that counts as missing because it is infinite or too large."""
+    return _NUMBER.fullmatch(text) is not None or _INFINITE.fullmatch(text) is not None
 
 
 def _number(text: str) -> float:

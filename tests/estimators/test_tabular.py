@@ -13,6 +13,7 @@ from tests.helpers.one_thread import on_one_thread
 from trainer.estimators.tabular import TabularClassifier
 from trainer.loading.errors import BadInput
 from trainer.parallel.signals import StopRequest
+from trainer.tasks.tabular import SHIPPED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +76,80 @@ def test_texts_gaps_and_ids(fitted):
     assert classifier.score(x, colour == "red") > 0.9
 
 
+def test_values_are_the_same_with_and_without_gaps():
+    rng = np.random.default_rng(0)
+    flag, noise = rng.random(80) < 0.5, rng.normal(size=80)
+    gaps = np.where(np.arange(80) == 0, None, flag)
+    with_all = TabularClassifier(num_estimators=1).fit(Frame(flag=flag, noise=noise), flag)
+    with_gaps = TabularClassifier(num_estimators=1).fit(Frame(flag=gaps, noise=noise), flag)
+    for classifier in (with_all, with_gaps):
+        assert min(classifier.score(Frame(flag=each, noise=noise), flag) for each in (flag, gaps)) > 0.95
+    mixed = np.array(["a", 1, 1.0, 2.5] * 20, object)
+    classifier = TabularClassifier(num_estimators=1).fit(Frame(mixed=mixed), mixed == "a")
+    np.testing.assert_array_equal(*classifier.predict_proba(Frame(mixed=np.array([1, 1.0], object))))
+
+
+def test_classes_to_score_are_one_for_each_row(fitted):
+    x, y = moons(40, 1)
+    with pytest.warns(UserWarning, match="column-vector"):
+        assert fitted.score(x, y[:, None]) == fitted.score(x, y)
+    for score in (fitted.score, fitted.evaluate):
+        with pytest.raises(ValueError, match="X has 40 rows, and y 1"):
+            score(x, y[:1])
+
+
+def test_numpys_parameters_and_times_as_classes_are_saved(tmp_path):
+    x, y = moons(40, 0)
+    days = np.array(["2024-05-31", "2024-06-01"], "M8[D]")
+    numpys = {"num_estimators": np.int64(2), "temperature": np.float64(0.9), "random_state": np.int64(3)}
+    classifier = TabularClassifier(**numpys).fit(x, days[(y == "upper").astype(int)])
+    classifier.save(tmp_path / "model.pth")
+    loaded = TabularClassifier.load(tmp_path / "model.pth")
+    assert loaded.predict(x).dtype == days.dtype
+    np.testing.assert_array_equal(loaded.predict(x), classifier.predict(x))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+def test_weights_that_cannot_be_tuned_or_used(tmp_path):
+    shipped = torch.load(SHIPPED, weights_only=True)
+    adapters = {"blocks.0.over_rows.query.lora_a": torch.zeros(2, 2)}
+    torch.save(shipped | {"model": shipped["model"] | adapters}, tmp_path / "adapted.pth")
+    torch.save({"model": shipped["model"]}, tmp_path / "alone.pth")
+    with pytest.raises(BadInput, match=r"adapted\.pth: holds adapters of another tuning"):
+        TabularClassifier("base", weights=tmp_path / "adapted.pth").fit(*moons(40, 0))
+    with pytest.raises(BadInput, match=r"alone\.pth: holds weights alone"):
+        TabularClassifier(weights=tmp_path / "alone.pth").fit(*moons(40, 0))
+
+
+def test_tuning_sees_what_predictions_see(monkeypatch):
+    """Without what is left out; infinite numbers are missing, and long texts take no memory."""
+    seen = []
+
+    def stop(task, data_dir, **_):
+        with np.load(data_dir) as table:
+            seen.extend((table["X"], table["y"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.estimators.tabular.fit", stop)
+    x, y = moons(60, 0)
+    numbers = np.where(np.arange(60) % 10 == 0, np.inf, x[:, 0])
+    frame = Frame(customerId=np.arange(60)[::-1] * 3, numbers=numbers, texts=np.array(["a" * 10_000, "b"] * 30))
+    with pytest.raises(KeyboardInterrupt):
+        TabularClassifier("lora").fit(frame, y)
+    assert seen[0].shape == (60, 2) and seen[0].dtype == np.float32
+    np.testing.assert_array_equal(np.isnan(seen[0][:, 0]), np.isinf(numbers))
+    np.testing.assert_array_equal(seen[0][:, 1], [0, 1] * 30)
+    np.testing.assert_array_equal(seen[1], y == "upper")
+
+
+def test_random_numbers_of_the_process_stay_as_they_are():
+    torch.manual_seed(0)
+    TabularClassifier(num_estimators=1).fit(*moons(20, 0))
+    number = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(1), number)
+
+
 @pytest.mark.parametrize("strategy", ["base", "lora"])
 def test_tuned_classifiers(strategy, tmp_path, capsys):
     x, y = moons(60, 0)
@@ -92,6 +167,8 @@ def test_tuned_classifiers(strategy, tmp_path, capsys):
     [
         (np.zeros(5), np.zeros(5), "Expected 2D array, got 1D array"),
         (np.zeros((4, 2)), np.zeros(3), "X has 4 rows, and y 3"),
+        (Frame(), np.zeros(3), "0 feature"),
+        (Frame({f"x{i}": np.zeros(3) for i in range(1001)}), np.zeros(3), "X has 1,001 columns, where 1,000 are the"),
         (np.random.default_rng(0).normal(size=(9, 2)), np.zeros(9), "all rows are of one class"),
         (np.random.default_rng(0).normal(size=(9, 2)), np.linspace(0, 1, 9), "Unknown label type: continuous"),
     ],
@@ -160,7 +237,10 @@ def test_parameters_are_those_of_the_constructor():
     [
         ({"strategy": "lorra"}, "strategy 'lorra': must be one of none, base, lora"),
         ({"num_estimators": 0}, "num_estimators 0: must be a whole number, at least 1"),
-        ({"random_state": "a"}, "random_state 'a': must be a whole number or None"),
+        ({"random_state": "a"}, "random_state 'a': must be a whole number, at least 0, or None"),
+        ({"random_state": -1}, "random_state -1: must be a whole number, at least 0, or None"),
+        ({"temperature": 0}, "temperature 0: must be a finite number above 0"),
+        ({"device": "gpu"}, 'device \'gpu\': must be "auto", "cpu"'),
     ],
 )
 def test_parameters_are_checked(parameter, message):

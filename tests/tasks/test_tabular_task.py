@@ -191,6 +191,7 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ("--min-rows 90 --max-rows 80", "--min-rows 90 and --max-rows 80: the first must not exceed the second"),
         ("--label kind", "--label kind: does nothing without --data-dir"),
         ("--tune base", "--tune base: does nothing without --data-dir"),
+        ("--num-estimators 4", "--num-estimators 4: does nothing without --data-dir"),
         ("--data-dir TABLE", "--label: must name the column that is to be predicted"),
         (
             "--data-dir TABLE --label kind --num-tables 9",

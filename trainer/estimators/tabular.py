@@ -6,6 +6,7 @@ import numbers
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -17,9 +18,10 @@ import numpy as np
 import torch
 
 from data.tabular.encoding import Encoding
+from data.tabular.labels import Labels, refuse_unless_classes
 from data.tabular.reader import MOST_COLUMNS
 from data.tabular.scores import scores
-from data.tabular.screening import labelled_table
+from data.tabular.screening import screened
 from data.tabular.table import Column, Table, table_of_array
 from models.tabular.lora import merge_adapters
 from models.tabular.predictor import TabularModel, predict
@@ -30,12 +32,18 @@ from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.state import STATE
 from trainer.commands.trained import model_of
 from trainer.loading.errors import BadInput
+from trainer.loading.files import written_as_a_whole
 from trainer.parallel.devices import pick_device
 from trainer.tasks.tabular import SHIPPED, TabularTask
 
 _TUNING_BATCH = 16
 """Problems of a step, whatever the number of devices."""
 _OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads")
+_TUNING = threading.Lock()
+"""One at a time in a process, which has one standard output to keep quiet."""
+
+_TIMES = "mM"
+"""Kinds of numpy's types that no checkpoint holds."""
 
 Strategy = Literal["none", "base", "lora"]
 
@@ -133,13 +141,13 @@ class TabularClassifier:
         self.n_features_in_ = len(table.columns)
         if hasattr(X, "columns"):
             self.feature_names_in_ = np.array(table.names, dtype=object)
-        name = max(table.names, key=len) + "'s class"  # which no column is called
-        label = Column.of_codes(name, labels, [f"{i}" for i in range(len(classes))])
-        known = labelled_table(Table("X", (*table.columns, label)), name)
-        self.notes_ = known.notes
-        self._encoding = Encoding.fit(known.features, known.labels)
+        known = Labels("y", tuple(map(str, classes.tolist())), labels)
+        refuse_unless_classes(known.classes, len(labels), known.name)
+        features, notes = screened(table, known, np.ones(len(labels), bool))
+        self.notes_ = tuple(notes)
+        self._encoding = Encoding.fit(features, known)
         self._context, self._labels = torch.from_numpy(self._encoding.encode(table)), torch.from_numpy(labels)
-        self._use(self._untuned() if self.strategy == "none" else self._tuned(table, labels))
+        self._use(self._untuned() if self.strategy == "none" else self._tuned())
         self.classes_ = classes
         return self
 
@@ -153,10 +161,10 @@ class TabularClassifier:
             self._labels,
             queries,
             len(self.classes_),
-            num_estimators=self.num_estimators,
-            seed=self.random_state or 0,
-            temperature=self.temperature,
-            max_context=self.max_context,
+            num_estimators=int(self.num_estimators),
+            seed=self._seed,
+            temperature=float(self.temperature),
+            max_context=int(self.max_context),
         )
         return found.numpy()
 
@@ -168,13 +176,14 @@ class TabularClassifier:
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
         """The share of rows whose class is predicted."""
-        return float(np.mean(self.predict(X) == np.asarray(y)))
+        predicted = self.predict(X)
+        return float(np.mean(predicted == _one_class_a_row(y, len(predicted))))
 
     def evaluate(self, X: Any, y: Any) -> dict[str, float]:  # noqa: N803
         """accuracy, auc, log_loss, brier and ece (`data.tabular.scores`). y: classes that `fit` knows."""
         probabilities = self.predict_proba(X)
         places = {value: i for i, value in enumerate(self.classes_.tolist())}
-        values = np.asarray(y).tolist()
+        values = _one_class_a_row(y, len(probabilities)).tolist()
         if unknown := [value for value in values if value not in places]:
             raise ValueError(f"y holds {unknown[0]!r}, which is no class that fit has seen")
         return scores(np.array([places[value] for value in values]), probabilities)
@@ -185,8 +194,10 @@ class TabularClassifier:
         """Everything that `predict_proba` needs, as a file that `load` reads without executing anything."""
         self._require_fitted()
         state = {
-            "params": {name: value for name, value in self.get_params().items() if name not in ("weights", "device")},
-            "classes": self.classes_.tolist(),
+            "params": {
+                name: _plain(value) for name, value in self.get_params().items() if name not in ("weights", "device")
+            },
+            "classes": _numbers_of_times(self.classes_).tolist(),
             "class_type": self.classes_.dtype.str,
             "num_features": self.n_features_in_,
             "names": list(getattr(self, "feature_names_in_", ())),
@@ -196,9 +207,10 @@ class TabularClassifier:
             "labels": self._labels,
             **{name: self._run.state[name] for name in ("model", "config")},
         }
-        temporary = Path(f"{path}.tmp")
-        torch.save(state, temporary)
-        temporary.replace(path)
+        content = io.BytesIO()
+        torch.save(state, content)
+        with written_as_a_whole(Path(path), Path(f"{path}.tmp"), binary=True) as file:
+            file.write(content.getbuffer())
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularClassifier":
@@ -207,7 +219,8 @@ class TabularClassifier:
         if not {"params", "encoding", "context"} <= state.keys():
             raise BadInput(f"{path}: was not written by TabularClassifier.save")
         loaded = cls(**state["params"])
-        loaded.classes_ = np.array(state["classes"], dtype=state["class_type"])
+        class_type = np.dtype(state["class_type"])
+        loaded.classes_ = np.array(state["classes"], np.int64 if class_type.kind in _TIMES else None).astype(class_type)
         loaded.n_features_in_, loaded.notes_ = state["num_features"], tuple(state["notes"])
         if state["names"]:
             loaded.feature_names_in_ = np.array(state["names"], dtype=object)
@@ -220,32 +233,38 @@ class TabularClassifier:
 
     def _untuned(self) -> TrainedRun:
         path = SHIPPED if self.weights is None else Path(self.weights)
-        return find_weights(path.parent, {"weights": path}, print)
+        run = find_weights(path.parent, {"weights": path}, print)
+        if "config" not in run.state:
+            raise BadInput(
+                f"weights {path}: holds weights alone; give a checkpoint of --task tabular, such as best.pth"
+            )
+        return run
 
-    def _tuned(self, table: Table, labels: np.ndarray) -> TrainedRun:
+    def _tuned(self) -> TrainedRun:
         """By `trainer.fit`, in a folder that is gone afterwards; so a signal to stop ends it, as it would elsewhere."""
-        several = {"multi_gpu": "ddp", "nproc": self.num_devices} if self.num_devices > 1 else {}
+        several = {"multi_gpu": "ddp", "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
+        of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
-        with tempfile.TemporaryDirectory() as folder, quiet:
+        with _TUNING, tempfile.TemporaryDirectory() as folder, quiet:
             path = Path(folder) / "table.npz"
-            np.savez(path, X=np.stack([column.as_texts() for column in table.columns], axis=1), y=labels)
+            np.savez(path, X=self._context.numpy(), y=self._labels.numpy())
             fitted = fit(
                 TabularTask,
                 data_dir=path,
                 tune=self.strategy,
                 test_share=0.0,
-                epochs=self.epochs,
+                epochs=int(self.epochs),
                 lr=self.learning_rate,
                 global_batch_size=_TUNING_BATCH,
-                batch_size=-(-_TUNING_BATCH // self.num_devices),
+                batch_size=-(-_TUNING_BATCH // int(self.num_devices)),
                 device=self.device,
-                seed=self.random_state or 0,
-                num_estimators=self.num_estimators,
-                max_context=self.max_context,
+                seed=self._seed,
+                num_estimators=int(self.num_estimators),
+                max_context=int(self.max_context),
                 init_from_partial=self.weights,
                 save_dir=Path(folder) / "run",
                 **several,
-                **self._flags_of_weights(),
+                **of_weights,
             )
             if fitted.run.state == "finished":
                 return find_weights(fitted.run.path, {}, print)
@@ -257,8 +276,17 @@ class TabularClassifier:
         """Those that decide which model a tuned run has."""
         if self.weights is None:
             return {}
-        config = self._untuned().state["config"]
+        state = self._untuned().state
+        if any("lora_" in name for name in state["model"]):
+            raise BadInput(
+                f"weights {self.weights}: holds adapters of another tuning; give the weights that it began with"
+            )
+        config = state["config"]
         return {name: config[f"--{name.replace('_', '-')}"] for name in _OF_THE_MODEL}
+
+    @property
+    def _seed(self) -> int:
+        return int(self.random_state or 0)
 
     def _check_parameters(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -266,12 +294,20 @@ class TabularClassifier:
         for name in ("num_estimators", "max_context", "epochs", "num_devices"):
             if not isinstance(getattr(self, name), numbers.Integral) or getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)!r}: must be a whole number, at least 1")
-        if not (self.random_state is None or isinstance(self.random_state, numbers.Integral)):
-            raise ValueError(f"random_state {self.random_state!r}: must be a whole number or None")
+        state, temperature = self.random_state, self.temperature
+        if not (state is None or (isinstance(state, numbers.Integral) and state >= 0)):
+            raise ValueError(f"random_state {state!r}: must be a whole number, at least 0, or None")
+        if not (isinstance(temperature, numbers.Real) and 0 < temperature < float("inf")):
+            raise ValueError(f"temperature {temperature!r}: must be a finite number above 0")
+        if self.device not in ("auto", "cpu") and not (
+            str(self.device).partition(":")[0] == "cuda" and torch.cuda.is_available()
+        ):
+            raise ValueError(f'device {self.device!r}: must be "auto", "cpu", or where there is a GPU "cuda"')
 
     def _use(self, run: TrainedRun) -> None:
         """Builds the network, with adapters merged into its weights, on the device."""
-        model = model_of(run, TabularTask)
+        with torch.random.fork_rng(devices=[]):  # weights are drawn before they are read
+            model = model_of(run, TabularTask)
         merge_adapters(model)
         self._run, self._model = run, model.to(pick_device(self.device), torch.float32)
 
@@ -309,6 +345,7 @@ def _table(X: Any) -> Table:  # noqa: N803
     """Raises ValueError for anything but two dimensions of plain values."""
     if hasattr(X, "columns"):
         columns = [Column.of_values(str(name), np.asarray(X[name])) for name in X.columns]
+        _refuse_shape(len(columns[0].values) if columns else 0, len(columns))
         return Table("X", tuple(columns))
     if hasattr(X, "toarray"):
         raise TypeError("X is a sparse matrix, which is not supported; give X.toarray()")
@@ -320,32 +357,23 @@ def _table(X: Any) -> Table:  # noqa: N803
             f"Expected 2D array, got {values.ndim}D array instead. Reshape your data: a row for each sample, a column "
             "for each feature"
         )
-    if 0 in values.shape:
-        what = "sample" if values.shape[0] == 0 else "feature"
-        raise ValueError(f"0 {what}(s) (shape={values.shape}) while a minimum of 1 is required.")
-    if values.shape[1] > MOST_COLUMNS:
-        raise ValueError(
-            f"X has {values.shape[1]:,} columns, where {MOST_COLUMNS:,} are the most; keep those that matter"
-        )
+    _refuse_shape(*values.shape)
     return table_of_array(values, [f"x{i}" for i in range(values.shape[1])], "X")
+
+
+def _refuse_shape(num_rows: int, num_columns: int) -> None:
+    if 0 in (num_rows, num_columns):
+        what = "sample" if num_columns else "feature"
+        raise ValueError(f"0 {what}(s) (shape={num_rows, num_columns}) while a minimum of 1 is required.")
+    if num_columns > MOST_COLUMNS:
+        raise ValueError(f"X has {num_columns:,} columns, where {MOST_COLUMNS:,} are the most; keep those that matter")
 
 
 def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The different values, in order, and the place of each row's, (n,) int64. Raises ValueError."""
     if y is None:
         raise ValueError("requires y to be passed, but the target y is None")
-    values = np.asarray(y)
-    if values.ndim == 2 and values.shape[1] == 1:
-        warnings.warn(
-            "A column-vector y was passed when a 1d array was expected; its column is taken",
-            _of_sklearn("DataConversionWarning", UserWarning),
-            stacklevel=3,
-        )
-        values = values[:, 0]
-    if values.ndim != 1:
-        raise ValueError(f"y should be a 1d array, got an array of shape {values.shape} instead")
-    if len(values) != num_rows:
-        raise ValueError(f"X has {num_rows} rows, and y {len(values)}; give a class for each row")
+    values = _one_class_a_row(y, num_rows)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError("Input y contains NaN or infinity")
     if values.dtype.kind == "f" and (values != values.round()).any():
@@ -355,3 +383,29 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     except TypeError as error:
         raise ValueError(f"y holds values that have no order: {error}; give classes of one type") from None
     return classes, places.astype(np.int64)
+
+
+def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
+    """(n,), also of a column. Raises ValueError for another number of rows."""
+    values = np.asarray(y)
+    if values.ndim == 2 and values.shape[1] == 1:
+        warnings.warn(
+            "A column-vector y was passed when a 1d array was expected; its column is taken",
+            _of_sklearn("DataConversionWarning", UserWarning),
+            stacklevel=4,
+        )
+        values = values[:, 0]
+    if values.ndim != 1:
+        raise ValueError(f"y should be a 1d array, got an array of shape {values.shape} instead")
+    if len(values) != num_rows:
+        raise ValueError(f"X has {num_rows} rows, and y {len(values)}; give a class for each row")
+    return values
+
+
+def _numbers_of_times(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.int64) if values.dtype.kind in _TIMES else values
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's types, which a search over parameters leaves."""
+    return value.item() if isinstance(value, np.generic) else value

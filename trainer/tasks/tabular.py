@@ -24,7 +24,7 @@ from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
-from trainer.config import FlagGroup, flag, flag_name, given_flags, unused_flags
+from trainer.config import FlagGroup, flag, flag_name, given_flags, refuse, unused_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -57,7 +57,8 @@ _OF_PRIOR = (
     "max_classes",
     "prior_only",
 )
-_OF_A_TABLE = ("label", "drop", "test_share", "tune", "num_estimators", "max_context")
+_OF_A_TABLE = ("label", "drop", "test_share", "tune")
+_OF_PREDICTIONS = ("num_estimators", "max_context")
 _OF_TUNING = ("val_share", "num_episodes", "episode_rows")
 _OF_LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -128,21 +129,22 @@ class TabularFlags(FlagGroup):
         if self.data_dir is not None and self.label is None and self.data_dir.suffix.lower() != ".npz":
             found.append("--label: must name the column that is to be predicted")
         if self.data_dir is None:
-            found += self._unused(_OF_A_TABLE, "--data-dir")
+            found += self.unused(_OF_A_TABLE, "--data-dir")
         else:
             given = given_flags(self, _OF_PRIOR)
             found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
         if self.tune == "none":
-            found += self._unused(_OF_TUNING, "--tune")
+            found += self.unused(_OF_TUNING, "--tune")
         if self.test_share == 0 and self.tune == "none":
             found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
         if self.tune != "lora":
-            found += self._unused(_OF_LORA, "--tune lora")
+            found += self.unused(_OF_LORA, "--tune lora")
         if self.model == "nano" and self.width % self.num_heads:
             found.append(f"--width {self.width}: must be a multiple of --num-heads {self.num_heads}")
         return found + unused_flags(self, "model", _OF_MODEL)
 
-    def _unused(self, fields: Sequence[str], needed: str) -> list[str]:
+    def unused(self, fields: Sequence[str], needed: str) -> list[str]:
+        """A sentence for each of the flags that is given, though it needs another one."""
         return [f"{given}: does nothing without {needed}" for given in given_flags(self, fields)]
 
     @property
@@ -209,6 +211,9 @@ class TabularTask(Task):
 
     def _synthetic_tables(self) -> Mapping[str, KeyedDataset]:
         config: TabularFlags = self.config
+        refuse(
+            config.unused(_OF_PREDICTIONS, "--data-dir")
+        )  # which --predict takes from the run, the flags not known yet
         return {
             "train": PriorTables(config.prior, self.seed, config.num_tables, fresh_each_epoch=True),
             "val/prior": PriorTables(config.prior, _VALIDATION_SEED, config.num_val_tables),
@@ -362,7 +367,8 @@ class TabularTask(Task):
         """Of synthetic tables loss and accuracy of a query, and the mean of their AUC; of a user's all `scores`."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         if "probabilities" in sums:
-            return metrics | scores(sums["label"].numpy(), sums["probabilities"].numpy())
+            rounded = scores(sums["label"].numpy(), sums["probabilities"].numpy())
+            return metrics | rounded | {"log_loss": metrics["loss"]}
         metrics["accuracy"] = float(sums["correct"] / sums["weight"])
         return metrics | ({"auc": float(sums["area"] / sums["tables"])} if "area" in sums else {})
 

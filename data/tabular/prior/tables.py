@@ -13,7 +13,7 @@ from data.tabular.prior.structure import draw_kinds, draw_structure, most_causes
 from data.tabular.prior.targets import draw_labels, row_order
 from data.tabular.prior.units import draw_units, taken
 from trainer.loading.cache import Arrays
-from trainer.loading.files import refusing_disk_errors
+from trainer.loading.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.order import SampleKeys
 
 
@@ -49,7 +49,10 @@ class PriorTables:
 def write_tables(tables: PriorTables, path: Path) -> None:
     """Writes the tables of the first epoch, as one padded batch, into an .npz to look at. Raises BadInput."""
     batch = tables.__getitems__(SampleKeys(np.arange(len(tables)), 0))
-    with refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"), path.open("wb") as file:
+    with (
+        refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"),
+        written_as_a_whole(path, path.with_name(f"{path.name}.tmp"), binary=True) as file,
+    ):
         np.savez_compressed(file, allow_pickle=False, **batch)
 
 

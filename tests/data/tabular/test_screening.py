@@ -128,7 +128,7 @@ def test_classes_are_in_order_of_numbers_or_texts(screen) -> None:
 
 def test_the_label_of_arrays(read_arrays) -> None:
     table = labelled_table(read_arrays(X=np.arange(40.0).reshape(20, 2) ** 2, y=np.arange(20) % 2 == 0), "y")
-    assert table.labels.classes == ("0", "1") and table.labels.values[:3].tolist() == [1, 0, 1]
+    assert table.labels.classes == ("False", "True") and table.labels.values[:3].tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
