@@ -299,7 +299,10 @@ class Task(ABC):
 
         Every run of a fold gets them beside its other flags. May raise BadInput. By default this task has no folds.
         """
-        raise BadInput(f"--folds {num_folds}: {type(self).__name__} has no `fold_flags`: its data cannot be divided")
+        raise BadInput(
+            f"--folds {num_folds}: this task's data cannot be divided into folds; leave it out (for a task of your own "
+            f"write `fold_flags` of {type(self).__name__})"
+        )
 
     def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:
         """For `--seeds`: an objective for evaluation alone, which scores the mean of the predictions of trained ones.

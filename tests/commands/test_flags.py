@@ -51,7 +51,7 @@ WRONG_COMMAND_LINES = [
         ["--seeds 2 and --eval-only: exclude each other", "--seeds 2 and --resume-from: exclude each other"],
     ),
     ("--seeds 2 --folds 3 --predict x.csv", ["--seeds 2 --folds 3 and --predict: exclude each other"]),
-    ("--folds 3", ["--folds 3: Weighted has no `fold_flags`"]),
+    ("--folds 3", ["--folds 3: this task's data cannot be divided into folds"]),
     ("--seeds 2 --epochs 2 --seed 9223372036854775807", ["--seed 9223372036854775808: must be at least 0 and below"]),
     ("--init-from no/file.pth", ["--init-from no/file.pth: does not exist"]),
     ("--init-from-partial no/file.pth", ["--init-from-partial no/file.pth: does not exist"]),
