@@ -59,6 +59,7 @@ _OF_PRIOR = (
 )
 _OF_A_TABLE = ("label", "drop", "test_share", "tune")
 _OF_PREDICTIONS = ("num_estimators", "max_context")
+"""`--predict` takes --data-dir from the run, so that on a command line these may stand without it."""
 _OF_TUNING = ("val_share", "num_episodes", "episode_rows")
 _OF_LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -211,9 +212,7 @@ class TabularTask(Task):
 
     def _synthetic_tables(self) -> Mapping[str, KeyedDataset]:
         config: TabularFlags = self.config
-        refuse(
-            config.unused(_OF_PREDICTIONS, "--data-dir")
-        )  # which --predict takes from the run, the flags not known yet
+        refuse(config.unused(_OF_PREDICTIONS, "--data-dir"))
         return {
             "train": PriorTables(config.prior, self.seed, config.num_tables, fresh_each_epoch=True),
             "val/prior": PriorTables(config.prior, _VALIDATION_SEED, config.num_val_tables),
