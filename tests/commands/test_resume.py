@@ -3,6 +3,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,8 @@ from tests.conftest import (
     load,
     read_metrics,
 )
-from trainer.tasks import is_same_task
+from tests.helpers.weighted_task import Weighted
+from trainer.tasks import TASKS, is_same_task
 
 # --- the same command again --------------------------------------------------------------------------------------
 
@@ -31,6 +33,29 @@ def test_finished_run_says_so_and_changes_nothing(train, tmp_path):
     assert "This run is finished" in out
     assert "raise --epochs" in out
     assert contents(tmp_path, ("lock", "train.log")) == before
+
+
+def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch):
+    """Wherever a task may return one; no file with them could be read."""
+
+    class Numpys(Weighted):
+        def describe_data(self):
+            return {"size": np.float64(3)}
+
+        def param_groups(self, objective, phase):
+            return [group | {"lr_scale": np.power(0.9, 1)} for group in super().param_groups(objective, phase)]
+
+        def lr_factor(self, step, total):
+            return np.cos(step / total)
+
+        def summarise(self, sums):
+            return {name: np.float64(value) for name, value in super().summarise(sums).items()}
+
+    monkeypatch.setitem(TASKS, "numpys", lambda: Numpys)
+    train(tmp_path, "--task", "numpys")
+    out = train(tmp_path, "--task", "numpys", "--epochs", 2)
+    assert f"Resuming after optimizer step {STEPS_PER_EPOCH}" in out
+    assert load(tmp_path / "final.pth")["step"] == 2 * STEPS_PER_EPOCH
 
 
 def test_missing_links_of_a_finished_run_are_repaired(train, tmp_path):
@@ -178,6 +203,20 @@ def test_resume_from_goes_on_and_then_from_its_own_newest(train, tmp_path):
         (new / name).unlink()
     assert f"Resuming after optimizer step {2 * STEPS_PER_EPOCH}:" in train(new, *args)
     assert_same_bits(expected, load(new / "final.pth")["model"])
+
+
+@pytest.mark.parametrize("source", ["checkpoint_1.pth", "final.pth"])
+def test_resume_from_takes_the_place_of_another_run(source, train, tmp_path):
+    """One with checkpoints of the same steps, and results: none of them counts any more."""
+    train(tmp_path / "first", "--epochs", 3)
+    train(tmp_path / "second", "--epochs", 3, "--seed", 1)
+    out = train(tmp_path / "second", "--epochs", 3, "--resume-from", tmp_path / "first" / source)
+    assert "This run is finished" not in out
+    for name in ("best", "last", "final"):
+        first, second = (load(tmp_path / folder / f"{name}.pth")["model"] for folder in ("first", "second"))
+        assert_same_bits(first, second)
+    first, second = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("first", "second"))
+    assert (first["metrics"], first["best"]) == (second["metrics"], second["best"])
 
 
 def test_resume_from_an_older_checkpoint_goes_back(train, tmp_path):

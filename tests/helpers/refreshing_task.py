@@ -1,7 +1,10 @@
 """Tasks that compute from the whole model between epochs, choose the order of their samples, or note the progress."""
 
+import os
+import signal
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,6 +45,17 @@ class Refreshing(Weighted):
         scale = sum(p.square().mean() for p in progress(list(objective.parameters()), "scale"))
         rank = dist.get_rank() if self.config.differs and dist.is_initialized() else 0
         objective.model.scale.copy_(1 + scale + epoch + rank)
+
+
+class Stopped(Refreshing):
+    """Its buffer depends on what it was before, and the first process is asked to stop while it is computed."""
+
+    def on_epoch_start(self, objective, epoch, progress):
+        objective.model.scale.mul_(0.5).add_(sum(p.square().mean() for p in objective.parameters()))
+        mark = Path(os.environ["LOCKSTEP_MARK"])
+        if epoch == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Annealed(Weighted):

@@ -36,6 +36,18 @@ def test_is_the_same_on_two_processes_and_after_a_resume_anywhere(task, run_here
     assert_close(expected, final(tmp_path / "two"))
 
 
+def test_a_stop_at_an_epochs_start_does_not_compute_it_twice(command, tmp_path):
+    argv = ["main.py", "--task", f"{FILE}:Stopped", *RUN]
+    mark = tmp_path / "mark"
+    mark.touch()
+    command(*argv, "--save-dir", tmp_path / "whole", LOCKSTEP_MARK=str(mark))
+    mark.unlink()
+    command(*argv, "--save-dir", tmp_path / "stopped", status=143, LOCKSTEP_MARK=str(mark))
+    command(*argv, "--save-dir", tmp_path / "stopped", LOCKSTEP_MARK=str(mark))
+    whole, stopped = (final(tmp_path / name)["model"] for name in ("whole", "stopped"))
+    assert all(torch.equal(stopped[name], value) for name, value in whole.items())
+
+
 @pytest.mark.slow
 def test_another_value_on_another_rank_is_refused(command, tmp_path):
     argv = ["--task", f"{FILE}:Refreshing", *RUN, "--differs", *TWO, "--save-dir", tmp_path]

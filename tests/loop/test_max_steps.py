@@ -4,6 +4,7 @@ What such runs learn in phases is compared with a bare loop in test_phases.py.
 """
 
 import json
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, cut_back, load, read_metrics
+from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import open_run
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import lr_factor
+from trainer.tasks import TASKS
 
 STEPS_PER_EPOCH, LR = 5, 0.01
 RUN = [
@@ -258,6 +261,20 @@ def test_goes_on_after_the_evaluation_before_the_first_step(run_here, tmp_path):
     run_here(*argv, "--save-dir", tmp_path / "again")
     assert_same_run(tmp_path / "whole", tmp_path / "again")
     assert [entry["step"] for entry in entries_of(tmp_path / "again")] == [0, 5, 10]
+
+
+def test_a_start_that_scores_nan_is_scored_once(run_here, tmp_path, monkeypatch):
+    class Unscored(Weighted):
+        def summarise(self, sums):
+            return super().summarise(sums) | {"accuracy": math.nan}
+
+    monkeypatch.setitem(TASKS, "unscored", lambda: Unscored)
+    argv = ["--task", "unscored", *RUN[2:], "--epochs", 1, "--eval-start"]
+    run_here(*argv, "--save-dir", tmp_path / "whole")
+    cut_back(tmp_path / "whole", entries_of(tmp_path / "whole")[:1], tmp_path / "again")
+    run_here(*argv, "--save-dir", tmp_path / "again")
+    assert [entry["step"] for entry in entries_of(tmp_path / "again")] == [0, 5]
+    assert steps_of(tmp_path / "again", "epoch") == [0, 5]
 
 
 # --- minutes -----------------------------------------------------------------------------------------------------

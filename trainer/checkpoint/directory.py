@@ -204,6 +204,11 @@ class RunDirectory:
             update_links(self.path, self.entries, is_finished=True, writer=self.writer)
             self._flush_metrics()
 
+    def forget_values(self) -> None:
+        """Forgets what is known of all checkpoints, for a run that another one's takes the place of."""
+        for entry in self.entries:
+            entry.value, entry.best = None, False
+
     def forget_later_values(self, state: Mapping[str, Any]) -> None:
         """Forgets the values from after a checkpoint, for a run that goes back to it, and any best that it has not."""
         now, best = (state["step"], Position(**state["position"])), state["best"] or {"step": -1}

@@ -5,12 +5,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
     """The state with every tensor copied into host memory; what was one tensor under two names stays one.
+
+    A number of numpy becomes Python's own: what a task computes may be one without anybody noticing (`np.float64` is a
+    float), and a file with one cannot be read without executing what it says.
 
     reusable: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
     memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once;
@@ -72,4 +76,4 @@ def _with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> A
         return replaced
     if isinstance(value, list | tuple):
         return type(value)(_with_tensors_replaced(item, replace) for item in value)
-    return value
+    return value.item() if isinstance(value, np.generic) else value

@@ -17,7 +17,15 @@ from trainer.commands.code_identity import identify_code
 from trainer.commands.describe import describe_environment, describe_run
 from trainer.commands.flags import Flags
 from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
-from trainer.commands.resume import choose_run_id, choose_start, resume, starts_over, take_over, take_weights
+from trainer.commands.resume import (
+    brings_another_run,
+    choose_run_id,
+    choose_start,
+    resume,
+    starts_over,
+    take_over,
+    take_weights,
+)
 from trainer.commands.weights import initialise
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.errors import BadInput
@@ -159,9 +167,14 @@ def open_run(
         run.log.say(line)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         rehearse(run)
-    source, step = flags.checkpoint.resume_from, run.progress.step
-    if source is not None and run.parallel.on_main(lambda: all(entry.step != step for entry in run.directory.entries)):
+    source = flags.checkpoint.resume_from
+    if source is not None and run.parallel.on_main(lambda: _is_to_take_over(run, flags)):
         take_over(run, source)
+
+
+def _is_to_take_over(run: Run, flags: Flags) -> bool:
+    entries = run.directory.entries
+    return brings_another_run(run.directory, flags) or all(entry.step != run.progress.step for entry in entries)
 
 
 def prepare_training(run: Run, flags: Flags) -> None:

@@ -64,13 +64,27 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
         return None
     if source is None:
         return directory.load_newest() if directory.has_checkpoint else None
-    if directory.entries and directory.entries[-1].source == str(source):
+    if _has_taken_over(directory, source):
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
-    if source.resolve().parent != directory.path.resolve():
+    if brings_another_run(directory, flags):
         state.pop("run_id", None)  # that of another run from now on
-    directory.forget_later_values(state)
+        directory.forget_values()
+    else:
+        directory.forget_later_values(state)
     return state
+
+
+def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
+    return bool(directory.entries) and directory.entries[-1].source == str(source)
+
+
+def brings_another_run(directory: RunDirectory, flags: Flags) -> bool:
+    """Whether `--resume-from` names a checkpoint from elsewhere, to which nothing in the directory belongs yet."""
+    source = flags.checkpoint.resume_from
+    if source is None or _has_taken_over(directory, source):
+        return False
+    return source.resolve().parent != directory.path.resolve()
 
 
 def choose_run_id(directory: RunDirectory, flags: Flags, state: Mapping[str, Any] | None) -> str:

@@ -12,6 +12,7 @@ from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
+from trainer.commands.resume import brings_another_run
 from trainer.commands.state import RunState, recorded
 from trainer.loading.files import DISK_FULL, refusing_disk_errors
 from trainer.logs.background import BackgroundLogger, build_loggers
@@ -70,6 +71,8 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     """Whether nothing is left to do, with test scores if these are wanted; says so."""
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
+        return False
+    if run.parallel.on_main(lambda: brings_another_run(run.directory, flags)):
         return False
     results = run.parallel.on_main(lambda: read_json(path / RESULTS))
     is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not flags.run.test)

@@ -195,7 +195,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
     for metric, value in metrics.items():
         if not isinstance(value, int | float):
             raise BadInput(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
-    return metrics
+    return {metric: value if type(value) in (int, float) else float(value) for metric, value in metrics.items()}
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:

@@ -37,7 +37,8 @@ def train(run: Run) -> None:
         comparison.begin()
     run.learner.last_step.begin(progress)
     try:
-        if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and progress.best is None:
+        was_scored = progress.best is not None or progress.evaluations_since_best > 0  # as after a score that is NaN
+        if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and not was_scored:
             report_start(run)
         while not run.is_complete:
             train_epoch(run)
@@ -45,7 +46,9 @@ def train(run: Run) -> None:
                 report(run)
     except StopRequested:
         check_steps(run, wait=True)
-        save(run)
+        # What an epoch's start does to the model is done again at the next start, to the model as it was before.
+        if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
+            save(run)
         finish_saving(run)
         raise
     finish_saving(run)
