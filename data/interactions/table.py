@@ -159,11 +159,12 @@ def _is_no_name(text: str) -> bool:
 
 
 def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
-    num_distinct = len(np.unique(np.floor(times)))
-    if times.dtype.kind == "f" and 2 * num_distinct < len(np.unique(times)):
+    num_distinct = len(np.unique(times))
+    num_seconds = num_distinct if times.dtype.kind == "i" else len(np.unique(np.floor(times)))
+    if 2 * num_seconds < num_distinct:
         return [
-            f"Warning: {len(np.unique(times)):,} distinct times are {num_distinct:,} in whole seconds, which is what "
-            "intervals and --split time are told by; fractions count for the order alone. Give times in seconds."
+            f"Warning: {num_distinct:,} distinct times are {num_seconds:,} in whole seconds, which is what intervals "
+            "and --split time are told by; fractions count for the order alone. Give times in seconds."
         ]
     if num_distinct >= _FEW_TIMES or num_interactions <= _MANY_INTERACTIONS * num_distinct:
         return []
