@@ -80,16 +80,8 @@ class Column:
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
         """Of each row what belongs to its text, (n,) float64, NaN where it has none."""
-        return np.array([of_text(text) for text in self.distinct_texts] + [np.nan], np.float64)[self._places]
-
-    def as_texts(self) -> np.ndarray:
-        """The rows as texts, (n,), empty where a value is missing."""
-        return np.array([*self.distinct_texts, ""])[self._places]
-
-    @property
-    def _places(self) -> np.ndarray:
-        """Of each row the place of its value among the distinct ones, and behind them where it has none."""
-        return np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))
+        found = np.array([of_text(text) for text in self.distinct_texts] + [np.nan], np.float64)
+        return found[np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))]
 
     def as_numbers(self) -> np.ndarray:
         """The rows as numbers, (n,) float64: texts that are none, and numbers that are too large, are NaN."""
