@@ -62,8 +62,8 @@ class AttentionToPadding(nn.Module):
         padding_value = self.projections.value.bias.unflatten(0, (query.shape[1], 1, -1))
         of_padding = num_empty.to(query.dtype).log().view(-1, 1, 1, 1)  # the sum of so many exp(0)
         own = torch.arange(query.shape[2]).unsqueeze(1) if last is None else last.view(-1, 1, 1, 1)
-        parts = []
-        for start, stop in causal_chunks(query) if last is None else [(0, key.shape[2])]:
+        num_keys, parts = key.shape[2], []
+        for start, stop in causal_chunks(num_keys, key.device) if last is None else [(0, num_keys)]:
             here = query[:, :, start:stop]
             hidden = torch.arange(stop) > own[..., start:stop, :]
             logits = (here @ key[:, :, :stop].transpose(-2, -1)).masked_fill(hidden, -torch.inf)

@@ -7,7 +7,7 @@ last item of every history has the last position.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +56,13 @@ def rows(x: Tensor, last: Tensor | None) -> Tensor:
     return x if last is None else x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
 
 
-def causal_chunks(query: Tensor) -> list[tuple[int, int]]:
-    """Ranges of the time steps of queries (B, heads, T, C), to be treated one after the other on a CPU.
+def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
+    """Ranges of the time steps of queries, to be treated one after the other on a CPU.
 
     The queries of a range see no key behind its end, so that a good third of all pairs is never computed. A GPU
     would rather have few large kernels: there it is one range, and in a program that is to take any number of steps.
     """
-    num_steps = query.shape[2]
-    if query.device.type != "cpu" or torch.compiler.is_compiling():
+    if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
     return [(start, min(start + _CHUNK_STEPS, num_steps)) for start in range(0, num_steps, _CHUNK_STEPS)]
 
@@ -166,7 +165,7 @@ class CausalAttention(nn.Module):
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
         # For histories of this length torch's fused attention is slower on a CPU than plain matrix products.
         parts = []
-        for start, stop in causal_chunks(query):
+        for start, stop in causal_chunks(query.shape[2], query.device):
             logits = query[:, :, start:stop] @ key[:, :, :stop].transpose(-2, -1)
             attention = self.dropout(causal_softmax(logits))
             parts.append(attention @ value[:, :, :stop])
@@ -182,7 +181,7 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.attention_connection, self.feed_forward_connection = connections
 
-    def forward(self, x: Tensor, *relations: Tensor, last: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
         """relations: what the attention gets besides queries and context."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
@@ -244,7 +243,7 @@ class SequentialRecommender(nn.Module):
         x = self.blocks[-1](x, *relations, last=length - 1 if only_last else None)
         return self.norm(x)
 
-    def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
         """The blocks' input (B, T, width), and what their attention gets besides."""
         raise NotImplementedError
 

@@ -5,19 +5,22 @@ With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R
     logit_ij = Q_i . (K_j + K^P_j + K^R[r_ij]) / sqrt(d)        (equation 8)
     out_i    = sum_j a_ij (V_j + V^P_j + V^R[r_ij])             (equation 6)
 
-looks up K^R and V^R for every pair. But Q_i . K^R[r] is a matrix product S with the small table, of which each pair
-picks one number, S[i, r_ij]; and sum_j a_ij V^R[r_ij] is W V^R, where W[i, r] adds up the attention of the keys at
-interval r. Both are exact, and the largest tensors are (B, heads, T, time_span + 1) and (B, heads, T, T).
+looks up K^R and V^R for every pair; models.sequential.intervals has the same products without that.
 
-Dropout on intervals acts on the entries of the tables, once a forward, instead of on every pair's copy of them.
+The paper also drops elements of every pair's own copy of K^R and V^R. What of that reaches a logit or an output is a
+sum of many independent terms, and is drawn here as a normal number of the same mean and variance ("fast dropout", Wang
+and Manning, ICML 2013): the variances, p / (1 - p) times Q_i^2 . K^R[r_ij]^2 and sum_j a_ij^2 V^R[r_ij]^2, are such
+products again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.layers.dropout import Dropout
+from models.sequential.intervals import Pairs, interval_logits, interval_sums
 from models.sequential.sasrec import (
     Projections,
     SequentialRecommender,
@@ -29,6 +32,29 @@ from models.sequential.sasrec import (
     residuals,
     rows,
 )
+
+Product = Callable[[Tensor, Tensor, Pairs], Tensor]
+_TINY = 1e-12  # at zero the square root has no derivative
+
+
+class Intervals:
+    """r_ij = min(time_span, |t_i - t_j|) between the items of histories, which all blocks share."""
+
+    def __init__(self, times: Tensor, time_span: int) -> None:
+        """times: (B, T) integers."""
+        self.times = times
+        self.time_span = time_span
+        parts = causal_chunks(times.shape[1], times.device)
+        self.chunks = {(start, stop): self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts}
+
+    def of_last(self, last: Tensor) -> Pairs:
+        """Of the queries at time steps last[b] alone, (B,), with all keys."""
+        return self.pairs(rows(self.times, last), self.times)
+
+    def pairs(self, queries: Tensor, keys: Tensor) -> Pairs:
+        """Of times (B, Tq) with times (B, T)."""
+        interval = (queries.unsqueeze(2) - keys.unsqueeze(1)).abs_().clamp_(max=self.time_span)
+        return Pairs(interval.long(), self.time_span + 1)
 
 
 class IntervalAttention(nn.Module):
@@ -43,7 +69,7 @@ class IntervalAttention(nn.Module):
         self,
         query_input: Tensor,
         context: Tensor,
-        buckets: Tensor,
+        intervals: Intervals,
         position_keys: Tensor,
         position_values: Tensor,
         interval_keys: Tensor,
@@ -52,42 +78,39 @@ class IntervalAttention(nn.Module):
     ) -> Tensor:
         """(B, Tq, width) queries over (B, T, width) -> (B, Tq, width); Tq is 1 if `last` is given, else T.
 
-        buckets: (B, T, T) int64, r_ij.
+        intervals: of the histories.
         position_keys, position_values: (B, T, width), of each item's position.
         interval_keys, interval_values: (time_span + 1, width), the tables.
         """
         split = self.projections.split
         interval_keys, interval_values = split(interval_keys), split(interval_values)
         if last is not None:
-            query = self.projections.scaled_query(query_input)
-            bucket = rows(buckets, last).unsqueeze(1).expand(-1, query.shape[1], -1, -1)
+            query, pairs = self.projections.scaled_query(query_input), intervals.of_last(last)
             logits = self.projections.score(query, context) + query @ split(position_keys).transpose(-2, -1)
-            attention = self.dropout(last_softmax(logits + interval_logits(query, interval_keys, bucket), last))
+            logits = logits + self.dropped(interval_logits, query, interval_keys, pairs)
+            attention = self.dropout(last_softmax(logits, last))
             out = self.projections.pool(attention, context) + attention @ split(position_values)
-            return merge_heads(out + interval_sums(attention, interval_values, bucket))
+            return merge_heads(out + self.dropped(interval_sums, attention, interval_values, pairs))
 
         query, key, value = self.projections(query_input, context)
         key, value = key + split(position_keys), value + split(position_values)
         parts = []
-        for start, stop in causal_chunks(query):
+        for (start, stop), pairs in intervals.chunks.items():
             part = query[:, :, start:stop]
-            bucket = buckets[:, None, start:stop, :stop].expand(-1, query.shape[1], -1, -1)
-            logits = part @ key[:, :, :stop].transpose(-2, -1) + interval_logits(part, interval_keys, bucket)
+            logits = part @ key[:, :, :stop].transpose(-2, -1)
+            logits = logits + self.dropped(interval_logits, part, interval_keys, pairs)
             attention = self.dropout(causal_softmax(logits))
-            parts.append(attention @ value[:, :, :stop] + interval_sums(attention, interval_values, bucket))
+            out = attention @ value[:, :, :stop]
+            parts.append(out + self.dropped(interval_sums, attention, interval_values, pairs))
         return merge_heads(torch.cat(parts, dim=2))
 
-
-def interval_logits(query: Tensor, keys: Tensor, bucket: Tensor) -> Tensor:
-    """query_i . keys[bucket_ij]: (B, heads, Tq, C), (heads, buckets, C), (B, heads, Tq, T) -> (B, heads, Tq, T)."""
-    return torch.einsum("bhic,hkc->bhik", query, keys).gather(-1, bucket)
-
-
-def interval_sums(attention: Tensor, values: Tensor, bucket: Tensor) -> Tensor:
-    """sum_j attention_ij values[bucket_ij]: (B, heads, Tq, T), (heads, buckets, C) -> (B, heads, Tq, C)."""
-    by_bucket = attention.new_zeros(*attention.shape[:-1], values.shape[-2])
-    # Not `@`, which copies the table for every row of the batch.
-    return torch.einsum("bhik,hkc->bhic", by_bucket.scatter_add_(-1, bucket, attention), values)
+    def dropped(self, product: Product, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+        """A product with a table of intervals, while training with dropout on the elements that each pair looks up."""
+        mean, p = product(x, table, pairs), self.dropout.p
+        if not self.training or p == 0:
+            return mean
+        variance = p / (1 - p) * product(x.square(), table.square(), pairs)
+        return mean + torch.randn_like(mean) * (variance + _TINY).sqrt()
 
 
 class TiSASRec(SequentialRecommender):
@@ -117,19 +140,15 @@ class TiSASRec(SequentialRecommender):
         self.interval_values = nn.Embedding(time_span + 1, width)
         initialise(self)
 
-    def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
         """times: (B, T) integers, in units of the user's smallest gap, so that intervals are comparable."""
         if times is None:
             raise ValueError("TiSASRec needs the times of the items")
         position = self.positions(items, length)
         return self.dropout(self.item_scale * self.items(items)), (
-            self.buckets(times),
+            Intervals(times, self.time_span),
             self.dropout(self.position_keys(position)),
             self.dropout(self.position_values(position)),
-            self.dropout(self.interval_keys.weight),
-            self.dropout(self.interval_values.weight),
+            self.interval_keys.weight,
+            self.interval_values.weight,
         )
-
-    def buckets(self, times: Tensor) -> Tensor:
-        """r_ij = min(time_span, |t_i - t_j|): (B, T) -> (B, T, T) int64."""
-        return (times.unsqueeze(2) - times.unsqueeze(1)).abs_().clamp_(max=self.time_span).long()

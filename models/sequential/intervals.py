@@ -1,0 +1,127 @@
+"""Products with a table that holds a row for every interval, which each pair of a query and a key looks up.
+
+Attention to intervals needs, of query i and key j whose interval has the row r_ij of the table,
+
+    logits_ij = query_i . table[r_ij]             (interval_logits)
+    sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
+
+without the (B, Tq, T, width) rows that were looked up. On a GPU the queries are multiplied with the whole table, of
+which each pair picks its number, and the weights of the keys at one interval are added up before they meet the table:
+two matrix products and tensors of (B, heads, Tq, rows). On a CPU that is mostly work for rows that nobody asks for,
+and both are bags of embeddings (torch.nn.functional.embedding_bag). Their derivatives are each other, and
+
+    table_gradient_r = sum over the pairs of row r of weight_ij query_i
+
+which is a bag again, of the pairs in the order of their rows. All are exact.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Pairs:
+    """The row of the table that each pair of a query and a key looks up."""
+
+    def __init__(self, row: Tensor, num_rows: int) -> None:
+        """row: (B, Tq, T) int64 in [0, num_rows)."""
+        self.row = row
+        self.num_rows = num_rows
+
+    @cached_property
+    def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all pairs in the order of their rows: their numbers, those of their queries; and each row's first pair."""
+        row, pair = self.row.flatten().sort()
+        first = torch.searchsorted(row, torch.arange(self.num_rows))
+        return pair, pair // self.row.shape[-1], first
+
+
+def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+    """query_i . table[r_ij] by head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
+    if _in_bags(query):
+        return _by_head(_Logits, query, table, pairs)
+    row = pairs.row.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
+    return torch.einsum("bhic,hrc->bhir", query, table).gather(-1, row)
+
+
+def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+    """sum_j weight_ij table[r_ij] by head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
+    if _in_bags(weight):
+        return _by_head(_Sums, weight, table, pairs)
+    row = pairs.row.unsqueeze(1).expand(-1, weight.shape[1], -1, -1)
+    by_row = weight.new_zeros(*weight.shape[:-1], pairs.num_rows).scatter_add_(-1, row, weight)
+    # Not `@`, which copies the table for every row of the batch.
+    return torch.einsum("bhir,hrc->bhic", by_row, table)
+
+
+def _in_bags(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _by_head(product: Any, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+    heads = zip(x.unbind(1), table, strict=True)
+    return torch.stack([product.apply(own, rows, pairs).unflatten(0, own.shape[:2]) for own, rows in heads], dim=1)
+
+
+class _Logits(torch.autograd.Function):
+    """(B, Tq, C), (rows, C) -> (B * Tq, T)."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+        query, table = query.flatten(0, 1), table.contiguous()
+        ctx.save_for_backward(query, table)
+        ctx.pairs = pairs
+        return _logits(query, table, pairs)
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        query, table = ctx.saved_tensors
+        of_query = _sums(gradient, table, ctx.pairs).view(*ctx.pairs.row.shape[:2], -1)
+        return of_query, _table_gradient(gradient, query, ctx.pairs), None
+
+
+class _Sums(torch.autograd.Function):
+    """(B, Tq, T), (rows, C) -> (B * Tq, C)."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+        weight, table = weight.flatten(0, 1), table.contiguous()
+        ctx.save_for_backward(weight, table)
+        ctx.pairs = pairs
+        return _sums(weight, table, pairs)
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        weight, table = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_weight = _logits(gradient, table, ctx.pairs).view_as(ctx.pairs.row)
+        return of_weight, _table_gradient(weight, gradient, ctx.pairs), None
+
+
+def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+    """(B * Tq, T), (rows, C) -> (B * Tq, C)."""
+    return F.embedding_bag(pairs.row.flatten(0, 1), table, per_sample_weights=weight.contiguous(), mode="sum")
+
+
+def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
+    """(B * Tq, C), (rows, C) -> (B * Tq, T): the derivative of `_sums` by the weights, in the direction of `query`."""
+    with torch.enable_grad():
+        weight = query.new_zeros(len(query), pairs.row.shape[-1], requires_grad=True)
+        (logits,) = torch.autograd.grad(_sums(weight, table.detach(), pairs), weight, query.detach())
+    return logits
+
+
+def _table_gradient(weight: Tensor, query: Tensor, pairs: Pairs) -> Tensor:
+    """(B * Tq, T), (B * Tq, C) -> (rows, C)."""
+    pair, of_query, first = pairs.by_row
+    return F.embedding_bag(of_query, query, first, per_sample_weights=weight.flatten()[pair], mode="sum")
