@@ -79,8 +79,8 @@ class _Logits(torch.autograd.Function):
         return _logits(query, table, pairs)
 
     @staticmethod
-    @once_differentiable
     @torch.amp.custom_bwd(device_type="cpu")
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         query, table = ctx.saved_tensors
         of_query = _sums(gradient, table, ctx.pairs).view(*ctx.pairs.row.shape[:2], -1)
@@ -99,8 +99,8 @@ class _Sums(torch.autograd.Function):
         return _sums(weight, table, pairs)
 
     @staticmethod
-    @once_differentiable
     @torch.amp.custom_bwd(device_type="cpu")
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         weight, table = ctx.saved_tensors
         gradient = gradient.contiguous()
