@@ -40,7 +40,7 @@ def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch)
 
     class Numpys(Weighted):
         def describe_data(self):
-            return {"size": np.float64(3)}
+            return {"size": np.float64(3), "classes": np.int64(3)}
 
         def param_groups(self, objective, phase):
             return [group | {"lr_scale": np.power(0.9, 1)} for group in super().param_groups(objective, phase)]
@@ -83,6 +83,21 @@ def test_changed_flags_are_listed(train, tmp_path):
     out = train(tmp_path, "--epochs", 2, "--lr", 0.02, "--dropout", 0.1)
     changes = [line for line in out.splitlines() if line.startswith("Changed since the checkpoint: ")]
     assert {line.split(": ")[1] for line in changes} == {"--epochs 1 -> 2", "--lr 0.01 -> 0.02", "--dropout 0.0 -> 0.1"}
+
+
+def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refused, tmp_path):
+    """What --drop-last leaves out depends on the batch size; the next epoch takes another one."""
+    tiny = [*TINY[:2], *TINY[4:], "--num-train", 20, "--drop-last", "--save-dir", tmp_path]
+    assert cli(*tiny, "--max-steps", 1)[0] == 0
+    before = contents(tmp_path, REFUSAL)
+    epochs = "an epoch has [20] samples and the checkpoint in mid-epoch is of one with [16]; "
+    with_batches = "--drop-last leaves out others with global batches of 5 than of 8: keep --batch-size"
+    refused([epochs + with_batches], *tiny, "--max-steps", 4, "--batch-size", 5)
+    refused([f"{epochs}undo the change of --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
+    assert contents(tmp_path, REFUSAL) == before
+    assert cli(*tiny, "--max-steps", 2)[0] == 0
+    out = cli(*tiny, "--max-steps", 4, "--batch-size", 5)[1]
+    assert "The training data changed: [16] -> [20] samples." in out
 
 
 def test_another_optimizer_does_not_go_on_with_the_moments(train, refused, tmp_path):

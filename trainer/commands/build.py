@@ -13,6 +13,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import sealed
 from trainer.checkpoint.records import CONFIG, RESULTS, delete
+from trainer.checkpoint.snapshot import snapshot
 from trainer.commands.code_identity import identify_code
 from trainer.commands.describe import describe_environment, describe_run
 from trainer.commands.flags import Flags
@@ -251,7 +252,7 @@ def assemble_run(
             "global_batch_sizes": [split.global_batch_size for split in batches],
             "lr_factor": lr_factor,
             "phase_sizes": plan.phase_sizes,
-            "data_facts": dict(task.describe_data()),
+            "data_facts": snapshot(dict(task.describe_data())),
             "environment": describe_environment(parallel),
         },
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from trainer.checkpoint.snapshot import snapshot
 from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
@@ -55,7 +56,7 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     calls = [task.exported(objective, batch) or recorded_call(task, objective, batch) for batch in batches]
     with _refusing_failures(f"--export {path}: torch cannot export {type(calls[0].program).__name__}"), _quietly():
         program = traced(calls)
-        about = {"task": run.state["task"], "inputs": shapes(program), "data_facts": dict(task.describe_data())}
+        about = {"task": run.state["task"], "inputs": shapes(program), "data_facts": snapshot(dict(task.describe_data()))}
         content, answer = _FORMATS[path.suffix](program, about)
         difference = None if answer is None else max(largest_difference(call, answer(call)) for call in calls)
     if difference is not None and not difference <= _TOLERANCE[dtype]:

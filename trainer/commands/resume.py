@@ -145,8 +145,8 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if sizes != state["phase_sizes"]:
         if not position.at_epoch_start:
             raise BadInput(
-                f"the training data has {sizes} samples and the checkpoint in mid-epoch is of {state['phase_sizes']}; "
-                "give it the same data, or start over with --fresh"
+                f"an epoch has {sizes} samples and the checkpoint in mid-epoch is of one with {state['phase_sizes']}; "
+                f"{_advice_on_epochs(run, state, changed)}, or start over with --fresh"
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     changes = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()]
@@ -163,6 +163,16 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     if different:
         notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
     return notes
+
+
+def _advice_on_epochs(run: Run, state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> str:
+    if "--drop-last" in changed:
+        return f"undo the change of --drop-last (was {shown(changed['--drop-last'][0])}) until the epoch ends"
+    then, now = state["global_batch_sizes"], run.facts["global_batch_sizes"]
+    if run.facts["config"]["--drop-last"] and then != now:
+        before, after = (" and ".join(map(str, wholes)) for wholes in (then, now))
+        return f"--drop-last leaves out others with global batches of {after} than of {before}: keep --batch-size"
+    return "give it the same data"
 
 
 def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
