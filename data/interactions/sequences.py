@@ -19,6 +19,7 @@ from trainer.loading.counter_random import random_bits
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
+EvaluationNegatives = Literal["parity", "unseen", "clean"]
 NUM_EVALUATION_NEGATIVES = 100
 
 _FORMAT_VERSION = 2
@@ -206,7 +207,7 @@ def split_interactions(
     seed: int,
     maxlen: int,
     negatives: Negatives | None,
-    eval_negatives: Literal["parity", "clean"],
+    eval_negatives: EvaluationNegatives,
     mask_seen: bool,
 ) -> dict[str, TrainSequences | EvaluationSequences]:
     """The data sets "train", "val" and "test".
@@ -216,9 +217,11 @@ def split_interactions(
     seed: key of all negatives. Those of training change with the epoch, the 100 of an evaluation never do.
     maxlen: items of a history that are used, the last ones, >= 1.
     negatives: of training; None for none.
-    eval_negatives: "parity": drawn uniformly with replacement among the items that the user has not in training, so
-        the validation item, or even the target, can be among them, as in the published code of SASRec. "clean":
-        100 distinct items with which the user never interacted, each such set being equally probable.
+    eval_negatives: drawn uniformly. "parity": with replacement, among the items that the user has not in training, so
+        the validation item, or even the target, can be among them, as in the published code of SASRec. "unseen": with
+        replacement, among the items that the user has neither in training nor in this part or, for the test, in the
+        validation, as in the published code of TiSASRec. "clean": 100 distinct items with which the user never
+        interacted, each such set being equally probable.
     mask_seen: evaluation batches carry "seen".
 
     Raises BadInput when there is nothing to train on, or too few items are left for the negatives of a user.
@@ -230,27 +233,19 @@ def split_interactions(
             f"{hold_out.flags}: leaves no user two interactions to train on; give more data, hold out less, or choose "
             "a smaller --k-core"
         )
-    clean = eval_negatives == "clean"
-    excluded = _load_all_items(interactions, cache_dir) if clean else split.items
-    val, test = (
-        EvaluationSequences(
-            interactions,
-            split,
-            maxlen,
-            _Candidates(excluded, clean, seed, stream),
-            is_test=stream == _TEST_STREAM,
-            mask_seen=mask_seen,
-        )
-        for stream in (_VAL_STREAM, _TEST_STREAM)
-    )
     if negatives is not None:
         _check_enough_others(split.items, train.users, 1, "--data-dir")
-    evaluated = np.concatenate([val.users, test.users])
-    if clean:
-        _check_enough_others(excluded, evaluated, NUM_EVALUATION_NEGATIVES, "--eval-negatives clean")
-    else:
-        _check_enough_others(excluded, evaluated, 1, "--data-dir")
-    return {"train": train, "val": val, "test": test}
+    data: dict[str, TrainSequences | EvaluationSequences] = {"train": train}
+    wanted = NUM_EVALUATION_NEGATIVES if eval_negatives == "clean" else 1
+    flag = "--data-dir" if eval_negatives == "parity" else f"--eval-negatives {eval_negatives}"
+    for name, stream in (("val", _VAL_STREAM), ("test", _TEST_STREAM)):
+        is_test = name == "test"
+        excluded = _items_excluded(interactions, split, cache_dir, hold_out, eval_negatives, is_test)
+        candidates = _Candidates(excluded, eval_negatives == "clean", seed, stream)
+        part = EvaluationSequences(interactions, split, maxlen, candidates, is_test=is_test, mask_seen=mask_seen)
+        _check_enough_others(excluded, part.users, wanted, flag)
+        data[name] = part
+    return data
 
 
 def _check_enough_others(sets: ItemSets, users: np.ndarray, wanted: int, flag: str) -> None:
@@ -273,19 +268,35 @@ def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) 
             arrays["scaled_times"] = scaled_times(interactions, interactions.times, in_training)
         return arrays
 
-    shares = "" if hold_out.kind == "leave-one-out" else f"-{hold_out.val_share}-{hold_out.test_share}"
-    key = f"{interactions.key}-{hold_out.kind}{shares}-{_FORMAT_VERSION}"
+    key = f"{interactions.key}-{_split_key(hold_out)}-{_FORMAT_VERSION}"
     arrays = cached_arrays(cache_dir, key, build)
     items = ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
     return _Split(arrays["num_train"], arrays["val_end"], items, arrays.get("scaled_times"))
 
 
-def _load_all_items(interactions: Interactions, cache_dir: Path) -> ItemSets:
-    users, _ = _users_and_positions(interactions)
-    everything = np.ones(len(users), bool)
-    key = f"{interactions.key}-all_items-{_FORMAT_VERSION}"
-    arrays = cached_arrays(cache_dir, key, lambda: _item_sets(interactions, users, everything).arrays)
+def _items_excluded(
+    interactions: Interactions,
+    split: _Split,
+    cache_dir: Path,
+    hold_out: HoldOut,
+    eval_negatives: EvaluationNegatives,
+    is_test: bool,
+) -> ItemSets:
+    """Of each user what is never a negative in the validation, or in the test."""
+    if eval_negatives == "parity":
+        return split.items
+    without_test = eval_negatives == "unseen" and not is_test
+    users, position = _users_and_positions(interactions)
+    chosen = position < split.val_end[users] if without_test else np.ones(len(users), bool)
+    name = f"before_test-{_split_key(hold_out)}" if without_test else "all_items"
+    key = f"{interactions.key}-{name}-{_FORMAT_VERSION}"
+    arrays = cached_arrays(cache_dir, key, lambda: _item_sets(interactions, users, chosen).arrays)
     return ItemSets(**arrays, num_items=interactions.num_items)
+
+
+def _split_key(hold_out: HoldOut) -> str:
+    shares = "" if hold_out.kind == "leave-one-out" else f"-{hold_out.val_share}-{hold_out.test_share}"
+    return f"{hold_out.kind}{shares}"
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:

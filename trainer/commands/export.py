@@ -56,7 +56,11 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     calls = [task.exported(objective, batch) or recorded_call(task, objective, batch) for batch in batches]
     with _refusing_failures(f"--export {path}: torch cannot export {type(calls[0].program).__name__}"), _quietly():
         program = traced(calls)
-        about = {"task": run.state["task"], "inputs": shapes(program), "data_facts": snapshot(dict(task.describe_data()))}
+        about = {
+            "task": run.state["task"],
+            "inputs": shapes(program),
+            "data_facts": snapshot(dict(task.describe_data())),
+        }
         content, answer = _FORMATS[path.suffix](program, about)
         difference = None if answer is None else max(largest_difference(call, answer(call)) for call in calls)
     if difference is not None and not difference <= _TOLERANCE[dtype]:

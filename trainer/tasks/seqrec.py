@@ -14,7 +14,13 @@ from data.interactions.columns import ColumnChoice
 from data.interactions.histories import Histories
 from data.interactions.hold_out import HoldOut, SplitKind
 from data.interactions.reader import Interactions, load_interactions
-from data.interactions.sequences import EvaluationSequences, Negatives, TrainSequences, split_interactions
+from data.interactions.sequences import (
+    EvaluationNegatives,
+    EvaluationSequences,
+    Negatives,
+    TrainSequences,
+    split_interactions,
+)
 from data.interactions.synthetic import load_synthetic_interactions
 from models.sequential.mhc import hyper_connections
 from models.sequential.ranking import (
@@ -100,9 +106,10 @@ class SeqrecFlags(FlagGroup):
     gbce_calibration: float = flag(
         0.75, "t of gbce: 0 is plain BCE, 1 removes the bias of sampling", metavar="T", at_least=0, at_most=1
     )
-    eval_negatives: Literal["parity", "clean"] = flag(
-        "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in the papers' code, with "
-        "repetition, any but the user's training items; clean: distinct, none of the user's",
+    eval_negatives: EvaluationNegatives = flag(
+        "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in SASRec's code, with "
+        "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none that the user "
+        "had so far, nor the true one; clean: distinct, none of the user's",
     )  # fmt: skip
     mask_seen: bool = flag(
         True, "rank, and recommend, items that the user has already seen too; by default the rest is ranked"

@@ -149,8 +149,8 @@ def test_what_is_not_there_or_not_asked_for_is_absent(make) -> None:
 
 
 def test_no_user_to_evaluate(make) -> None:
-    for clean in ("clean", "parity"):
-        data = make(from_lists([[1, 2], [3]], [[5, 6], [7]], 130, f"short {clean}"), eval_negatives=clean)
+    for kind in ("clean", "unseen", "parity"):
+        data = make(from_lists([[1, 2], [3]], [[5, 6], [7]], 130, f"short {kind}"), eval_negatives=kind)
         assert len(data["val"]) == len(data["test"]) == 0
         assert whole(data["test"])["candidates"].shape == (0, 100)
         assert whole(data["train"])["items"].tolist() == [[1]]
@@ -307,7 +307,7 @@ def test_draws_of_a_position_do_not_depend_on_maxlen(make) -> None:
             assert np.array_equal(short["negatives"][i, : long["length"][i]], long["negatives"][i, : long["length"][i]])
 
 
-@pytest.mark.parametrize("kind", ["parity", "clean"])
+@pytest.mark.parametrize("kind", ["parity", "unseen", "clean"])
 def test_candidates_are_fixed_for_each_user_and_split(make, kind) -> None:
     data = make(eval_negatives=kind)
     for name in ("val", "test"):
@@ -321,18 +321,21 @@ def test_candidates_are_fixed_for_each_user_and_split(make, kind) -> None:
     assert not np.array_equal(whole(data["val"])["candidates"], whole(data["test"])["candidates"])
 
 
-@pytest.mark.parametrize("name", ["val", "test"])
-def test_parity_candidates_exclude_what_is_trained_on_and_nothing_else(make, name) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "held_back"),
+    [("parity", "val", 2), ("parity", "test", 2), ("unseen", "val", 1), ("unseen", "test", 0)],
+)
+def test_candidates_exclude_what_is_trained_on_or_was_seen_and_nothing_else(make, kind, name, held_back) -> None:
     drawn: dict[int, set[int]] = {user: set() for user in EVALUATED}
     repeated = False
     for seed in range(40):
-        dataset = make(seed=seed)[name]
+        dataset = make(seed=seed, eval_negatives=kind)[name]
         for user, row in zip(dataset.users.tolist(), whole(dataset)["candidates"].tolist(), strict=True):
             drawn[user] |= set(row)
             repeated |= len(set(row)) < 100
     assert repeated
     for user in EVALUATED:  # in 4,000 draws each of at most 130 items occurs
-        assert drawn[user] == set(range(1, 131)) - set(trained_on(ITEMS[user]))
+        assert drawn[user] == set(range(1, 131)) - set(ITEMS[user][: len(ITEMS[user]) - held_back])
 
 
 @pytest.mark.parametrize("name", ["val", "test"])
@@ -369,6 +372,8 @@ def test_too_few_items_for_negatives_are_said(make) -> None:
         make(from_lists([[1, 2]], None, 2, "no evaluation"))
     with pytest.raises(BadInput, match=r"^--eval-negatives clean: .* leaves 99 of the 103 items, where 100 are needed"):
         make(from_lists([[1, 2, 3, 4], [1, 2, 3]], None, 103, "few"), eval_negatives="clean")
+    with pytest.raises(BadInput, match=r"^--eval-negatives unseen: .* leaves 0 of the 4 items, where 1 is needed"):
+        make(from_lists([[1, 2, 3, 4], [1, 2, 3]], None, 4, "all seen"), eval_negatives="unseen")
     assert len(make(from_lists([[1, 2]], None, 2, "no negatives"), negatives=None)["train"]) == 1
 
 
