@@ -4,8 +4,9 @@
 
 Each run is a command line of main.py on one thread, which is printed, in a folder of its own: the same command goes on
 where it was stopped, and runs that are there already are only read. Every column takes the epoch that is best by that
-column's own metric on the validation set; only the checkpoints of those epochs are kept. The last line is one JSON
-object.
+column's own metric on the validation set; only the checkpoints of those epochs are kept. The hundred negatives are
+drawn in both ways in which published figures are: that of SASRec's code (sampled) and that of TiSASRec's (unseen); the
+epoch is that of the first. The last line is one JSON object.
 """
 
 import argparse
@@ -30,12 +31,16 @@ ROWS = {
     "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
     "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --no-mhc=false",
     "TiSASRec, 50 items, mHC": f"{TISASREC} --no-mhc=false",
-    "TiSASRec, 50 items, 4 blocks": f"{TISASREC} --num-blocks 4",
-    "TiSASRec, 50 items, 4 blocks, mHC": f"{TISASREC} --num-blocks 4 --no-mhc=false",
-    "TiSASRec, 50 items, 8 blocks": f"{TISASREC} --num-blocks 8",
-    "TiSASRec, 50 items, 8 blocks, mHC": f"{TISASREC} --num-blocks 8 --no-mhc=false",
+    "SASRec, 50 items, 4 blocks": f"{SASREC} --maxlen 50 --num-blocks 4",
+    "SASRec, 50 items, 4 blocks, mHC": f"{SASREC} --maxlen 50 --num-blocks 4 --no-mhc=false",
+    "SASRec, 50 items, 8 blocks": f"{SASREC} --maxlen 50 --num-blocks 8",
+    "SASRec, 50 items, 8 blocks, mHC": f"{SASREC} --maxlen 50 --num-blocks 8 --no-mhc=false",
 }
 METRICS = ("hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
+COLUMNS = {metric: (metric, "parity") for metric in METRICS} | {
+    f"unseen_{metric}": (f"sampled_{metric}", "unseen") for metric in ("hr@10", "ndcg@10")
+}
+"""The metric of each column, and how --eval-negatives draws."""
 
 
 def main() -> None:
@@ -54,9 +59,9 @@ def main() -> None:
         list(pool.map(lambda job: train(*job, [*data, *epochs], args.save_dir.resolve()), jobs))
         found = dict(zip(jobs, pool.map(lambda job: scores(folder(args.save_dir.resolve(), *job)), jobs), strict=True))
     results = {row: summary([found[row, seed] for seed in args.seeds]) for row in args.rows}
-    print(f"\n| model | {' | '.join(METRICS)} | seeds | epochs of best | wall s |\n|{' --- |' * (len(METRICS) + 4)}")
+    print(f"\n| model | {' | '.join(COLUMNS)} | seeds | epochs of best | wall s |\n|{' --- |' * (len(COLUMNS) + 4)}")
     for row, result in results.items():
-        shown = (f"{result['mean'][metric]:.4f} ({result['deviation'][metric]:.4f})" for metric in METRICS)
+        shown = (f"{result['mean'][metric]:.4f} ({result['deviation'][metric]:.4f})" for metric in COLUMNS)
         chosen = ", ".join(str(each["epoch"]["sampled_ndcg@10"]) for each in result["runs"])
         print(f"| {row} | {' | '.join(shown)} | {len(args.seeds)} | {chosen} | {result['wall_s']:.0f} |")
     print(json.dumps(results))
@@ -78,7 +83,7 @@ def train(row: str, seed: int, flags: list[str], save_dir: Path) -> None:
     if (own / "results.json").exists():
         return
     command = ["--task", "seqrec", *shlex.split(ROWS[row]), *flags, "--seed", str(seed), "--num-threads", "1"]
-    command += ["--save-dir", str(own), "--keep-checkpoints", "0"]
+    command += ["--save-dir", str(own), "--keep-checkpoints", "0", "--eval-negatives", "parity"]
     print(shlex.join(["python", "main.py", *command]), flush=True)
     main_py(*command)
 
@@ -91,14 +96,14 @@ def scores(run: Path) -> dict[str, Any]:
         checkpoint.unlink()
 
     @cache
-    def of_test(epoch: int) -> dict[str, float]:
-        checkpoint = run / f"checkpoint_{epoch}.pth"
-        printed = main_py("--config", str(run / "config.json"), "--eval-only", "--resume-from", str(checkpoint))
+    def of_test(epoch: int, negatives: str) -> dict[str, float]:
+        words = ["--config", str(run / "config.json"), "--eval-only", "--eval-negatives", negatives]
+        printed = main_py(*words, "--resume-from", str(run / f"checkpoint_{epoch}.pth"))
         return {name: float(value) for name, value in re.findall(r"test/(\S+) ([\d.]+)", printed)}
 
     return {
         "epoch": best,
-        "test": {metric: of_test(epoch)[metric] for metric, epoch in best.items()},
+        "test": {name: of_test(best[metric], negatives)[metric] for name, (metric, negatives) in COLUMNS.items()},
         "wall_s": json.loads((run / "results.json").read_text())["train_seconds"],
     }
 
@@ -110,7 +115,7 @@ def best_epochs(events: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    columns = {metric: [run["test"][metric] for run in runs] for metric in METRICS}
+    columns = {metric: [run["test"][metric] for run in runs] for metric in COLUMNS}
     return {
         "mean": {metric: mean(column) for metric, column in columns.items()},
         "deviation": {metric: stdev(column) if len(column) > 1 else 0.0 for metric, column in columns.items()},
