@@ -81,11 +81,11 @@ class _FullSoftmax(torch.autograd.Function):
         for part in range(0, len(states), chunk):
             here = slice(part, part + chunk)
             scores = (states[here] @ items.T).to(in_full)
-            counts = (targets[here] > 0).to(in_full)
+            counts = (targets[here] > 0).to(in_full).unsqueeze(1)
             target = (targets[here] - 1).clamp(min=0).unsqueeze(1)
-            log_sum = scores.logsumexp(1, keepdim=True)
-            loss += ((log_sum - scores.gather(1, target)).squeeze(1) * counts).sum()
-            grad = (scores - log_sum).exp_().scatter_add_(1, target, -torch.ones_like(log_sum)) * counts.unsqueeze(1)
+            log_shares = scores.log_softmax(1)
+            loss -= (log_shares.gather(1, target) * counts).sum()
+            grad = log_shares.exp_().scatter_add_(1, target, -torch.ones_like(counts)).mul_(counts)
             grad_states[here] = (grad @ items).to(states.dtype)
             grad_table[1:] += grad.T @ states[here]
         ctx.save_for_backward(grad_states, grad_table.to(table.dtype))
