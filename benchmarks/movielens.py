@@ -29,6 +29,7 @@ ROWS = {
     "SASRec, 50 items": f"{SASREC} --maxlen 50",
     "SASRec, 200 items, full softmax": f"{SASREC} --loss ce",
     "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
+    "TiSASRec, 50 items, dropout by pair": f"{TISASREC} --task benchmarks/dropout_by_pair.py:DropoutByPair",
     "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --no-mhc=false",
     "TiSASRec, 50 items, mHC": f"{TISASREC} --no-mhc=false",
     "SASRec, 50 items, 4 blocks": f"{SASREC} --maxlen 50 --num-blocks 4",

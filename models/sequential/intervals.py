@@ -5,10 +5,11 @@ Attention to intervals needs, of query i and key j whose interval has the row r_
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-without the (B, Tq, T, width) rows that were looked up. On a GPU the queries are multiplied with the whole table, of
-which each pair picks its number, and the weights of the keys at one interval are added up before they meet the table:
-two matrix products and tensors of (B, heads, Tq, rows). On a CPU that is mostly work for rows that nobody asks for,
-and both are bags of embeddings (torch.nn.functional.embedding_bag). Their derivatives are each other, and
+without the (B, Tq, T, width) rows that were looked up. Either the queries are multiplied with the whole table, of which
+each pair picks its number, and the weights of the keys at one interval are added up before they meet the table: two
+matrix products, and tensors of (B, heads, Tq, rows). Or, on a CPU where the table has many more rows than there are
+keys, so that most of that would be for rows that nobody asks for, both are bags of embeddings
+(torch.nn.functional.embedding_bag). Their derivatives are each other, and
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
@@ -22,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_ROWS_PER_KEY = 10
+"""Where both forms take equally long, in training and without gradients, with 25 to 200 keys."""
 
 
 class Pairs:
@@ -42,7 +46,7 @@ class Pairs:
 
 def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
     """query_i . table[r_ij] by head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
-    if _in_bags(query):
+    if _in_bags(pairs):
         return _by_head(_Logits, query, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
     return torch.einsum("bhic,hrc->bhir", query, table).gather(-1, row)
@@ -50,7 +54,7 @@ def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
     """sum_j weight_ij table[r_ij] by head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
-    if _in_bags(weight):
+    if _in_bags(pairs):
         return _by_head(_Sums, weight, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, weight.shape[1], -1, -1)
     by_row = weight.new_zeros(*weight.shape[:-1], pairs.num_rows).scatter_add_(-1, row, weight)
@@ -58,8 +62,10 @@ def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
     return torch.einsum("bhir,hrc->bhic", by_row, table)
 
 
-def _in_bags(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+def _in_bags(pairs: Pairs) -> bool:
+    if pairs.row.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
 
 
 def _by_head(product: Any, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:

@@ -7,13 +7,10 @@ With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R
 
 looks up K^R and V^R for every pair; models.sequential.intervals has the same products without that.
 
-The paper also drops elements of every pair's own copy of K^R and V^R. What of that reaches a logit or an output is a
-sum of many independent terms, and is drawn here as a normal number of the same mean and variance ("fast dropout", Wang
-and Manning, ICML 2013): the variances, p / (1 - p) times Q_i^2 . K^R[r_ij]^2 and sum_j a_ij^2 V^R[r_ij]^2, are such
-products again.
+Dropout on intervals acts on the entries of the tables, once a forward, instead of on every pair's copy of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,9 +29,6 @@ from models.sequential.sasrec import (
     residuals,
     rows,
 )
-
-Product = Callable[[Tensor, Tensor, Pairs], Tensor]
-_TINY = 1e-12  # at zero the square root has no derivative
 
 
 class Intervals:
@@ -87,30 +81,19 @@ class IntervalAttention(nn.Module):
         if last is not None:
             query, pairs = self.projections.scaled_query(query_input), intervals.of_last(last)
             logits = self.projections.score(query, context) + query @ split(position_keys).transpose(-2, -1)
-            logits = logits + self.dropped(interval_logits, query, interval_keys, pairs)
-            attention = self.dropout(last_softmax(logits, last))
+            attention = self.dropout(last_softmax(logits + interval_logits(query, interval_keys, pairs), last))
             out = self.projections.pool(attention, context) + attention @ split(position_values)
-            return merge_heads(out + self.dropped(interval_sums, attention, interval_values, pairs))
+            return merge_heads(out + interval_sums(attention, interval_values, pairs))
 
         query, key, value = self.projections(query_input, context)
         key, value = key + split(position_keys), value + split(position_values)
         parts = []
         for (start, stop), pairs in intervals.chunks.items():
             part = query[:, :, start:stop]
-            logits = part @ key[:, :, :stop].transpose(-2, -1)
-            logits = logits + self.dropped(interval_logits, part, interval_keys, pairs)
+            logits = part @ key[:, :, :stop].transpose(-2, -1) + interval_logits(part, interval_keys, pairs)
             attention = self.dropout(causal_softmax(logits))
-            out = attention @ value[:, :, :stop]
-            parts.append(out + self.dropped(interval_sums, attention, interval_values, pairs))
+            parts.append(attention @ value[:, :, :stop] + interval_sums(attention, interval_values, pairs))
         return merge_heads(torch.cat(parts, dim=2))
-
-    def dropped(self, product: Product, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-        """A product with a table of intervals, while training with dropout on the elements that each pair looks up."""
-        mean, p = product(x, table, pairs), self.dropout.p
-        if not self.training or p == 0:
-            return mean
-        variance = p / (1 - p) * product(x.square(), table.square(), pairs)
-        return mean + torch.randn_like(mean) * (variance + _TINY).sqrt()
 
 
 class TiSASRec(SequentialRecommender):
@@ -149,6 +132,6 @@ class TiSASRec(SequentialRecommender):
             Intervals(times, self.time_span),
             self.dropout(self.position_keys(position)),
             self.dropout(self.position_values(position)),
-            self.interval_keys.weight,
-            self.interval_values.weight,
+            self.dropout(self.interval_keys.weight),
+            self.dropout(self.interval_values.weight),
         )
