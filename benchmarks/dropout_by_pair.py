@@ -84,8 +84,9 @@ class AttentionDropsByPair(IntervalAttention):
         query, key, value = self.projections(query_input, context)
         key, value = key + split(position_keys), value + split(position_values)
         parts = []
-        for (start, stop), pairs in intervals.chunks.items():
-            part = query[:, :, start:stop]
+        for pairs in intervals.chunks:
+            num_queries, stop = pairs.row.shape[1:]
+            part = query[:, :, stop - num_queries : stop]
             of_intervals = self.noisy(interval_logits, part, split(interval_keys), pairs)
             attention = self.dropout(causal_softmax(part @ key[:, :, :stop].transpose(-2, -1) + of_intervals))
             of_intervals = self.noisy(interval_sums, attention, split(interval_values), pairs)

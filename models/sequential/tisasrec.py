@@ -11,6 +11,7 @@ Dropout on intervals acts on the entries of the tables, once a forward, instead 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,8 +39,20 @@ class Intervals:
         """times: (B, T) integers."""
         self.times = times
         self.time_span = time_span
+
+    @property
+    def chunks(self) -> list[Pairs]:
+        """Of each range of queries of `causal_chunks`, with all keys up to its end."""
+        return self._of_chunks() if torch.compiler.is_compiling() else self._kept
+
+    @cached_property
+    def _kept(self) -> list[Pairs]:
+        return self._of_chunks()
+
+    def _of_chunks(self) -> list[Pairs]:
+        times = self.times
         parts = causal_chunks(times.shape[1], times.device)
-        self.chunks = {(start, stop): self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts}
+        return [self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts]
 
     def of_last(self, last: Tensor) -> Pairs:
         """Of the queries at time steps last[b] alone, (B,), with all keys."""
@@ -88,8 +101,9 @@ class IntervalAttention(nn.Module):
         query, key, value = self.projections(query_input, context)
         key, value = key + split(position_keys), value + split(position_values)
         parts = []
-        for (start, stop), pairs in intervals.chunks.items():
-            part = query[:, :, start:stop]
+        for pairs in intervals.chunks:
+            num_queries, stop = pairs.row.shape[1:]
+            part = query[:, :, stop - num_queries : stop]
             logits = part @ key[:, :, :stop].transpose(-2, -1) + interval_logits(part, interval_keys, pairs)
             attention = self.dropout(causal_softmax(logits))
             parts.append(attention @ value[:, :, :stop] + interval_sums(attention, interval_values, pairs))
