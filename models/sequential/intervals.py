@@ -63,7 +63,8 @@ def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _in_bags(pairs: Pairs) -> bool:
-    if pairs.row.device.type != "cpu" or torch.compiler.is_compiling():
+    # The logits are a derivative, and under inference_mode there is none.
+    if pairs.row.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
 

@@ -62,6 +62,17 @@ def test_the_form_is_that_which_computes_less():
         assert intervals._in_bags(Pairs(torch.zeros(1, 2, 5), num_rows)) is in_bags
 
 
+def test_no_gradients_are_needed():
+    row = torch.randint(0, 100, (2, 3, 4))
+    query, weight, table = torch.randn(2, 1, 3, 5), torch.rand(2, 1, 3, 4), torch.randn(1, 100, 5)
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            pairs = Pairs(row, 100)
+            found.append((interval_logits(query, table, pairs), interval_sums(weight, table, pairs)))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
 def test_bags_compute_in_single_precision_under_autocast(monkeypatch):
     monkeypatch.setattr(intervals, "_in_bags", lambda pairs: True)
     pairs, query, weight, table = (x.float() if isinstance(x, torch.Tensor) else x for x in make(2))
