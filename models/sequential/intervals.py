@@ -90,7 +90,7 @@ class _Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         query, table = ctx.saved_tensors
-        of_query = _sums(gradient, table, ctx.pairs).view(*ctx.pairs.row.shape[:2], -1)
+        of_query = _sums(gradient, table, ctx.pairs).unflatten(0, ctx.pairs.row.shape[:2])
         return of_query, _table_gradient(gradient, query, ctx.pairs), None
 
 

@@ -62,6 +62,15 @@ def test_the_form_is_that_which_computes_less():
         assert intervals._in_bags(Pairs(torch.zeros(1, 2, 5), num_rows)) is in_bags
 
 
+def test_a_batch_without_histories_has_gradients_of_zero(monkeypatch):
+    monkeypatch.setattr(intervals, "_in_bags", lambda pairs: True)
+    query, weight, table = (x[:0] if x.dim() == 4 else x for x in make(2)[1:])
+    pairs = Pairs(torch.zeros(0, QUERIES, KEYS, dtype=torch.long), ROWS)
+    found = interval_logits(query, table, pairs).sum() + interval_sums(weight, table, pairs).sum()
+    of_query, of_weight, of_table = torch.autograd.grad(found, (query, weight, table))
+    assert of_query.shape == query.shape and of_weight.shape == weight.shape and not of_table.any()
+
+
 def test_no_gradients_are_needed():
     row = torch.randint(0, 100, (2, 3, 4))
     query, weight, table = torch.randn(2, 1, 3, 5), torch.rand(2, 1, 3, 4), torch.randn(1, 100, 5)
