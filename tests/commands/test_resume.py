@@ -91,7 +91,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)
     epochs = "an epoch has [20] samples and the checkpoint in mid-epoch is of one with [16]; "
-    with_batches = "what --drop-last leaves out depends on the global batch, now 5 and then 8: go back to that one"
+    with_batches = "what --drop-last leaves out depends on the global batch: 5 now, 8 then; go back to that one"
     refused([epochs + with_batches], *tiny, "--max-steps", 4, "--batch-size", 5)
     refused([f"{epochs}undo the change of --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
     assert contents(tmp_path, REFUSAL) == before

@@ -171,7 +171,9 @@ def _advice_on_epochs(run: Run, state: Mapping[str, Any], changed: Mapping[str, 
     then, now = state["global_batch_sizes"], run.facts["global_batch_sizes"]
     if run.facts["config"]["--drop-last"] and then != now:
         before, after = (" and ".join(map(str, wholes)) for wholes in (then, now))
-        return f"what --drop-last leaves out depends on the global batch, now {after} and then {before}: go back to that one"
+        return (
+            f"what --drop-last leaves out depends on the global batch: {after} now, {before} then; go back to that one"
+        )
     return "give it the same data"
 
 
