@@ -39,7 +39,7 @@ class Pairs:
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of all pairs in the order of their rows: their numbers, those of their queries; and each row's first pair."""
-        row, pair = self.row.flatten().sort()
+        row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first
 
