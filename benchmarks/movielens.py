@@ -27,7 +27,7 @@ ROWS = {
     "SASRec, 200 items": SASREC,
     "TiSASRec, 50 items": TISASREC,
     "SASRec, 50 items": f"{SASREC} --maxlen 50",
-    "SASRec, 200 items, full softmax": f"{SASREC} --loss ce",
+    "SASRec, 200 items, full softmax": "--config configs/seqrec/sasrec_softmax.toml",
     "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
     "TiSASRec, 50 items, dropout by pair": f"{TISASREC} --task benchmarks/dropout_by_pair.py:DropoutByPair",
     "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --no-mhc=false",
