@@ -286,11 +286,14 @@ def _items_excluded(
     if eval_negatives == "parity":
         return split.items
     without_test = eval_negatives == "unseen" and not is_test
-    users, position = _users_and_positions(interactions)
-    chosen = position < split.val_end[users] if without_test else np.ones(len(users), bool)
+
+    def build() -> Arrays:
+        users, position = _users_and_positions(interactions)
+        chosen = position < split.val_end[users] if without_test else np.ones(len(users), bool)
+        return _item_sets(interactions, users, chosen).arrays
+
     name = f"before_test-{_split_key(hold_out)}" if without_test else "all_items"
-    key = f"{interactions.key}-{name}-{_FORMAT_VERSION}"
-    arrays = cached_arrays(cache_dir, key, lambda: _item_sets(interactions, users, chosen).arrays)
+    arrays = cached_arrays(cache_dir, f"{interactions.key}-{name}-{_FORMAT_VERSION}", build)
     return ItemSets(**arrays, num_items=interactions.num_items)
 
 
