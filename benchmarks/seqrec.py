@@ -93,7 +93,7 @@ class Setting:
         argv = [
             "--task", "seqrec", "--data-dir", str(self.data), "--cache-dir", str(self.cache_dir),
             "--k-core", str(K_CORE), "--device", "cpu", "--num-threads", str(self.num_threads),
-            *size_flags(Sizes(num_items=0)), "--no-mhc", "--loss", "bce", "--eval-negatives", "parity", *model_flags,
+            *size_flags(Sizes(num_items=0)), "--loss", "bce", "--eval-negatives", "parity", *model_flags,
         ]  # fmt: skip
         flags, problems = parse(argv, several_devices=False)
         refuse(problems)

@@ -12,7 +12,7 @@ KGAT = ["--task", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout"
 SPEECH = ["--task", "speech", "--dropout", 0, "--max-steps", 3]
 WORKLOADS = {
     "har": ["--task", "har", "--mode", "first", "--hidden-dims", 8, "--dropout", 0, "--max-steps", 3],
-    "seqrec": SEQREC,
+    "seqrec": [*SEQREC, *small_seqrec.MHC],
     "kgat": KGAT,
     "speech": [*SPEECH, *small_speech.SMALL],
     "tabular": ["--task", "tabular", *small_table.SMALL_PRIOR, *small_table.SMALL_MODEL, "--max-steps", 3],
@@ -20,8 +20,8 @@ WORKLOADS = {
 VARIANTS = {
     "har tinyhar": ["--task", "har", "--model", "tinyhar", "--max-steps", 2, "--dropout", 0],
     "har deepconvlstm": ["--task", "har", "--model", "deepconvlstm", "--max-steps", 2, "--dropout", 0],
-    "seqrec bce": [*SEQREC, "--loss", "bce", "--no-time", "--no-mhc"],
-    "seqrec gbce": [*SEQREC, "--loss", "gbce", "--num-negatives", 20, "--no-time", "--no-mhc"],
+    "seqrec bce": [*SEQREC, "--loss", "bce", "--no-time"],
+    "seqrec gbce": [*SEQREC, "--loss", "gbce", "--num-negatives", 20, "--no-time"],
     "seqrec sampled": [*SEQREC, "--loss", "sampled", "--num-negatives", 20],
     "kgat deterministic": [*KGAT, "--deterministic"],
     "speech lmu": [*SPEECH, *small_speech.SMALL_LMU],

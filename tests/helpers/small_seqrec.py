@@ -11,7 +11,8 @@ from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 
 CPU = torch.device("cpu")
 KINDS = ("hr", "ndcg", "mrr")
-SMALL = ["--hidden-units", "8", "--num-heads", "2", "--maxlen", "6", "--time-span", "9", "--mhc-sinkhorn-iters", "3"]
+SMALL = ["--hidden-units", "8", "--num-heads", "2", "--maxlen", "6", "--time-span", "9"]
+MHC = ["--mhc", "--mhc-sinkhorn-iters", "3"]
 NUM_USERS, NUM_ITEMS = 40, 130
 
 
@@ -47,7 +48,7 @@ def assembled(argv, *more):
 
 def make_task(cache_dir, **settings):
     """On the generated catalogue."""
-    config = SeqrecFlags(**{"hidden_units": 8, "maxlen": 20, "dropout": 0.0, "mhc_sinkhorn_iters": 3} | settings)
+    config = SeqrecFlags(**{"hidden_units": 8, "maxlen": 20, "dropout": 0.0} | settings)
     assert config.problems() == []
     return SeqrecTask(config, seed=0, cache_dir=cache_dir)
 

@@ -136,7 +136,7 @@ def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
     "argv",
     [
         pytest.param(["--model", "tinyhar"], id="tinyhar"),
-        pytest.param(["--task", "seqrec", "--hidden-units", "8"], id="seqrec"),
+        pytest.param(["--task", "seqrec", "--hidden-units", "8", "--mhc"], id="seqrec"),
         pytest.param(["--task", "kgat", "--embed-dim", "8"], id="kgat"),
         pytest.param(SPEECH, id="plmu"),
         pytest.param(["--task", "tabular", "--width", "8", "--num-val-tables", "4"], id="nano"),

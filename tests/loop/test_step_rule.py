@@ -32,16 +32,16 @@ GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave rank
 NUM_STEPS = 100
 DROPOUT_KEY = (0, 0, 0, 0)
 
-SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01, "mhc_sinkhorn_iters": 3}
+SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01}
 KGAT = {"embed_dim": 8, "layer_dims": (8, 4), "relation_dim": 5, "dropout": 0.2, "node_dropout": 0.2}  # same_masks
 SPEECH = {"num_mels": 12, "width": 8, "num_blocks": 1, "channels": 2, "memory_size": 4, "theta": 4.0, "dropout": 0.0}
 TASKS = {
     "weighted": (Weighted, WeightedFlags(), "train"),
     "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,)), "train"),
-    "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC), "train"),
-    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False, mhc=False), "train"),
+    "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC, mhc=True, mhc_sinkhorn_iters=3), "train"),
+    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False), "train"),
     "seqrec-sampled": (
-        SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False, mhc=False), "train"
+        SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False), "train"
     ),
     "kgat-cf": (KgatTask, KgatFlags(**KGAT), "cf"),
     "kgat-kg": (KgatTask, KgatFlags(**KGAT), "kg"),

@@ -266,7 +266,7 @@ def test_others_get_outlines_of_weights_and_everything_else():
 
 NUM_BLOCKS = 4
 SEQREC = [
-    "--task", "seqrec", "--hidden-units", 192, "--num-blocks", NUM_BLOCKS, "--no-mhc", "--no-time", "--maxlen", 4,
+    "--task", "seqrec", "--hidden-units", 192, "--num-blocks", NUM_BLOCKS, "--no-time", "--maxlen", 4,
     "--device", "cpu", "--num-threads", 1, "--batch-size", 2, "--eval-batch-size", 500, "--no-test",
 ]  # fmt: skip
 

@@ -60,10 +60,10 @@ TABLES = sizes(
         pytest.param(["--mode", "flatten"], WINDOWS, signals(50), id="harnet-flatten"),
         pytest.param(["--model", "tinyhar"], sizes("x (?, 9, 128)"), signals(128), id="tinyhar"),
         pytest.param(["--model", "deepconvlstm"], sizes("x (?, 9, 128)"), signals(128), id="deepconvlstm"),
-        pytest.param([*SEQREC, "--no-time", "--no-mhc"], sizes("items (?, ?)", "length (?,)"),
+        pytest.param([*SEQREC, "--no-time"], sizes("items (?, ?)", "length (?,)"),
                      lambda: without_times(1), id="sasrec"),
-        pytest.param([*SEQREC, "--no-mhc"], HISTORIES, lambda: histories(120), id="tisasrec"),
-        pytest.param([*SEQREC], HISTORIES, lambda: histories(3), id="tisasrec-mhc"),
+        pytest.param(SEQREC, HISTORIES, lambda: histories(120), id="tisasrec"),
+        pytest.param([*SEQREC, "--mhc"], HISTORIES, lambda: histories(3), id="tisasrec-mhc"),
         *(pytest.param([*KGAT, "--model", model], sizes("users (?,)"), lambda: {"users": torch.tensor([3])}, id=model)
           for model in ("kgat", "bprmf", "lightgcn", "kg-lightgcn")),
         pytest.param(SPEECH, AUDIO, utterances, id="plmu"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.data.interactions.test_sequences import slow_scaled_times
-from tests.helpers.small_seqrec import ITEMS, KINDS, NUM_ITEMS, NUM_USERS, TIMES, assembled, make_batch
+from tests.helpers.small_seqrec import ITEMS, KINDS, MHC, NUM_ITEMS, NUM_USERS, TIMES, assembled, make_batch
 from tests.models.sequential.test_ranking import slow_metrics
 from trainer.loading.order import SampleKeys
 from trainer.loop.evaluate import evaluate
@@ -65,8 +65,8 @@ def slow_scores(run, split, mask_seen):
     ("more", "mask_seen"),
     [
         ([], True),
-        (["--no-time", "--no-mhc", "--no-mask-seen", "--eval-negatives", "clean"], False),
-        (["--no-mhc", "--maxlen", "50"], True),
+        (["--no-time", "--no-mask-seen", "--eval-negatives", "clean"], False),
+        ([*MHC, "--maxlen", "50"], True),
     ],
 )
 def test_metrics_equal_the_protocol_user_by_user_with_any_batch(more, mask_seen, argv):

@@ -45,6 +45,9 @@ LOSS_SETTINGS = {
     "gbce": {"num_negatives": 7, "gbce_calibration": 0.6},
 }
 SLOW_LOSSES = {"ce": slow_ce, "bce": slow_bce, "sampled": slow_sampled, "gbce": partial(slow_gbce, calibration=0.6)}
+both_modes = pytest.mark.parametrize(
+    "mode", [{"mhc": True, "mhc_sinkhorn_iters": 3}, {"time": False}], ids=["TiSASRec, mHC", "SASRec"]
+)
 every_loss = pytest.mark.parametrize("loss", LOSS_SETTINGS)
 
 
@@ -64,7 +67,7 @@ def slow_loss(objective, batch, of_position):
 
 @every_loss
 def test_loss_is_the_one_asked_for_at_every_next_item(loss, cache_dir):
-    task = make_task(cache_dir, loss=loss, mhc=False, **LOSS_SETTINGS[loss])
+    task = make_task(cache_dir, loss=loss, **LOSS_SETTINGS[loss])
     objective, batch = make_objective(task), make_batch(task, index=range(100, 112))
     assert not batch["targets"].all()  # there is padding
     found = loss_and_gradients(objective, batch)
@@ -94,7 +97,7 @@ def test_usual_numbers_of_negatives(settings, negatives, cache_dir):
 
 
 @every_loss
-@pytest.mark.parametrize("mode", [{}, {"time": False, "mhc": False}], ids=["default", "neither"])
+@both_modes
 def test_parts_of_similar_length_equal_the_whole_batch(loss, mode, cache_dir, monkeypatch):
     task = make_task(cache_dir, loss=loss, **LOSS_SETTINGS[loss], **mode)
     objective, batch = make_objective(task), make_batch(task)
@@ -132,7 +135,7 @@ def chain_lists(tensors):
     return [value for tensor in tensors for value in tensor.tolist()]
 
 
-@pytest.mark.parametrize("mode", [{}, {"time": False, "mhc": False}], ids=["default", "neither"])
+@both_modes
 def test_penalty_on_embeddings_counts_once_however_the_batch_is_split(mode, cache_dir):
     task = make_task(cache_dir, l2_emb=0.05, **mode)
     objective, batch = make_objective(task), make_batch(task)

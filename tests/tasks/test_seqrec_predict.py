@@ -11,14 +11,14 @@ import torch
 from tests.helpers.small_seqrec import ITEMS, NUM_ITEMS, TIMES
 from trainer import load as load_run
 
-SMALL = "--hidden-units 8 --num-heads 2 --maxlen 6 --time-span 9 --mhc-sinkhorn-iters 3 --k-core 0".split()
+SMALL = "--hidden-units 8 --num-heads 2 --maxlen 6 --time-span 9 --k-core 0".split()
 
 
 def name(item):
     return f"item-{item:03}"
 
 
-@pytest.fixture(params=[[], ["--no-time", "--no-mhc"]], ids=["TiSASRec", "SASRec"])
+@pytest.fixture(params=[[], ["--no-time"]], ids=["TiSASRec", "SASRec"])
 def trained(request, tmp_path, run_here):
     """A run on a file with names of its own for columns, users and items."""
     data, run = tmp_path / "log.csv", tmp_path / "run"

@@ -12,12 +12,12 @@ from models.sequential.sasrec import Residual, SASRec
 from models.sequential.tisasrec import TiSASRec
 from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
-from tests.helpers.small_seqrec import CPU, KINDS, NUM_ITEMS, assembled, make_task
+from tests.helpers.small_seqrec import CPU, KINDS, MHC, NUM_ITEMS, assembled, make_task
 from trainer.cli import main
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
 
-MODES = {"default": [], "no time": ["--no-time"], "no mhc": ["--no-mhc"], "neither": ["--no-time", "--no-mhc"]}
+MODES = {"TiSASRec": [], "SASRec": ["--no-time"], "TiSASRec, mHC": MHC, "SASRec, mHC": ["--no-time", *MHC]}
 LOSSES = {"ce": [], "bce": [], "sampled": ["--num-negatives", "9"], "gbce": ["--num-negatives", "9"]}
 CUTOFFS = (1, 5, 10, 20)
 METRICS = [f"{protocol}{kind}@{cutoff}" for protocol in ("", "sampled_") for kind in KINDS for cutoff in CUTOFFS]
@@ -55,10 +55,10 @@ def test_every_mode_trains_with_every_loss(mode, loss, argv, tmp_path, signals_r
 @pytest.mark.parametrize(
     ("mode", "kind", "connection"),
     [
-        ("default", TiSASRec, HyperConnection),
-        ("no time", SASRec, HyperConnection),
-        ("no mhc", TiSASRec, Residual),
-        ("neither", SASRec, Residual),
+        ("TiSASRec", TiSASRec, Residual),
+        ("SASRec", SASRec, Residual),
+        ("TiSASRec, mHC", TiSASRec, HyperConnection),
+        ("SASRec, mHC", SASRec, HyperConnection),
     ],
 )
 def test_modes_are_the_models_that_they_say(mode, kind, connection, argv):
@@ -70,7 +70,7 @@ def test_modes_are_the_models_that_they_say(mode, kind, connection, argv):
 
 def test_flags_of_the_model_reach_it(argv):
     more = "--num-blocks 3 --dropout 0.3 --mhc-expansion-rate 3 --mhc-init-gate 0.05 --mhc-no-amp".split()
-    model = assembled(argv, *more).learner.objective.model
+    model = assembled(argv, *MHC, *more).learner.objective.model
     assert (len(model.blocks), model.maxlen, model.time_span) == (3, 6, 9)
     assert model.items.weight.shape == (NUM_ITEMS + 1, 8)
     attention, connection = model.blocks[1].attention, model.blocks[1].attention_connection
@@ -78,9 +78,9 @@ def test_flags_of_the_model_reach_it(argv):
     assert (connection.residual.num_iterations, connection.in_full_precision) == (3, True)
     assert len(connection.post.bias) == 3 and connection.post.gate.item() == pytest.approx(0.05)
     orders = ["original", "pre", "post"]
-    built = [assembled(argv, "--no-mhc", "--norm", order).learner.objective.model for order in orders]
+    built = [assembled(argv, "--norm", order).learner.objective.model for order in orders]
     assert [model.blocks[0].attention_connection.order for model in built] == orders
-    assert assembled(argv, "--no-mhc").learner.objective.model.blocks[0].attention_connection.order == "original"
+    assert assembled(argv).learner.objective.model.blocks[0].attention_connection.order == "original"
 
 
 @pytest.mark.parametrize("split", ["ratio", "time"])
@@ -105,7 +105,7 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
 # --- resume ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [[], ["--loss", "bce", "--no-time", "--no-mhc"]], ids=["default", "bce"])
+@pytest.mark.parametrize("more", [MHC, ["--loss", "bce", "--no-time"]], ids=["TiSASRec, mHC", "SASRec, bce"])
 def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):
     """With dropout and drawn negatives, from the middle of the second epoch."""
     argv = [*argv, *more, "--epochs", "3", "--save-every-steps", "2", "--keep-checkpoints", "0"]
@@ -137,7 +137,7 @@ def test_two_processes_equal_one(argv, command, tmp_path, signals_restored):
     assert largest_difference(*(load(tmp_path / name / "final.pth") for name in ("one", "two"))) < 1e-8
 
 
-@pytest.mark.parametrize("more", [["--l2-emb", "0.01"], ["--loss", "bce", "--no-mhc"], ["--loss", "gbce", "--no-time"]])
+@pytest.mark.parametrize("more", [["--l2-emb", "0.01", *MHC], ["--loss", "bce"], ["--loss", "gbce", "--no-time", *MHC]])
 def test_replicas_equal_one_device(more, argv, tmp_path):
     """Whole batches in parts by length on one device, small ones in one part on the replicas."""
     one, test_one = trained(SingleDevice(CPU), tmp_path / "one", *argv, *EXACT, *more)
@@ -172,11 +172,11 @@ def test_mistakes_are_shown_together(refused, tmp_path):
         [
             f"--data-dir {tmp_path / 'missing'}: no such file or folder",
             "--num-heads 4: must divide --hidden-units 50",
-            "--norm post: hyper-connections need pre; add --no-mhc",
+            "--norm post: --mhc needs pre; leave one of them out",
             "--num-negatives 5: --loss ce has no use for it",
             "--gbce-calibration 2: ",
         ],
-        *("--data-dir", tmp_path / "missing", "--hidden-units", 50, "--num-heads", 4, "--norm", "post"),
+        *("--data-dir", tmp_path / "missing", "--hidden-units", 50, "--num-heads", 4, "--norm", "post", "--mhc"),
         *("--num-negatives", 5, "--gbce-calibration", 2),
     )
 
@@ -184,13 +184,14 @@ def test_mistakes_are_shown_together(refused, tmp_path):
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        ("--norm original", "--norm original: hyper-connections need pre"),
+        ("--mhc --norm original", "--norm original: --mhc needs pre"),
         ("--loss bce --num-negatives 2", "--num-negatives 2: --loss bce has no use for it"),
         ("--val-share 0.2", "--val-share 0.2: --split leave-one-out has no use for it; leave it out"),
         ("--split ratio --val-share 0.5 --test-share 0.5", "--val-share 0.5 and --test-share 0.5: leave nothing"),
         ("--split time --time-column none --no-time --k-core 0", "--split time: the interactions have no times; take"),
         ("--loss softmax", "--loss softmax: must be one of ce, bce, sampled, gbce"),
-        ("--mhc-expansion-rate 1", "--mhc-expansion-rate 1: "),
+        ("--mhc --mhc-expansion-rate 1", "--mhc-expansion-rate 1: "),
+        ("--mhc-init-gate 0.1", "--mhc-init-gate 0.1: does nothing without --mhc"),
         ("--l2-emb -1", "--l2-emb -1: "),
         ("--k-core 1000", "--k-core 1000: nothing of "),
     ],
@@ -261,9 +262,9 @@ def test_time_tells_more_than_order_and_both_more_than_popularity(cache_dir, tmp
     for mode in MODES:
         argv = ["--task", "seqrec", "--cache-dir", str(cache_dir), "--eval-every", "10", *MODES[mode]]
         found[mode] = run_main(argv, tmp_path / mode)["metrics"]["test/ndcg@10"]
-    assert 3 * popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3)) < found["neither"]
-    assert found["neither"] + 0.02 < found["no mhc"]
-    assert found["no time"] + 0.02 < found["default"]
+    assert 3 * popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3)) < found["SASRec"]
+    assert found["SASRec"] + 0.02 < found["TiSASRec"]
+    assert found["SASRec, mHC"] + 0.02 < found["TiSASRec, mHC"]
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("sasrec", SASRec), ("tisasrec", TiSASRec)])
@@ -279,7 +280,7 @@ def test_published_settings_step_at_one_rate_without_clipping(preset, kind, argv
 def test_a_short_training_beats_popularity_clearly(cache_dir, tmp_path, signals_restored):
     popularity = popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3))
     argv = [
-        "--task", "seqrec", "--no-time", "--no-mhc", "--cache-dir", str(cache_dir), "--num-threads", "1",
+        "--task", "seqrec", "--no-time", "--cache-dir", str(cache_dir), "--num-threads", "1",
         "--epochs", "3", "--eval-every", "3", "--batch-size", "32", "--lr", "0.005", "--dropout", "0.1",
         "--maxlen", "20", "--hidden-units", "32", "--num-blocks", "1",
     ]  # fmt: skip

@@ -34,7 +34,7 @@ from models.sequential.ranking import (
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
-from trainer.config import FlagGroup, flag, unused_flags
+from trainer.config import FlagGroup, flag, given_flags, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -45,6 +45,7 @@ Loss = Literal["ce", "bce", "sampled", "gbce"]
 
 _SHARES = ("val_share", "test_share")
 _OF_SPLIT: dict[str, tuple[str, ...]] = {"leave-one-out": (), "ratio": _SHARES, "time": _SHARES}
+_OF_MHC = ("mhc_expansion_rate", "mhc_init_gate", "mhc_sinkhorn_iters", "mhc_no_amp")
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
 """Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
@@ -79,15 +80,13 @@ class SeqrecFlags(FlagGroup):
     val_share: float = flag(0.1, "--split ratio, time: interactions held out for validation", above=0, below=1)
     test_share: float = flag(0.1, "--split ratio, time: interactions held out for the test", above=0, below=1)
     time: bool = flag(True, "SASRec: ignore the time between items (default: TiSASRec)")
-    mhc: bool = flag(True, "one plain residual stream instead of manifold-constrained hyper-connections")
+    mhc: bool = flag(False, "manifold-constrained hyper-connections instead of one plain residual stream")
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
     hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1)
     num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1)
     num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1)
     dropout: float = flag(0.2, "of embeddings, attention and feed-forward layers", at_least=0, below=1)
-    norm: NormOrder | None = flag(
-        None, "where blocks normalise (default: pre with hyper-connections, which need it, else original)"
-    )
+    norm: NormOrder | None = flag(None, "where blocks normalise (default: original, or pre with --mhc, which needs it)")
     time_span: int = flag(
         256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
     )
@@ -126,7 +125,9 @@ class SeqrecFlags(FlagGroup):
         if self.hidden_units % self.num_heads:
             found.append(f"--num-heads {self.num_heads}: must divide --hidden-units {self.hidden_units}")
         if self.mhc and self.norm in ("original", "post"):
-            found.append(f"--norm {self.norm}: hyper-connections need pre; add --no-mhc")
+            found.append(f"--norm {self.norm}: --mhc needs pre; leave one of them out")
+        if not self.mhc:
+            found += [f"{given}: does nothing without --mhc" for given in given_flags(self, _OF_MHC)]
         if self.num_negatives is not None and self.loss not in _USUAL_NEGATIVES:
             found.append(f"--num-negatives {self.num_negatives}: --loss {self.loss} has no use for it; leave it out")
         if self.val_share + self.test_share >= 1:
