@@ -90,27 +90,38 @@ class HyperConnection(nn.Module):
         """(B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` is given; see `opens` and `closes`."""
         with self._precision(x):
             streams = x.unsqueeze(-2) if self.opens else x
+            projected = self._projected(streams)
             # A sum of products: a product of matrices this thin is many times slower on a CPU.
-            read = x if self.opens else (torch.sigmoid(self.pre(streams)).unsqueeze(-1) * streams).sum(-2)
+            read = x if self.opens else (torch.sigmoid(self.pre(projected["pre"])).unsqueeze(-1) * streams).sum(-2)
             normalised = self.norm(read)
         out = sublayer(rows(normalised, last), normalised)
         with self._precision(x):
             streams = rows(streams, last)
-            post = 2 * torch.sigmoid(self.post(streams))
+            post = 2 * torch.sigmoid(self.post(rows(projected["post"], last)))
             if self.closes:
                 return streams.mean(-2) + post.mean(-1, keepdim=True) * out
-            kept = streams if self.opens else self.residual(streams) @ streams
+            kept = streams if self.opens else self.residual(rows(projected["residual"], last)) @ streams
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
+
+    def _projected(self, streams: Tensor) -> dict[str, Tensor]:
+        """RMSNorm(vec(X)) phi of all coefficients, by their name: (B, T, n, C) -> (B, T, number of coefficients) each.
+
+        RMSNorm's own gain is absorbed in phi, and it divides the product, which is shorter than what goes into it.
+        """
+        phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
+        flat = streams.flatten(-2)
+        stacked = torch.cat(list(phi.values()))
+        norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=stacked.dtype)
+        rms = (norm.square() / flat.shape[-1]).add(NORM_EPS).sqrt()
+        product = nn.functional.linear(flat, stacked).to(stacked.dtype) / rms
+        return dict(zip(phi, product.split([len(part) for part in phi.values()], dim=-1), strict=True))
 
     def _precision(self, x: Tensor) -> Any:
         return torch.autocast(x.device.type, enabled=False) if self.in_full_precision else nullcontext()
 
 
 class Coefficients(nn.Module):
-    """gate * (RMSNorm(vec(X)) phi) + bias, in full precision but for the product with phi.
-
-    RMSNorm's own gain is absorbed in phi, and it divides the product, which is shorter than what goes into it.
-    """
+    """gate * (RMSNorm(vec(X)) phi) + bias, in full precision but for the product, which is made by the connection."""
 
     def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
         super().__init__()
@@ -118,12 +129,9 @@ class Coefficients(nn.Module):
         self.gate = nn.Parameter(torch.tensor([gate]))
         self.bias = nn.Parameter(bias)
 
-    def forward(self, streams: Tensor) -> Tensor:
-        """(..., n, C) -> (..., number of coefficients)."""
-        flat = streams.flatten(-2)
-        product = nn.functional.linear(flat, self.phi).to(self.phi.dtype)
-        rms = flat.to(self.phi.dtype).square().mean(-1, keepdim=True).add(NORM_EPS).sqrt()
-        return self.gate * (product / rms) + self.bias
+    def forward(self, projected: Tensor) -> Tensor:
+        """(..., number of coefficients) -> the same."""
+        return self.gate * projected + self.bias
 
 
 class ResidualMatrix(Coefficients):
@@ -134,12 +142,13 @@ class ResidualMatrix(Coefficients):
 
     def __init__(self, num_inputs: int, num_streams: int, gate: float, num_iterations: int) -> None:
         super().__init__(num_inputs, _RESIDUAL_LOGIT * (2 * torch.eye(num_streams) - 1).flatten(), gate)
+        self.num_streams = num_streams
         self.num_iterations = num_iterations
 
-    def forward(self, streams: Tensor) -> Tensor:
-        """(..., n, C) -> (..., n, n)."""
-        n = streams.shape[-2]
-        return doubly_stochastic(super().forward(streams).unflatten(-1, (n, n)), self.num_iterations)
+    def forward(self, projected: Tensor) -> Tensor:
+        """(..., n * n) -> (..., n, n)."""
+        logits = super().forward(projected).unflatten(-1, (self.num_streams, self.num_streams))
+        return doubly_stochastic(logits, self.num_iterations)
 
 
 def _one_hot_read(stream: int, n: int) -> Tensor:
