@@ -30,11 +30,13 @@ ROWS = {
     "SASRec, 200 items, full softmax": "--config configs/seqrec/sasrec_softmax.toml",
     "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
     "TiSASRec, 50 items, dropout by pair": f"{TISASREC} --task benchmarks/dropout_by_pair.py:DropoutByPair",
+    "SASRec, 50 items, pre-norm": f"{SASREC} --maxlen 50 --norm pre",
     "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --mhc",
+    "TiSASRec, 50 items, pre-norm": f"{TISASREC} --norm pre",
     "TiSASRec, 50 items, mHC": f"{TISASREC} --mhc",
-    "SASRec, 50 items, 4 blocks": f"{SASREC} --maxlen 50 --num-blocks 4",
+    "SASRec, 50 items, 4 blocks, pre-norm": f"{SASREC} --maxlen 50 --num-blocks 4 --norm pre",
     "SASRec, 50 items, 4 blocks, mHC": f"{SASREC} --maxlen 50 --num-blocks 4 --mhc",
-    "SASRec, 50 items, 8 blocks": f"{SASREC} --maxlen 50 --num-blocks 8",
+    "SASRec, 50 items, 8 blocks, pre-norm": f"{SASREC} --maxlen 50 --num-blocks 8 --norm pre",
     "SASRec, 50 items, 8 blocks, mHC": f"{SASREC} --maxlen 50 --num-blocks 8 --mhc",
 }
 METRICS = ("hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
