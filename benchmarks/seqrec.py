@@ -191,7 +191,8 @@ def take_turns(
 
 def shipped_adam(task: Task, objective: Objective) -> torch.optim.Optimizer:
     groups = task.param_groups(objective, "train")
-    return torch.optim.AdamW([group | {"weight_decay": 0.0} for group in groups], lr=1e-3, fused=True)
+    groups = [group | {"weight_decay": 0.0} for group in groups]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=task.defaults["betas"], fused=True)
 
 
 def shipped_step(objective: Objective, optimizer: torch.optim.Optimizer, batch: Batch) -> None:

@@ -130,8 +130,10 @@ def test_reference_covers_the_scripts_own_parser(script, task, monkeypatch, caps
 def test_reference_has_the_tasks_own_defaults_of_other_flags(task):
     section = reference("Flags").split(f"\n### {heading(find_task(task).Config)}\n")[1].split("\n### ")[0]
     stated = re.search(r"Other defaults of this task: (.*?)\.\n", section, re.DOTALL)
-    found = dict(re.findall(r"`--([a-z-]+) (\S+)`", stated[1])) if stated else {}
-    assert found == {name.replace("_", "-"): str(value) for name, value in find_task(task).defaults.items()}
+    found = dict(re.findall(r"`--([a-z-]+) ([^`]+)`", stated[1])) if stated else {}
+    defaults = find_task(task).defaults.items()
+    words = {name: map(str, value) if isinstance(value, tuple) else [str(value)] for name, value in defaults}
+    assert found == {name.replace("_", "-"): " ".join(value) for name, value in words.items()}
 
 
 # --- commands --------------------------------------------------------------------------------------------------

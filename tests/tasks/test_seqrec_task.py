@@ -101,6 +101,9 @@ def test_mixed_precision_trains(argv, tmp_path, signals_restored):
 def test_optimizer_has_the_published_memory_and_no_decay(argv):
     groups = assembled(argv).learner.optimizers["train"][0].param_groups
     assert all(group["betas"] == (0.9, 0.98) and group["weight_decay"] == 0 for group in groups)
+    groups = assembled(argv, "--betas", "0.8", "0.9").learner.optimizers["train"][0].param_groups
+    assert all(group["betas"] == (0.8, 0.9) for group in groups)
+    assert isinstance(assembled(argv, "--optimizer", "sgd").learner.optimizers["train"][0], torch.optim.SGD)
 
 
 # --- resume ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from trainer.config import FlagGroup, flag, given_flags, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
-from trainer.task import Exported, Objective, ParamGroup, Sums, Task
+from trainer.task import Exported, Objective, Sums, Task
 
 METRICS = ("hr", "ndcg", "mrr")
 Loss = Literal["ce", "bce", "sampled", "gbce"]
@@ -247,7 +247,9 @@ class SeqrecTask(Task):
 
     Config = SeqrecFlags
     # 64 histories fit the cache of a CPU; the presets for GPUs evaluate more at a time.
-    defaults = {"lr": 2e-3, "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64}
+    defaults = {
+        "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
+    }  # fmt: skip
     predict_flags = ("user_column", "item_column", "time_column", "top_k")
 
     _histories: Histories | None = None
@@ -355,10 +357,6 @@ class SeqrecTask(Task):
         names = ("items", "length", "times") if self.config.time else ("items", "length")
         inputs = {name: batch[name] for name in names}
         return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
-
-    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """As published: a second moment of shorter memory than Adam's default."""
-        return [group | {"betas": (0.9, 0.98)} for group in super().param_groups(objective, phase)]
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """In training the mean loss of a next item.
