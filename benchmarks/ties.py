@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.interactions.reader import Interactions, load_interactions
 from trainer.commands.parse import parse
-from trainer.config import refuse
 
 
 def main() -> None:
@@ -28,13 +27,16 @@ def main() -> None:
     parser.add_argument("--swapped", type=Path, metavar="FILE", help="write the data with the last two swapped")
     args, others = parser.parse_known_args()
     flags, problems = parse(["--task", "seqrec", *others], several_devices=False)
-    refuse(problems)
     config = flags.task
+    if problems or config.data_dir is None:
+        parser.error("\n".join(problems) or "--data-dir: must name a file of interactions")
     data = load_interactions(config.data_dir, config.k_core, flags.run.cache_dir.expanduser(), config.columns)
+    if data.times is None:
+        parser.error(f"--data-dir {config.data_dir}: has no times")
     is_first = np.zeros(len(data.items), bool)
     is_first[data.offsets[:-1]] = True
     same = np.diff(data.times) == 0
-    last = data.offsets[1:] - 1
+    last = data.offsets[1:][np.diff(data.offsets) >= 3] - 1  # of users with a test item and a validation item
     tied = same[last - 1]
     share = {
         "neighbouring interactions of a user in the same second": same[~is_first[1:]].mean(),

@@ -66,7 +66,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
     Raises BadInput, which names the flags, where that does not tell.
     """
-    has_names = _are_names(first, choice)
+    has_names = _are_names(first, choice) or (choice != FIND_OUT and _are_unlike(first, second))
     found = _by_name(first, choice, where) if has_names else _by_place(first, second, choice, where)
     columns = [column for column in found.values() if column is not None]
     if len(set(columns)) < len(columns):
@@ -90,6 +90,11 @@ def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
     if any(plain_name(name) in NAMES["user"] + NAMES["item"] for name in first if len(name) > 1):
         return True
     return len(first) > 2 and not any(is_time(field) for field in first)
+
+
+def _are_unlike(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Whether two words stand above two numbers, so that they are names of columns, though not usual ones."""
+    return len(first) == len(second) == 2 and not any(map(is_time, first)) and all(map(is_time, second))
 
 
 def _by_name(names: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
@@ -117,8 +122,7 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
             f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"
         )
-    is_unlike_the_next = not any(map(is_time, first)) and len(second) == 2 and all(map(is_time, second))
-    if choice == FIND_OUT and len(first) == 2 and is_unlike_the_next:
+    if choice == FIND_OUT and _are_unlike(first, second):
         raise BadInput(
             f"{where}: {', '.join(first)}: not known as names of columns, and unlike the numbers below; say by "
             "--user-column and --item-column which is which"

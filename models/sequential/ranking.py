@@ -14,6 +14,8 @@ from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 """Scores held at a time by `full_softmax`: few enough for a CPU's cache, and enough to keep a GPU busy (256 MiB)."""
+_FEWEST_POSITIONS = 16
+"""Scored at a time, however many items there are: each chunk reads the whole table."""
 
 
 def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ class _FullSoftmax(torch.autograd.Function):
         grad_states, grad_table = torch.zeros_like(states), torch.zeros_like(table, dtype=in_full)
         loss = torch.zeros((), dtype=in_full, device=states.device)
         items = table[1:]
-        chunk = max(1, _CHUNK_ELEMENTS[states.device.type] // len(items))
+        chunk = max(_FEWEST_POSITIONS, _CHUNK_ELEMENTS[states.device.type] // len(items))
         for part in range(0, len(states), chunk):
             here = slice(part, part + chunk)
             scores = (states[here] @ items.T).to(in_full)

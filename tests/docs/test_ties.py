@@ -18,6 +18,9 @@ b 7 3
 c 9 4
 c 5 4
 c 7 4
+d 5 1
+d 6 1
+e 5 1
 """
 
 
@@ -27,9 +30,9 @@ def test_counts_ties_and_swaps_the_last_two_of_those_who_have_one(tmp_path):
     command = [sys.executable, "benchmarks/ties.py", "--data-dir", path, "--k-core", "0", "--swapped", swapped]
     done = subprocess.run([*command, "--cache-dir", tmp_path], cwd=ROOT, check=True, capture_output=True, text=True)
     neighbours, users = json.loads(done.stdout.splitlines()[-1]).values()
-    assert (neighbours, users) == (4 / 7, 2 / 3)
+    assert (neighbours, users) == (5 / 8, 2 / 3)
     before, after = (load_interactions(file, 0, tmp_path) for file in (path, swapped))
     assert after.item_ids == before.item_ids
     assert (after.times == before.times).all() and (after.offsets == before.offsets).all()
     items = [before.item_ids[item - 1] for item in after.items]
-    assert items == ["7", "5", "6", "9", "5", "6", "7", "9", "7", "5"]
+    assert items == ["7", "5", "6", "9", "5", "6", "7", "9", "7", "5", "5", "6", "5"]

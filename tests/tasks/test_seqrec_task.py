@@ -189,6 +189,7 @@ def test_mistakes_are_shown_together(refused, tmp_path):
     ("args", "part"),
     [
         ("--mhc --norm original", "--norm original: --mhc needs pre"),
+        ("--gbce-calibration 0.1", "--gbce-calibration 0.1: --loss ce has no use for it; leave it out"),
         ("--loss bce --num-negatives 2", "--num-negatives 2: --loss bce has no use for it"),
         ("--val-share 0.2", "--val-share 0.2: --split leave-one-out has no use for it; leave it out"),
         ("--split ratio --val-share 0.5 --test-share 0.5", "--val-share 0.5 and --test-share 0.5: leave nothing"),

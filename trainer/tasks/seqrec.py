@@ -111,8 +111,8 @@ class SeqrecFlags(FlagGroup):
     )
     eval_negatives: EvaluationNegatives = flag(
         "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in SASRec's code, with "
-        "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none that the user "
-        "had so far, nor the true one; clean: distinct, none of the user's",
+        "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none of the "
+        "user's up to the end of the part that is scored; clean: distinct, none of the user's",
     )  # fmt: skip
     mask_seen: bool = flag(
         True, "rank, and recommend, items that the user has already seen too; by default the rest is ranked"
@@ -134,6 +134,9 @@ class SeqrecFlags(FlagGroup):
             found += [f"{given}: does nothing without --mhc" for given in given_flags(self, _OF_MHC)]
         if self.num_negatives is not None and self.loss not in _USUAL_NEGATIVES:
             found.append(f"--num-negatives {self.num_negatives}: --loss {self.loss} has no use for it; leave it out")
+        if self.loss != "gbce":
+            given = given_flags(self, ["gbce_calibration"])
+            found += [f"{each}: --loss {self.loss} has no use for it; leave it out" for each in given]
         if self.val_share + self.test_share >= 1:
             shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
             found.append(f"{shares}: leave nothing to train on; choose smaller ones")

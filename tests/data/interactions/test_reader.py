@@ -207,6 +207,7 @@ def test_columns_are_found_by_name_and_without_names_by_what_they_hold(load, con
         ("user,buyer,item,time\n7,1,2,30\n7,1,3,20\n", {"user": "buyer"}),
         ("1,2,30\n1,3,20\n", {"time": "3"}),
         ("9,20,2,8,1\n9,30,3,8,1\n", {"user": "5", "item": "3", "time": "none"}),
+        ("buyer,article_no\n1,2\n1,3\n", {"user": "1", "item": "2", "time": "none"}),
         ("u,2,978300020,game\nu,3,978300030,book\n", {"user": "1", "item": "2", "time": "none"}),
     ],
 )
