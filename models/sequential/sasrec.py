@@ -1,8 +1,8 @@
 """SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and what its relatives share.
 
 Histories are left-aligned: real items first, zeros after them. Attention is causal, so that a real item never sees
-the padding and no padding mask is needed. Positions are counted from the end, as in the left-padded original, so that
-the last item of every history has the last position; or from the start.
+the padding and no padding mask is needed. Positions are counted from the end, as in the left-padded original: the
+last item of every history has the last position.
 """
 
 import math
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from models.layers.dropout import Dropout
 
 NormOrder = Literal["original", "pre", "post"]
-PositionsFrom = Literal["end", "start"]
 Sublayer = Callable[[Tensor, Tensor], Tensor]
 """(query input, context) -> what is added to the residual stream; the feed-forward sub-layer ignores the context."""
 
@@ -195,7 +194,6 @@ class SequentialRecommender(nn.Module):
     maxlen: longest history, in items.
     attentions: one attention module for each block.
     connections: two for each block, around its attention and around its feed-forward layer.
-    positions_from: where positions are counted from.
     """
 
     def __init__(
@@ -206,11 +204,9 @@ class SequentialRecommender(nn.Module):
         dropout: float,
         attentions: Sequence[nn.Module],
         connections: Sequence[nn.Module],
-        positions_from: PositionsFrom,
     ) -> None:
         super().__init__()
         self.maxlen = maxlen
-        self.positions_from = positions_from
         self.item_scale = math.sqrt(width)  # of item embeddings in the blocks' input, as published
         self.items = nn.Embedding(num_items + 1, width, padding_idx=0)
         self.dropout = Dropout(dropout)
@@ -252,10 +248,8 @@ class SequentialRecommender(nn.Module):
         raise NotImplementedError
 
     def positions(self, items: Tensor, length: Tensor) -> Tensor:
-        """(B, T) int64 in [0, maxlen): the last item of every history has maxlen - 1, or the first one 0."""
+        """(B, T) int64 in [0, maxlen), counted so that the last item of every history has position maxlen - 1."""
         step = torch.arange(items.shape[1], device=items.device)
-        if self.positions_from == "start":
-            return step.expand(items.shape)
         return (step + (self.maxlen - length).unsqueeze(1)).clamp(max=self.maxlen - 1)
 
     def embedding_tables(self) -> list[Tensor]:
@@ -275,12 +269,10 @@ class SASRec(SequentialRecommender):
         num_heads: int = 1,
         dropout: float = 0.2,
         connections: Sequence[nn.Module] | None = None,
-        positions_from: PositionsFrom = "end",
     ) -> None:
         """connections: see SequentialRecommender; by default plain residuals in the original order."""
         attentions = [CausalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
-        connections = connections or residuals(width, num_blocks)
-        super().__init__(num_items, maxlen, width, dropout, attentions, connections, positions_from)
+        super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.position_embedding = nn.Embedding(maxlen, width)
         initialise(self)
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from models.layers.dropout import Dropout
 from models.sequential.intervals import Pairs, interval_logits, interval_sums
 from models.sequential.sasrec import (
-    PositionsFrom,
     Projections,
     SequentialRecommender,
     causal_chunks,
@@ -124,15 +123,13 @@ class TiSASRec(SequentialRecommender):
         dropout: float = 0.2,
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
-        positions_from: PositionsFrom = "end",
     ) -> None:
         """time_span: the longest interval that is told from longer ones, in units of scaled time, at least 1.
 
         connections: see SequentialRecommender; by default plain residuals in the original order.
         """
         attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
-        connections = connections or residuals(width, num_blocks)
-        super().__init__(num_items, maxlen, width, dropout, attentions, connections, positions_from)
+        super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.time_span = time_span
         self.position_keys = nn.Embedding(maxlen, width)
         self.position_values = nn.Embedding(maxlen, width)

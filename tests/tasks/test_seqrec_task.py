@@ -77,7 +77,6 @@ def test_flags_of_the_model_reach_it(argv):
     assert (attention.projections.num_heads, attention.dropout.p, model.dropout.p) == (2, 0.3, 0.3)
     assert (connection.residual.num_iterations, connection.in_full_precision) == (3, True)
     assert len(connection.post.bias) == 3 and connection.post.gate.item() == pytest.approx(0.05)
-    assert assembled(argv, "--positions-from", "start").learner.objective.model.positions_from == "start"
     orders = ["original", "pre", "post"]
     built = [assembled(argv, "--norm", order).learner.objective.model for order in orders]
     assert [model.blocks[0].attention_connection.order for model in built] == orders

@@ -32,7 +32,7 @@ from models.sequential.ranking import (
     sampled_softmax,
     times_recommended,
 )
-from models.sequential.sasrec import NormOrder, PositionsFrom, SASRec, SequentialRecommender, residuals
+from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
 from trainer.config import FlagGroup, flag, given_flags, unused_flags
 from trainer.loading.batches import Batch
@@ -87,10 +87,6 @@ class SeqrecFlags(FlagGroup):
     num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1)
     dropout: float = flag(0.2, "of embeddings, attention and feed-forward layers", at_least=0, below=1)
     norm: NormOrder | None = flag(None, "where blocks normalise (default: original, or pre with --mhc, which needs it)")
-    positions_from: PositionsFrom = flag(
-        "end", "where positions are counted from. end, as published: the last item of every history has the same one; "
-        "start: the first one seen has, so that they tell how far a short history has come",
-    )  # fmt: skip
     time_span: int = flag(
         256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
     )
@@ -347,8 +343,8 @@ class SeqrecTask(Task):
             connections = residuals(config.hidden_units, config.num_blocks, config.norm or "original")
         size = (self.num_items, config.maxlen, config.hidden_units, config.num_blocks, config.num_heads, config.dropout)
         if config.time:
-            return SeqrecObjective(TiSASRec(*size, config.time_span, connections, config.positions_from), config)
-        return SeqrecObjective(SASRec(*size, connections, config.positions_from), config)
+            return SeqrecObjective(TiSASRec(*size, config.time_span, connections), config)
+        return SeqrecObjective(SASRec(*size, connections), config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Each with its attention, its feed-forward layer and the connections around them."""

@@ -20,10 +20,10 @@ VARIANTS = [
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 
-def make_model(kind, order="original", heads=1, dropout=0.0, connections=None, positions_from="end"):
+def make_model(kind, order="original", heads=1, dropout=0.0, connections=None):
     extra = {"time_span": TIME_SPAN} if kind is TiSASRec else {}
-    extra |= {"connections": connections or residuals(WIDTH, 2, order), "positions_from": positions_from}
-    model = kind(NUM_ITEMS, MAXLEN, WIDTH, 2, heads, dropout, **extra)
+    connections = connections or residuals(WIDTH, 2, order)
+    model = kind(NUM_ITEMS, MAXLEN, WIDTH, 2, heads, dropout, connections=connections, **extra)
     for parameter in model.parameters():  # biases and gains that do nothing would hide mistakes
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
@@ -39,8 +39,7 @@ def make_batch(lengths=(12, 7, 1)):
 
 def reference(model, order, items, times):
     """The states after each of one user's items: a list of (WIDTH,) tensors."""
-    first = 0 if model.positions_from == "start" else MAXLEN - len(items)
-    position = range(first, first + len(items))
+    position = range(MAXLEN - len(items), MAXLEN)
     x = [math.sqrt(WIDTH) * model.items.weight[i] for i in items]
     if isinstance(model, SASRec):
         x = [x_t + model.position_embedding.weight[p] for x_t, p in zip(x, position, strict=True)]
@@ -91,10 +90,9 @@ def attend(model, attention, t, inputs, position, times):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("positions_from", ["end", "start"])
 @pytest.mark.parametrize(("kind", "order", "heads"), VARIANTS)
-def test_states_and_gradients_are_those_of_the_equations(kind, order, heads, positions_from):
-    model = make_model(kind, order, heads, positions_from=positions_from)
+def test_states_and_gradients_are_those_of_the_equations(kind, order, heads):
+    model = make_model(kind, order, heads)
     items, length, times = make_batch()
     found = model.encode(items, length, times)
     expected = [reference(model, order, items[b, :n], times[b, :n]) for b, n in enumerate(length.tolist())]
