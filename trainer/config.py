@@ -72,6 +72,11 @@ def unused_flags(group: FlagGroup, choice: str, used_by: Mapping[str, Iterable[s
     ]
 
 
+def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
+    """A sentence for each of the fields that is given though it needs another flag, which is not."""
+    return [f"{given}: does nothing without {needed}" for given in given_flags(group, fields)]
+
+
 def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
     """Those of the fields that have another value than their default, as on a command line."""
     values = {name: getattr(group, name) for name in fields}

@@ -93,7 +93,7 @@ def test_other_splits_and_cut_offs_train_and_select(split, argv, tmp_path, signa
 
 def test_mixed_precision_trains(argv, tmp_path, signals_restored):
     for loss in LOSSES:
-        results = run_main(argv, tmp_path / loss, "--loss", loss, *LOSSES[loss], "--amp", "bf16")
+        results = run_main(argv, tmp_path / loss, "--loss", loss, *LOSSES[loss], *MHC, "--amp", "bf16")
         assert_complete(results, tmp_path / loss)
 
 
@@ -129,7 +129,7 @@ EXACT = ["--dropout", "0", "--dtype", "float64", "--global-batch-size", "16", "-
 
 @pytest.mark.slow
 def test_two_processes_equal_one(argv, command, tmp_path, signals_restored):
-    same = [*argv, *EXACT, "--l2-emb", "0.01"]
+    same = [*argv, *EXACT, "--l2-emb", "0.01", *MHC]
     one = run_main(same, tmp_path / "one")
     other_split = ("--device", "cpu", "--batch-size", 5, "--eval-batch-size", 4, "--save-dir", tmp_path / "two")
     command(*launcher(2), *same, *other_split)

@@ -34,7 +34,7 @@ from models.sequential.ranking import (
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
-from trainer.config import FlagGroup, flag, given_flags, unused_flags
+from trainer.config import FlagGroup, flag, flags_without, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -45,6 +45,9 @@ Loss = Literal["ce", "bce", "sampled", "gbce"]
 
 _SHARES = ("val_share", "test_share")
 _OF_SPLIT: dict[str, tuple[str, ...]] = {"leave-one-out": (), "ratio": _SHARES, "time": _SHARES}
+_OF_LOSS: dict[str, tuple[str, ...]] = {
+    "ce": (), "bce": (), "sampled": ("num_negatives",), "gbce": ("num_negatives", "gbce_calibration"),
+}  # fmt: skip
 _OF_MHC = ("mhc_expansion_rate", "mhc_init_gate", "mhc_sinkhorn_iters", "mhc_no_amp")
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
@@ -127,16 +130,11 @@ class SeqrecFlags(FlagGroup):
         if self.mhc and self.norm in ("original", "post"):
             found.append(f"--norm {self.norm}: --mhc needs pre; leave one of them out")
         if not self.mhc:
-            found += [f"{given}: does nothing without --mhc" for given in given_flags(self, _OF_MHC)]
-        if self.num_negatives is not None and self.loss not in _USUAL_NEGATIVES:
-            found.append(f"--num-negatives {self.num_negatives}: --loss {self.loss} has no use for it; leave it out")
-        if self.loss != "gbce":
-            given = given_flags(self, ["gbce_calibration"])
-            found += [f"{each}: --loss {self.loss} has no use for it; leave it out" for each in given]
+            found += flags_without(self, "--mhc", _OF_MHC)
         if self.val_share + self.test_share >= 1:
             shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
             found.append(f"{shares}: leave nothing to train on; choose smaller ones")
-        return found + unused_flags(self, "split", _OF_SPLIT)
+        return found + unused_flags(self, "loss", _OF_LOSS) + unused_flags(self, "split", _OF_SPLIT)
 
     @property
     def hold_out(self) -> HoldOut:

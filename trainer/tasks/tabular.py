@@ -24,7 +24,7 @@ from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
-from trainer.config import FlagGroup, flag, flag_name, given_flags, refuse, unused_flags
+from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -130,23 +130,19 @@ class TabularFlags(FlagGroup):
         if self.data_dir is not None and self.label is None and self.data_dir.suffix.lower() != ".npz":
             found.append("--label: must name the column that is to be predicted")
         if self.data_dir is None:
-            found += self.unused(_OF_A_TABLE, "--data-dir")
+            found += flags_without(self, "--data-dir", _OF_A_TABLE)
         else:
             given = given_flags(self, _OF_PRIOR)
             found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
         if self.tune == "none":
-            found += self.unused(_OF_TUNING, "--tune")
+            found += flags_without(self, "--tune", _OF_TUNING)
         if self.test_share == 0 and self.tune == "none":
             found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
         if self.tune != "lora":
-            found += self.unused(_OF_LORA, "--tune lora")
+            found += flags_without(self, "--tune lora", _OF_LORA)
         if self.model == "nano" and self.width % self.num_heads:
             found.append(f"--width {self.width}: must be a multiple of --num-heads {self.num_heads}")
         return found + unused_flags(self, "model", _OF_MODEL)
-
-    def unused(self, fields: Sequence[str], needed: str) -> list[str]:
-        """A sentence for each of the flags that is given, though it needs another one."""
-        return [f"{given}: does nothing without {needed}" for given in given_flags(self, fields)]
 
     @property
     def prior(self) -> PriorSettings:
@@ -212,7 +208,7 @@ class TabularTask(Task):
 
     def _synthetic_tables(self) -> Mapping[str, KeyedDataset]:
         config: TabularFlags = self.config
-        refuse(config.unused(_OF_PREDICTIONS, "--data-dir"))
+        refuse(flags_without(config, "--data-dir", _OF_PREDICTIONS))
         return {
             "train": PriorTables(config.prior, self.seed, config.num_tables, fresh_each_epoch=True),
             "val/prior": PriorTables(config.prior, _VALIDATION_SEED, config.num_val_tables),
