@@ -56,18 +56,31 @@ class _Split:
 
 
 class TrainSequences:
-    """The training items of every user who has two or more: each item but the first is to be predicted."""
+    """The training items of every user who has two or more: each item but the first is to be predicted.
+
+    users: (n,) int64, the user of each sample. Of a history with more than maxlen items to predict there is a sample
+        of the last of them, or with whole_histories as many as it takes to predict each item once, the newest first.
+    """
 
     def __init__(
-        self, interactions: Interactions, split: _Split, maxlen: int, seed: int, negatives: Negatives | None
+        self,
+        interactions: Interactions,
+        split: _Split,
+        *,
+        maxlen: int,
+        whole_histories: bool,
+        seed: int,
+        negatives: Negatives | None,
     ) -> None:
         """maxlen: inputs of a sample at most. seed: key of the negatives."""
         self._interactions = interactions
         self._split = split
         self._seed = seed
         self._negatives = negatives
-        self.users = np.flatnonzero(split.num_train >= 2)
-        self._lengths = np.minimum(split.num_train[self.users] - 1, maxlen)
+        num_samples = -(-np.maximum(split.num_train - 1, 0) // maxlen)
+        self.users, sample = _numbered(num_samples if whole_histories else np.minimum(num_samples, 1))
+        self._stop = split.num_train[self.users] - sample * maxlen
+        self._lengths = np.minimum(self._stop - 1, maxlen)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -83,7 +96,7 @@ class TrainSequences:
         return self._lengths[index]
 
     def __getitems__(self, keys: SampleKeys) -> Arrays:
-        """The last maxlen + 1 training items of each user, as inputs and as targets, which are one ahead.
+        """Training items of each user, as inputs and as targets, which are one ahead.
 
         {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times of
         the inputs, from 1 (absent where interactions have no times), "negatives": int64, (B, T, num), 0 where padded,
@@ -91,7 +104,7 @@ class TrainSequences:
         training.
         """
         users, length = self.users[keys.index], self._lengths[keys.index]
-        end = self._interactions.offsets[users] + self._split.num_train[users]
+        end = self._interactions.offsets[users] + self._stop[keys.index]
         batch: Arrays = {
             "items": ragged(self._interactions.items, end - 1 - length, length).astype(np.int64),
             "targets": ragged(self._interactions.items, end - length, length).astype(np.int64),
@@ -164,9 +177,7 @@ class EvaluationSequences:
         num_interactions = np.diff(interactions.offsets)
         first, stop = (split.val_end, num_interactions) if is_test else (split.num_train, split.val_end)
         first = np.maximum(first, 1)  # what comes first of all follows no history
-        num_rows = np.maximum(stop - first, 0)
-        users = np.repeat(np.arange(interactions.num_users), num_rows)
-        turn = np.arange(len(users)) - (np.cumsum(num_rows) - num_rows)[users]
+        users, turn = _numbered(np.maximum(stop - first, 0))
         order = np.argsort(first[users] + turn, kind="stable")
         self.users, self._turn = users[order], turn[order]
         self._position = first[self.users] + self._turn
@@ -206,6 +217,7 @@ def split_interactions(
     *,
     seed: int,
     maxlen: int,
+    whole_histories: bool,
     negatives: Negatives | None,
     eval_negatives: EvaluationNegatives,
     mask_seen: bool,
@@ -216,6 +228,7 @@ def split_interactions(
 
     seed: key of all negatives. Those of training change with the epoch, the 100 of an evaluation never do.
     maxlen: items of a history that are used, the last ones, >= 1.
+    whole_histories: all are trained on, maxlen at a time.
     negatives: of training; None for none.
     eval_negatives: drawn uniformly. "parity": with replacement, among the items that the user has not in training, so
         the validation item, or even the target, can be among them, as in the published code of SASRec. "unseen": with
@@ -227,7 +240,9 @@ def split_interactions(
     Raises BadInput when there is nothing to train on, or too few items are left for the negatives of a user.
     """
     split = _load_split(interactions, cache_dir, hold_out)
-    train = TrainSequences(interactions, split, maxlen, seed, negatives)
+    train = TrainSequences(
+        interactions, split, maxlen=maxlen, whole_histories=whole_histories, seed=seed, negatives=negatives
+    )
     if not len(train):
         raise BadInput(
             f"{hold_out.flags}: leaves no user two interactions to train on; give more data, hold out less, or choose "
@@ -260,7 +275,7 @@ def _check_enough_others(sets: ItemSets, users: np.ndarray, wanted: int, flag: s
 def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) -> _Split:
     def build() -> Arrays:
         num_train, val_end = hold_out.bounds(interactions)
-        users, position = _users_and_positions(interactions)
+        users, position = _numbered(np.diff(interactions.offsets))
         in_training = position < num_train[users]
         arrays = {"num_train": num_train, "val_end": val_end}
         arrays |= _item_sets(interactions, users, in_training).arrays
@@ -288,7 +303,7 @@ def _items_excluded(
     without_test = eval_negatives == "unseen" and not is_test
 
     def build() -> Arrays:
-        users, position = _users_and_positions(interactions)
+        users, position = _numbered(np.diff(interactions.offsets))
         chosen = position < split.val_end[users] if without_test else np.ones(len(users), bool)
         return _item_sets(interactions, users, chosen).arrays
 
@@ -307,10 +322,10 @@ def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
-def _users_and_positions(interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
-    """Of each interaction (n,) the user, and which of the user's it is, from 0; int64."""
-    users = np.repeat(np.arange(interactions.num_users), np.diff(interactions.offsets))
-    return users, np.arange(len(users)) - interactions.offsets[users]
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of as many things as each user has, (num_users,): the user, and which of the user's it is, from 0; (n,) int64."""
+    users = np.repeat(np.arange(len(counts)), counts)
+    return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
 
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
@@ -320,7 +335,7 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     those do that are trained on, nothing of the future enters. After Li, Wang and McAuley, "Time interval aware
     self-attention for sequential recommendation", WSDM 2020.
     """
-    users, _ = _users_and_positions(interactions)
+    users, _ = _numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)
     chosen = (users[1:] == users[:-1]) & (gaps > 0)
     if counts is not None:

@@ -85,6 +85,9 @@ class SeqrecFlags(FlagGroup):
     time: bool = flag(True, "SASRec: ignore the time between items (default: TiSASRec)")
     mhc: bool = flag(False, "manifold-constrained hyper-connections instead of one plain residual stream")
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
+    whole_histories: bool = flag(
+        False, "train on all of a history that is longer than --maxlen, in pieces of that length, not on the last alone"
+    )
     hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1)
     num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1)
     num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1)
@@ -299,6 +302,7 @@ class SeqrecTask(Task):
             config.hold_out,
             seed=self.seed,
             maxlen=config.maxlen,
+            whole_histories=config.whole_histories,
             negatives=config.negatives,
             eval_negatives=config.eval_negatives,
             mask_seen=config.mask_seen,
@@ -312,7 +316,7 @@ class SeqrecTask(Task):
         return splits
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """The longest histories."""
+        """The longest."""
         dataset = self.splits()["train"]
         assert isinstance(dataset, TrainSequences)
         lengths = dataset.num_terms(np.arange(len(dataset)))

@@ -56,6 +56,7 @@ def make(interactions, cache_dir):
         settings = {
             "seed": 0,
             "maxlen": MAXLEN,
+            "whole_histories": False,
             "negatives": Negatives(2, per_position=True),
             "eval_negatives": "parity",
             "mask_seen": True,
@@ -101,6 +102,28 @@ def test_training_equals_a_slow_reference(make) -> None:
         assert batch["length"][i] == train.num_terms(np.array([i]))[0] == len(row) - 1
     assert {batch[name].dtype for name in ("items", "targets", "length", "negatives")} == {np.dtype(np.int64)}
     assert batch["times"].dtype == np.int32
+
+
+def test_whole_histories_are_trained_on_piece_by_piece_each_item_once(make) -> None:
+    expected = []
+    for user, row in enumerate(ITEMS):
+        train, scaled = trained_on(row), slow_scaled_times(TIMES[user]) if row else []
+        for stop in range(len(train), 1, -MAXLEN):
+            piece = slice(max(stop - 1 - MAXLEN, 0), stop)
+            expected.append((user, train[piece], scaled[piece][:-1]))
+    assert any(len(row) == 2 for _, row, _ in expected) and Counter(user for user, _, _ in expected)[5] == 2
+    train = make(whole_histories=True)["train"]
+    batch = whole(train)
+    assert train.users.tolist() == [user for user, _, _ in expected] and len(train) == len(expected)
+    for i, (_, row, scaled) in enumerate(expected):
+        assert batch["items"][i].tolist() == pad(row[:-1], MAXLEN)
+        assert batch["targets"][i].tolist() == pad(row[1:], MAXLEN)
+        assert batch["times"][i].tolist() == pad(scaled, MAXLEN)
+        assert batch["length"][i] == train.num_terms(np.array([i]))[0] == len(row) - 1
+        assert not set(batch["negatives"][i].ravel().tolist()) & set(trained_on(ITEMS[train.users[i]]))
+    assert batch["length"].sum() == sum(max(len(trained_on(row)) - 1, 0) for row in ITEMS)
+    assert not np.array_equal(*batch["negatives"][train.users == 5])
+    assert np.array_equal(train.item_popularity, make()["train"].item_popularity)
 
 
 @pytest.mark.parametrize(("name", "held_back"), [("val", 2), ("test", 1)])
