@@ -85,6 +85,7 @@ def state_at(epoch, samples=0):
         "covered_samples": 0,
         "misses_samples": False,
         "skipped_steps": 0,
+        "skipped_in_a_row": (0, 0),
         "train_seconds": 1.0,
         "task": "har",
         "lr_factor": 1.0,

@@ -88,7 +88,7 @@ def assert_same_run(directory, other, skipped):
     for name in ("final.pth", "best.pth"):
         state, expected = load(directory / name), load(other / name)
         assert state["skipped_steps"] == (skipped if state["position"]["epoch"] > EPOCH else 0)
-        for key in ("skipped_steps", "config"):
+        for key in ("skipped_steps", "skipped_in_a_row", "config"):
             del state[key], expected[key]
         assert_same_bits(state, expected)
     ours, theirs = read_metrics(directory, "epoch"), read_metrics(other, "epoch")
@@ -162,6 +162,16 @@ def test_running_statistics_of_a_skipped_step_are_undone(trained, without_the_ba
 def test_skipping_gives_up_when_nothing_but_bad_batches_comes(trained):
     _, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
     assert output.count("Skipped: ") == 100
+    assert "so were the 100 before it" in error
+
+
+def test_stops_and_starts_do_not_keep_it_from_giving_up(trained, tmp_path):
+    directory, _, _ = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
+    entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
+    known = next(i for i, entry in enumerate(entries) if entry["step"] >= 30)
+    cut_back(directory, entries[: known + 1], tmp_path / "killed")
+    _, output, error = trained("killed", *ALL_BAD, "--on-nonfinite", "skip", status=2)
+    assert output.count("Skipped: ") == 100 - entries[known]["step"]
     assert "so were the 100 before it" in error
 
 

@@ -98,6 +98,7 @@ _PROGRESS: Mapping[str, Kind] = {
     "covered_samples": _COUNT,
     "misses_samples": truth,
     "skipped_steps": _COUNT,
+    "skipped_in_a_row": each(_COUNT, length=2),
 }  # fmt: skip
 """How far the run has come."""
 _OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
@@ -208,6 +209,9 @@ def _consistent_steps(state: Mapping[str, Any]) -> None:
     _at_most("position.epoch", position["epoch"], step, "optimizer steps done")
     for name in ("last_report", "skipped_steps"):
         _at_most(name, state[name], step, "optimizer steps done")
+    last_skipped, in_a_row = state["skipped_in_a_row"]
+    _at_most("skipped_in_a_row", last_skipped, step, "optimizer steps done")
+    _at_most("skipped_in_a_row", in_a_row, state["skipped_steps"], "steps skipped")
     evaluations = state["evaluations_since_best"]
     _at_most("evaluations_since_best", evaluations, 2 * (step + 1), "most evaluations that so many steps have")
     if best is not None:

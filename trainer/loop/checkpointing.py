@@ -84,6 +84,7 @@ def state_of(
         "covered_samples": progress.samples,
         "misses_samples": progress.misses_samples,
         "skipped_steps": progress.skipped_steps,
+        "skipped_in_a_row": progress.skipped_in_a_row,
         **run.facts,
     }
 
@@ -117,5 +118,6 @@ def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
         misses_samples=state["misses_samples"],
         reported=state["reported"],
         skipped_steps=state["skipped_steps"],
+        skipped_in_a_row=tuple(state["skipped_in_a_row"]),
     )
     _share(run, run.progress, state["totals"])
