@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 _ROWS_PER_KEY = 10
 """Where both forms take equally long, in training and without gradients, with 25 to 200 keys."""
@@ -122,10 +123,15 @@ def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
     """(B * Tq, C), (rows, C) -> (B * Tq, T): the derivative of `_sums` by the weights, in the direction of `query`."""
-    with torch.enable_grad():
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weight = query.new_zeros(len(query), pairs.row.shape[-1], requires_grad=True)
         (logits,) = torch.autograd.grad(_sums(weight, table.detach(), pairs), weight, query.detach())
     return logits
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    # What saves memory in the outer backward, such as computing anew, would start in this one, which is over at once.
+    return tensor
 
 
 def _table_gradient(weight: Tensor, query: Tensor, pairs: Pairs) -> Tensor:

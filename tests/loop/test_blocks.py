@@ -57,6 +57,24 @@ def test_activations_are_computed_twice_with_gradients_and_once_without():
     assert model[0].calls == 3
 
 
+def test_gradients_of_gradients_are_the_same():
+    """Of a penalty on the gradient by the input, as of some GANs."""
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+        model = nn.Sequential(block, nn.Linear(3, 1))
+        if recomputed:
+            blocks.recompute([block])
+        x = torch.randn(5, 3, requires_grad=True)
+        out = model(x).sum()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + (gradient.norm(dim=1) - 1).square().sum()).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append(gradients | dict(model.named_buffers()))
+    assert_same_bits(*found)
+
+
 def test_recomputing_changes_no_bit(train_ragged, tmp_path):
     """With dropout, batch norm, accumulation and the validation after each epoch."""
     more = ["--grad-accum-steps", 2]

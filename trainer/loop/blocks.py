@@ -80,8 +80,22 @@ class _Recomputed(nn.Module):
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first forward, and around the second."""
-    return nullcontext(), kept_buffers(block)
+    """Around the first forward, and around each of the others."""
+    return nullcontext(), _KeptBuffers(block)
+
+
+class _KeptBuffers(AbstractContextManager[None]):
+    """`kept_buffers` for more than once: gradients of gradients compute a block anew for every backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+
+    def __enter__(self) -> None:
+        self._kept = kept_buffers(self._block)
+        self._kept.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._kept.__exit__(*raised)
 
 
 # --- compiled ----------------------------------------------------------------------------------------------------

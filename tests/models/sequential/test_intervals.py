@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from models.sequential import intervals
 from models.sequential.intervals import Pairs, interval_logits, interval_sums
@@ -69,6 +70,23 @@ def test_a_batch_without_histories_has_gradients_of_zero(monkeypatch):
     found = interval_logits(query, table, pairs).sum() + interval_sums(weight, table, pairs).sum()
     of_query, of_weight, of_table = torch.autograd.grad(found, (query, weight, table))
     assert of_query.shape == query.shape and of_weight.shape == weight.shape and not of_table.any()
+
+
+@pytest.mark.usefixtures("form")
+def test_a_block_with_them_can_be_computed_anew_in_the_backward():
+    pairs, query, weight, table = make(2)
+    calls = []
+
+    def block(query, weight, table):
+        calls.append(1)
+        return interval_logits(query, table, pairs).sum() + interval_sums(weight, table, pairs).square().sum()
+
+    inputs = (query, weight, table)
+    expected = torch.autograd.grad(block(*inputs), inputs)
+    calls.clear()
+    found = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False), inputs)
+    assert len(calls) == 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_no_gradients_are_needed():
