@@ -23,11 +23,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SASREC, TISASREC = (f"--config configs/seqrec/{model}_published.toml" for model in ("sasrec", "tisasrec"))
+SOFTMAX = "--loss ce --hidden-units 64 --dropout 0.1 --epochs 80 --eval-every 5"
 ROWS = {
     "SASRec, 200 items": SASREC,
     "TiSASRec, 50 items": TISASREC,
     "SASRec, 50 items": f"{SASREC} --maxlen 50",
     "SASRec, 200 items, full softmax": "--config configs/seqrec/sasrec_softmax.toml",
+    "SASRec, 200 items, full softmax, the last items alone": f"{SASREC} {SOFTMAX}",
     "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
     "TiSASRec, 50 items, dropout by pair": f"{TISASREC} --task benchmarks/dropout_by_pair.py:DropoutByPair",
     "SASRec, 50 items, pre-norm": f"{SASREC} --maxlen 50 --norm pre",
