@@ -408,22 +408,13 @@ def test_nothing_to_train_on_is_said(make) -> None:
 # The real data
 
 
-def test_movielens_1m(cache_dir) -> None:
+def test_movielens_1m(make, cache_dir) -> None:
     folder = os.environ.get("LOCKSTEP_DATA")
     if not folder or not Path(folder, "ml-1m", "ml-1m_complete_order.txt.gz").is_file():
         pytest.skip("set LOCKSTEP_DATA to a folder with ml-1m/ml-1m_complete_order.txt.gz")
     source = Path(folder, "ml-1m", "ml-1m_complete_order.txt.gz")
     interactions = load_interactions(source, 5, cache_dir)
-    data = split_interactions(
-        interactions,
-        cache_dir,
-        HoldOut(),
-        seed=0,
-        maxlen=200,
-        negatives=Negatives(1, per_position=True),
-        eval_negatives="clean",
-        mask_seen=True,
-    )
+    data = make(interactions, maxlen=200, negatives=Negatives(1, per_position=True), eval_negatives="clean")
     assert len(data["train"]) == len(data["val"]) == len(data["test"]) == 6040
     batch = whole(data["train"])
     real = np.arange(200) < batch["length"][:, None]
@@ -435,3 +426,5 @@ def test_movielens_1m(cache_dir) -> None:
             candidates = np.sort(batch["candidates"], axis=1)
             assert (np.diff(candidates, axis=1) > 0).all()
             assert not (batch["candidates"] == batch["target"][:, None]).any()
+    pieces = make(interactions, maxlen=200, whole_histories=True, negatives=None)["train"]
+    assert len(pieces) == 8617 and pieces.num_terms(np.arange(8617)).sum() == 999_611 - 3 * 6040
