@@ -12,7 +12,7 @@ from models.sequential.sasrec import Residual, SASRec
 from models.sequential.tisasrec import TiSASRec
 from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
-from tests.helpers.small_seqrec import CPU, KINDS, MHC, NUM_ITEMS, assembled, make_task
+from tests.helpers.small_seqrec import CPU, ITEMS, KINDS, MHC, NUM_ITEMS, assembled, make_task
 from trainer.cli import main
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
@@ -83,6 +83,13 @@ def test_flags_of_the_model_reach_it(argv):
     assert assembled(argv).learner.objective.model.blocks[0].attention_connection.order == "original"
 
 
+def test_whole_histories_are_all_predicted_once_an_epoch(argv):
+    whole, last = (assembled(argv, *more).task.splits()["train"] for more in (["--whole-histories"], []))
+    num_terms, of_last = (int(data.num_terms(np.arange(len(data))).sum()) for data in (whole, last))
+    in_training = [len(row) - 2 if len(row) >= 3 else len(row) for row in ITEMS]
+    assert num_terms == sum(in_training) - len(ITEMS) > of_last
+
+
 @pytest.mark.parametrize("split", ["ratio", "time"])
 def test_other_splits_and_cut_offs_train_and_select(split, argv, tmp_path, signals_restored):
     results = run_main(argv, tmp_path, "--split", split, "--val-share", "0.2", "--ks", "3", "7", "--eval-start")
@@ -108,7 +115,11 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
 # --- resume ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [MHC, ["--loss", "bce", "--no-time"]], ids=["TiSASRec, mHC", "SASRec, bce"])
+@pytest.mark.parametrize(
+    "more",
+    [MHC, ["--loss", "bce", "--no-time"], ["--loss", "sampled", "--num-negatives", "5", "--whole-histories"]],
+    ids=["TiSASRec, mHC", "SASRec, bce", "TiSASRec, whole histories"],
+)
 def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):
     """With dropout and drawn negatives, from the middle of the second epoch."""
     argv = [*argv, *more, "--epochs", "3", "--save-every-steps", "2", "--keep-checkpoints", "0"]
