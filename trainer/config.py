@@ -74,7 +74,8 @@ def unused_flags(group: FlagGroup, choice: str, used_by: Mapping[str, Iterable[s
 
 def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
     """A sentence for each of the fields that is given though it needs another flag, which is not."""
-    return [f"{given}: does nothing without {needed}" for given in given_flags(group, fields)]
+    unused = given_flags(group, fields)
+    return [f"{given}: does nothing without {needed}; add it, or leave this out" for given in unused]
 
 
 def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:

@@ -130,7 +130,7 @@ def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    # What saves memory in the outer backward, such as computing anew, would start in this one, which is over at once.
+    # Hooks that recompute or offload what is saved belong to the outer backward; this one is over at once.
     return tensor
 
 

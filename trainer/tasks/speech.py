@@ -26,7 +26,7 @@ from models.speech.ctc import ctc_loss, divergence
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import Recognised, SpeechRecogniser
-from trainer.config import FlagGroup, flag, flag_name, given_flags, unused_flags
+from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.errors import BadInput
@@ -171,8 +171,7 @@ class SpeechFlags(FlagGroup):
         found += unused_flags(self, "model", _OF_MODEL)
         for name, (needed, what) in _NEEDS.items():
             if not given_flags(self, [needed]):
-                unused = given_flags(self, [name])
-                found += [f"{given}: does nothing without {what}; add it, or leave this out" for given in unused]
+                found += flags_without(self, what, [name])
         return sorted(found)
 
     def usual(self, name: str) -> Any:
