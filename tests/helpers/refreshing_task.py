@@ -23,15 +23,25 @@ class RefreshingFlags(WeightedFlags):
 
 
 class Scaled(nn.Module):
-    """A network whose output is scaled by a buffer that the task computes once an epoch."""
+    """A network whose output is scaled by a number of a buffer, which the task computes once an epoch."""
+
+    factor = 1.0
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
         self.register_buffer("scale", torch.ones(()))
+        self.register_load_state_dict_post_hook(Scaled.scale_as_loaded)
+
+    def scale_as_loaded(self, _):
+        self.set_scale(self.scale)
+
+    def set_scale(self, scale):
+        self.scale.copy_(scale)
+        self.factor = self.scale.item()
 
     def forward(self, features):
-        return self.network(features) * self.scale
+        return self.network(features) * self.factor
 
 
 class Refreshing(Weighted):
@@ -44,14 +54,15 @@ class Refreshing(Weighted):
         assert not torch.is_grad_enabled()
         scale = sum(p.square().mean() for p in progress(list(objective.parameters()), "scale"))
         rank = dist.get_rank() if self.config.differs and dist.is_initialized() else 0
-        objective.model.scale.copy_(1 + scale + epoch + rank)
+        objective.model.set_scale(1 + scale + epoch + rank)
 
 
 class Stopped(Refreshing):
     """Its buffer depends on what it was before, and the first process is asked to stop while it is computed."""
 
     def on_epoch_start(self, objective, epoch, progress):
-        objective.model.scale.mul_(0.5).add_(sum(p.square().mean() for p in objective.parameters()))
+        scale = objective.model.scale
+        objective.model.set_scale(scale * 0.5 + sum(p.square().mean() for p in objective.parameters()))
         mark = Path(os.environ["LOCKSTEP_MARK"])
         if epoch == 1 and not mark.exists():
             mark.touch()

@@ -102,6 +102,18 @@ def test_goes_on_in_any_form_in_mid_epoch(start, one_device):
     assert_same(again, one_device)
 
 
+def test_what_a_model_derives_from_a_checkpoint_is_of_that_checkpoint(start):
+    base = [
+        "--task", f"{ROOT / 'tests' / 'helpers' / 'refreshing_task.py'}:Refreshing", "--device", "cpu", "--num-threads",
+        1, "--dtype", "float64", "--epochs", 2, "--global-batch-size", 12, "--save-every-steps", 3,
+        "--keep-checkpoints", 0,
+    ]  # fmt: skip
+    unbroken = start("derived-one", base=base)
+    middle = unbroken / "checkpoint_1_0_36.pth"
+    resumed = start("derived", "--resume-from", middle, base=base, form="fsdp", world_size=2)
+    assert difference(loaded(resumed / "final.pth")["model"], loaded(unbroken / "final.pth")["model"]) < TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "more"),

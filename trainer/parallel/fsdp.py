@@ -229,6 +229,7 @@ class Sharded(Distributed):
         for name, value in weights.items():
             mine, whole = own[name], self._from_main(value)
             mine.copy_(_part_like(whole, mine) if isinstance(mine, DTensor) else whole)
+        model.load_state_dict(own)  # its own, for the hooks that derive more from what was loaded
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
