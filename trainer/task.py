@@ -79,6 +79,13 @@ class Objective(nn.Module):
         are evaluated; on every process, and before `Task.predictions` too. `Task.example_pictures` may call it.
         """
 
+    def call_equally(self) -> None:
+        """Calls the model equally often for every batch from now on, whatever its samples. Raises BadInput.
+
+        Called under `--multi-gpu fsdp`, where each call exchanges weights, so that every process has to make it. An
+        objective that cuts its batches by their size or content stops that, or refuses.
+        """
+
 
 class Task(ABC):
     """One workload: its data, its model with loss, its metrics.

@@ -141,16 +141,17 @@ SHIPPED = {
     "seqrec": ["--dropout", 0],
     "kgat": ["--dropout", 0, "--node-dropout", 0],
     "speech": ["--dropout", 0],
-    "tabular": ["--num-blocks", 1, "--width", 16, "--num-heads", 2],
+    "tabular": ["--num-blocks", 1, "--width", 16, "--num-heads", 2, "--num-val-tables", 65],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SHIPPED)
 def test_trains_every_task_that_comes_with_it(task, start):
+    """With batches of unequal size on the two processes."""
     base = [
         "--task", task, *SHIPPED[task], "--device", "cpu", "--num-threads", 1, "--dtype", "float64", "--max-steps", 3,
-        "--batch-size", 4, "--global-batch-size", 8, "--eval-batch-size", 200, "--no-test",
+        "--batch-size", 8, "--global-batch-size", 15, "--eval-batch-size", 200, "--no-test",
     ]  # fmt: skip
     whole = start(f"{task}-one", base=base)
     found = start(f"{task}-fsdp", base=base, form="fsdp", world_size=2)

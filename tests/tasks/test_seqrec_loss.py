@@ -108,6 +108,19 @@ def test_parts_of_similar_length_equal_the_whole_batch(loss, mode, cache_dir, mo
     assert_same(in_parts, loss_and_gradients(objective, batch))
 
 
+@both_modes
+def test_calls_the_model_equally_often_where_it_has_to(mode, cache_dir):
+    task = make_task(cache_dir, **mode)
+    objective, batch = make_objective(task), make_batch(task)
+    calls = []
+    objective.model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    whole = loss_and_gradients(objective, batch)
+    assert len(calls) == 4
+    objective.call_equally()
+    assert_same(loss_and_gradients(objective, batch), whole)
+    assert len(calls) == 5
+
+
 @pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 10, 34])
 @pytest.mark.parametrize("loss", ["ce", "bce", "gbce"])
 def test_parts_keep_every_sample_and_drop_only_padding(size, loss, cache_dir):

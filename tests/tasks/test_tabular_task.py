@@ -11,7 +11,9 @@ import torch
 from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
+from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
+from trainer.loop.precision import of_dtype
 from trainer.parallel.base import SingleDevice
 
 TASK = ["--task", "tabular", "--num-threads", 1]
@@ -64,6 +66,21 @@ def test_goes_on_to_the_bit(run_here, tmp_path):
     run_here(*argv, "--save-dir", tmp_path / "again")
     assert_same_bits(load(tmp_path / "whole" / "final.pth"), load(tmp_path / "again" / "final.pth"))
     assert read_metrics(tmp_path / "again", "result") == read_metrics(tmp_path / "whole", "result")
+
+
+def test_calls_the_model_equally_often_where_it_has_to(make_task):
+    task = make_task("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL)
+    objective = task.build_objective().double().eval()
+    keys = SampleKeys(np.zeros(33, dtype=np.int64), epoch=0)
+    dataset = task.splits()["val/prior"]
+    batch = of_dtype(task.collate(dataset.__getitems__(keys), keys), torch.float64)
+    calls = []
+    objective.model.register_forward_hook(lambda *_: calls.append(1))
+    cut = objective(batch)
+    assert len(calls) == 2
+    objective.call_equally()
+    torch.testing.assert_close(objective(batch), cut, rtol=1e-12, atol=0)
+    assert len(calls) == 3
 
 
 def test_every_epoch_has_other_tables(make_task):
@@ -223,6 +240,12 @@ def test_one_mistake(args, part, refused, table, tmp_path):
 def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
     argv = ["--data-dir", table, "--label", "kind", *args.split(), "--save-dir", tmp_path / "run"]
     refused([part], "--task", "tabular", *argv)
+
+
+def test_a_model_in_parts_takes_no_table(table, make_task):
+    task = make_task("--task", "tabular", "--data-dir", str(table), "--label", "kind", "--tune", "lora")
+    with pytest.raises(BadInput, match="rows of a table"):
+        task.build_objective().call_equally()
 
 
 def test_new_rows_with_a_label_are_refused(table, refused, tmp_path):

@@ -91,6 +91,7 @@ class Sharded(Distributed):
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
         refuse_what_cannot_be_cut(objective, its_blocks)
+        objective.call_equally()
         for unit in [*its_blocks, objective]:
             self._send_parameters(unit)
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))

@@ -165,11 +165,17 @@ class SeqrecObjective(Objective):
     def __init__(self, model: SequentialRecommender, config: SeqrecFlags) -> None:
         super().__init__(model)
         self.config = config
+        self._cuts_by_length = True
+
+    def call_equally(self) -> None:
+        """Takes batches as they are."""
+        self._cuts_by_length = False
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         if not self.training:
             return self._places(batch)
-        loss = torch.stack([self._loss(part) for part in by_length(batch)]).sum()
+        parts = by_length(batch) if self._cuts_by_length else [batch]
+        loss = torch.stack([self._loss(part) for part in parts]).sum()
         if self.config.l2_emb > 0:
             penalty = torch.stack([table.square().sum() for table in self.model.embedding_tables()]).sum()
             loss = loss + self.config.l2_emb / 2 * penalty * batch["weight"].sum()

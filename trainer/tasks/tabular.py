@@ -324,7 +324,7 @@ class TabularTask(Task):
             model = NanoTabular(config.width, config.num_blocks, config.num_heads, 2 * config.width)
         if config.tune == "lora":
             add_adapters(model, targets=config.lora_targets, rank=config.lora_rank, alpha=config.lora_alpha)
-        return TabularObjective(model, self._answer)
+        return TabularObjective(model, None if config.data_dir is None else self._answer)
 
     def _answer(self, model: nn.Module, rows: Tensor, num_known: int) -> Tensor:
         config: TabularFlags = self.config

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from models.tabular.area import area_under_curve
 from models.tabular.lora import merged
 from trainer.loading.batches import Batch
+from trainer.loading.errors import BadInput
 from trainer.task import Objective, Outputs, PerSample
 
 _PROBLEMS_AT_ONCE = 32
-"""In evaluation, whatever the batch."""
+"""In evaluation, however many a batch has."""
 
 _DECIMALS = 6
 """Of a probability: equal rows are of equal rank, whatever the rounding of the batches that they came in."""
@@ -28,7 +29,17 @@ class TabularObjective(Objective):
         """answer: probabilities of a user's rows, where there is a table."""
         super().__init__(model)
         self._answer = answer
+        self._cuts_evaluation = True
         self._merged: list[nn.Module] = []  # a list, so that what is in it is no part of this module
+
+    def call_equally(self) -> None:
+        """Evaluates batches of problems as they are. Refuses a user's table."""
+        if self._answer is not None:
+            raise BadInput(
+                "--multi-gpu fsdp: how often the model is called for rows of a table depends on their number, and each "
+                "call is an exchange between all processes; take --multi-gpu ddp"
+            )
+        self._cuts_evaluation = False
 
     def start_evaluation(self) -> None:
         """Merges adapters once for all batches."""
@@ -44,8 +55,9 @@ class TabularObjective(Objective):
             return self._score_rows(batch)
         if self.training:
             return self._learn(batch)
-        parts = [self._score_problems(part) for part in _parts(batch, _PROBLEMS_AT_ONCE)]
-        return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+        parts = _parts(batch, _PROBLEMS_AT_ONCE) if self._cuts_evaluation else [batch]
+        sums = [self._score_problems(part) for part in parts]
+        return {name: torch.stack([part[name] for part in sums]).sum(0) for name in sums[0]}
 
     def _learn(self, batch: Batch) -> dict[str, Tensor]:
         return _fit_of(self._logits(batch), batch["targets"])
