@@ -306,6 +306,14 @@ def test_no_rank_is_missing_when_all_are_alive_and_equally_far(diagnosis):
         assert said.endswith(f"in backward at optimizer step 7, and all ranks are alive: {error}")
 
 
+def test_the_rank_that_waited_is_not_late_itself(diagnosis):
+    said = diagnosis.diagnose(WAITED_S, "timed out", {0: answer(7), 1: answer(9), 2: answer(7)})
+    assert said == (
+        "rank 0 of 3 waited in vain in backward at optimizer step 7, and all ranks are alive, "
+        "rank 1 of 3 in forward at optimizer step 7: timed out"
+    )
+
+
 def test_without_the_store_its_keeper_is_missing(diagnosis):
     assert diagnosis.diagnose_lost_store(BROKEN).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
     assert "no sign of life" in diagnosis.diagnose_lost_store(WAITED_S)

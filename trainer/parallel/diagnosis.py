@@ -159,9 +159,12 @@ class GroupDiagnosis(Diagnosis):
         late = {rank: beat for rank, beat in answers.items() if beat.number == least}
         if silent:
             accounts = [self._account_of_silent(rank, waited_s, heartbeats.get(rank)) for rank in silent]
-        elif waited_s is None or len(late) == len(answers):
+        elif waited_s is None or self.rank in late:  # no other is behind it: they do not make the same exchanges
             what = "lost the connection to another rank" if waited_s is None else "waited in vain"
-            return f"{self._name(self.rank)} {what} in {self.phase}, and all ranks are alive: {error}"
+            ahead = "".join(
+                f", {self._name(rank)} in {beat.phase}" for rank, beat in answers.items() if beat.number > least
+            )
+            return f"{self._name(self.rank)} {what} in {self.phase}, and all ranks are alive{ahead}: {error}"
         else:
             accounts = [
                 f"{self._name(rank)} is late: in {beat.phase} for {beat.seconds:.0f} s ({self.members[rank]})"
