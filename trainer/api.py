@@ -144,8 +144,8 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
     """The trained model of a run: the task's plain module with the best weights, in eval mode on the CPU.
 
     The weights are those that the run is scored with: of the best epoch, or the last where nothing was validated, and
-    their moving average with `ema_decay`. task: the class; None takes the one that the run names, by its file, which
-    must not be in the run directory: nothing there is executed. Raises BadInput.
+    their moving average with `ema_decay`. task: the class; None takes the one that the run names, if it comes with
+    the trainer or this process has defined it: a file that a run names is not executed. Raises BadInput.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):

@@ -128,19 +128,20 @@ def tell_the_manifest(directory: Path, manifest: str) -> None:
         file.write_text(json.dumps(content))
 
 
-def test_a_task_that_comes_with_the_run(trained, run_here, tmp_path):
-    """A checkpoint names the file of its task, and may name one beside it, however it gets there."""
-    file = trained / "code" / "beside.py"
-    file.parent.mkdir()
+@pytest.mark.parametrize("place", ["run/code/beside.py", "beside.py"])
+def test_a_task_that_comes_with_the_run(place, trained, run_here, tmp_path):
+    """A checkpoint names the file of its task, and may name any, also one that came with it."""
+    file = trained.parent / place
+    file.parent.mkdir(exist_ok=True)
     file.write_text(f"open({str(tmp_path / 'created')!r}, 'x')\nfrom tests.helpers.weighted_task import Weighted\n")
     for path in trained.glob("*.pth"):
-        torch.save(load(path) | {"task": f"{trained}/../run/code/beside.py:Weighted"}, path)
+        torch.save(load(path) | {"task": f"{file}:Weighted"}, path)
     tell_the_manifest(trained, "made to fit")
-    with pytest.raises(BadInput, match=r"in the folder of the run, where nothing is executed; .* as task="):
+    with pytest.raises(BadInput, match=r"no file is executed because a run names it: .* as task="):
         trainer.load(trained)
     assert isinstance(trainer.load(trained, Weighted), Network)
     _, err = run_here("--predict", trained / "metrics.jsonl", "--save-dir", trained, status=2)
-    assert "in the folder of the run, where nothing is executed; " in err and "say by --task" in err
+    assert "no file is executed because a run names it: say by --task where it is" in err
     assert not (tmp_path / "created").exists()
 
 

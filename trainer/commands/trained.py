@@ -18,7 +18,7 @@ from trainer.loading.errors import BadInput
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task
-from trainer.tasks import defined_task, find_task, is_same_task
+from trainer.tasks import TASKS, defined_task, is_same_task
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
     The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
-    takes anew (`Task.predict_flags`); the file of a task of a user's own may have moved. Raises BadInput.
+    takes anew (`Task.predict_flags`). It says where a task of a user's own is, which may have moved. Raises BadInput.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
@@ -78,7 +78,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
             task_type = flags.task_type
         else:
             stated = {"--task": flags.run.task}
-    task_type = task_type or recorded_class(run, name, "say by --task where it is now")
+    task_type = task_type or recorded_class(run, name, "say by --task where it is")
     anew = {flag: stated.pop(flag) for flag in map(flag_name, task_type.predict_flags) if flag in stated}
     nothing = "no such flag"
     refuse(
@@ -92,16 +92,18 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
 
 
 def recorded_class(run: TrainedRun, name: str, advice: str) -> type[Task]:
-    """The class that a run names, by its file: not one beside the checkpoint, which came with it. Raises BadInput.
+    """The class that a run names: one that comes with the trainer, or that this process has defined.
 
-    advice: how to give it otherwise.
+    A file that a run names is not executed: who made the run may have chosen it. Raises BadInput, with `advice` on how
+    to give the class.
     """
-    try:
-        if ":" in name and run.folder.resolve() in Path(name.rpartition(":")[0]).resolve().parents:
-            raise BadInput(f"--task {name}: is in the folder of the run, where nothing is executed")
-        return defined_task(name) or find_task(name)
-    except BadInput as error:
-        raise BadInput(f"{error}; {run.label} were trained with it: {advice}") from None
+    found = TASKS[name]() if name in TASKS else defined_task(name)
+    if found is None:
+        raise BadInput(
+            f"--task {name}: {run.label} were trained with this task, and no file is executed because a run names it: "
+            f"{advice}"
+        )
+    return found
 
 
 def trained_objective(
