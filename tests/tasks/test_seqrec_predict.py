@@ -45,6 +45,9 @@ def predict(trained, run_here, tmp_path):
     return run
 
 
+HISTORY = f"buyer,item,seconds\nnew,{name(1)},1\n"
+
+
 def slow_scores(run, items, times):
     """One user's scores of all items, by the plain model of the run."""
     gaps = [b - a for a, b in pairwise(times) if b > a]
@@ -99,6 +102,25 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_flag(text, more, part, pre
     _, err = predict(text, *more, status=2)
     assert part in err and "histories.csv" in err and "Traceback" not in err
     assert "--predict " in err and "--data-dir" not in err
+
+
+@pytest.mark.parametrize(
+    ("output", "part"),
+    [
+        ("run/best.pth", "might replace a file of the run in this folder"),
+        ("run/logs/table.json", "might replace a file of the run in this folder"),
+        ("log.csv", "would overwrite --data-dir"),
+    ],
+)
+def test_a_table_replaces_nothing_of_the_run(output, part, trained, predict, tmp_path):
+    path = tmp_path / output
+    before = path.read_bytes() if path.exists() else None
+    _, err = predict(HISTORY, "--output", path, status=2)
+    assert f"--output {path}: {part}" in err
+    assert (path.read_bytes() if path.exists() else None) == before
+    inside = tmp_path / "run" / "table.csv"
+    predict(HISTORY, "--output", inside)
+    assert inside.read_text().startswith("user,rank,item,score\n")
 
 
 def test_times_are_needed_where_the_model_was_trained_with_them(trained, predict):

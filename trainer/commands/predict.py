@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -12,8 +13,10 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
+from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.config import flag_name
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors, written_as_a_whole
@@ -33,6 +36,8 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     assert path is not None
     run = find_run(flags, {"--resume-from": given.resume_from}, shipped_weights(flags), partial(print, file=sys.stderr))
     task = rebuild_task(run, flags)
+    if output is not None:
+        _refuse_to_harm(output, run, task)
     dataset = task.new_data(path)
     require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
@@ -55,6 +60,18 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         _write_table(table, text, bar)
     write_output(output, text.getvalue())
     print(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
+
+
+def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
+    """Raises BadInput where the table would replace files of the run, or stand among those that it was trained on."""
+    target, given = output.resolve(), f"--output {output}"
+    if run.folder.resolve() in target.parents and target.suffix != ".csv":
+        raise BadInput(f"{given}: might replace a file of the run in this folder; name a .csv, or a file elsewhere")
+    for field in fields(task.config):
+        path = getattr(task.config, field.name)
+        if isinstance(path, Path) and path.resolve() in (target, *target.parents):
+            where = "would overwrite" if path.resolve() == target else "is in"
+            raise BadInput(f"{given}: {where} {flag_name(field.name)} {path} of the run; name a file elsewhere")
 
 
 @torch.no_grad()
