@@ -10,6 +10,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
+from data.files import is_visible
 from data.speech.audio_files import FULL_SCALE, SUFFIXES, UnreadableAudio, decode, resample, to_int16
 from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
@@ -67,7 +68,8 @@ def read_recordings(path: Path, sample_rate: int) -> Corpus:
     """
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("[!.]*") if file.name.lower().endswith(SUFFIXES))
+        found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
+        files = [file for file in found if is_visible(file.relative_to(path).as_posix())]
     if not files:
         raise BadInput(f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings")
     sound = [_read_recording(file, sample_rate) for file in files]

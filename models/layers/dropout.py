@@ -19,7 +19,7 @@ def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), p)
-    size, num_dropped = math.prod(shape), round(p * _LEVELS)
+    size, num_dropped = math.prod(shape), min(round(p * _LEVELS), _LEVELS - 1)
     words = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
     mask = like.new_empty(size)
     torch.ge(words.view(torch.int16)[:size], num_dropped - _LEVELS // 2, out=mask)  # several times quicker than where

@@ -220,6 +220,17 @@ def test_resume_from_goes_on_and_then_from_its_own_newest(train, tmp_path):
     assert_same_bits(expected, load(new / "final.pth")["model"])
 
 
+def test_resume_from_counts_once_whatever_starts_come_between(train, tmp_path, monkeypatch):
+    """Without the flag, with more checkpoints than are kept, and with the same file named in another way."""
+    train(tmp_path / "source", "--epochs", 1)
+    new, source = tmp_path / "new", tmp_path / "source" / "final.pth"
+    train(new, "--epochs", 2, "--resume-from", source, "--keep-checkpoints", 1)
+    train(new, "--epochs", 4, "--keep-checkpoints", 1)
+    monkeypatch.chdir(tmp_path)
+    out = train(new, "--epochs", 5, "--resume-from", "source/final.pth", "--keep-checkpoints", 1)
+    assert f"Resuming after optimizer step {4 * STEPS_PER_EPOCH}:" in out
+
+
 @pytest.mark.parametrize("source", ["checkpoint_1.pth", "final.pth"])
 def test_resume_from_takes_the_place_of_another_run(source, train, tmp_path):
     """One with checkpoints of the same steps, and results: none of them counts any more."""

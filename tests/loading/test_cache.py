@@ -116,6 +116,16 @@ def test_a_full_disk_is_named_and_what_was_written_is_removed(tmp_path) -> None:
     assert not list(tmp_path.rglob("*.npy"))
 
 
+@pytest.mark.parametrize("lost", ["x.npy", "names.txt"])
+def test_an_entry_that_lost_a_file_is_built_anew(lost, tmp_path) -> None:
+    before = cached_arrays(tmp_path, "key", small)
+    (tmp_path / "key" / lost).unlink()
+    after = cached_arrays(tmp_path, "key", small)
+    for name, expected in small().items():
+        assert np.array_equal(before[name], expected) and np.array_equal(after[name], expected)
+    cached_arrays(tmp_path, "key", fail)
+
+
 def test_a_damaged_entry_is_named(tmp_path) -> None:
     cached_arrays(tmp_path, "key", small)
     (tmp_path / "key" / "x.npy").write_bytes(b"\x93NUMPY")

@@ -67,6 +67,12 @@ def test_every_sample_of_an_order_is_trained_on_once(run_here, tmp_path, monkeyp
         assert all(len(index) <= 5 for index in received)
 
 
+def test_an_order_of_the_task_s_own_leaves_nothing_out(run_here, tmp_path):
+    argv = ["--task", f"{FILE}:Bucketed", *RUN, "--batch-size", 5, "--save-dir", tmp_path, "--drop-last"]
+    _, err = run_here(*argv, status=2)
+    assert "--drop-last: Bucketed.order('train') makes the batches" in err
+
+
 @pytest.mark.parametrize("more", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one", "two"])
 def test_keys_tell_the_progress_of_their_step(more, command, tmp_path):
     """Every sample of a step the same, at any number of devices; 0 in evaluation."""

@@ -335,6 +335,19 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     assert not torch.equal(weight, torch.ones(2))
 
 
+def test_a_norm_that_alone_overflows_is_no_fault_of_the_scale():
+    """Of finite gradients: a lower scale would change nothing."""
+    precision = Precision("fp16", torch.float32, CPU)
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    precision.backward(weight.sum(), 1.0)
+    weight.grad.fill_(3e38)
+    precision.scaler.update(1.0)
+    outcome = precision.step([optimizer], [weight], 1.0)
+    assert (float(outcome.grad_norm), outcome.applied, bool(outcome.alarm)) == (math.inf, False, True)
+    assert torch.equal(weight, torch.ones(4))
+
+
 def test_a_step_without_gradients_asks_nothing_of_the_scaler():
     """As of a loss that needs none of what its phase trains."""
     precision = Precision("fp16", torch.float32, CPU)

@@ -180,7 +180,8 @@ class RunDirectory:
             if shutil.disk_usage(self.path).free < needed:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             self._flush_metrics()
-            entry = Entry.of(state, path.name, write_checkpoint(state, temporary))
+            newest = self.entries[-1] if self.entries else None
+            entry = Entry.of(state, path.name, write_checkpoint(state, temporary), newest)
             write_manifest(self.path / MANIFEST, [*self.entries, entry], self.writer)
             self.writer.rename(temporary, path)
             flush_path(self.path)

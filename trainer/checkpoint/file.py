@@ -32,6 +32,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         require_regular(path)
         path.open("rb").close()
     try:
+        _refuse_odd_archive(path)
         if not verified:
             _refuse_changed_bits(path)
         with warnings.catch_warnings():
@@ -85,13 +86,20 @@ def _refuse_changed_bits(path: Path) -> None:
     if not zipfile.is_zipfile(path):
         return  # nothing that torch writes today; torch.load says what it makes of it
     with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise zipfile.BadZipFile("a part of it is compressed, which might unpack to anything")
-        has_checksums = any(part.CRC for part in parts)  # torch can be told to leave them out
+        has_checksums = any(part.CRC for part in archive.infolist())  # torch can be told to leave them out
         damaged = archive.testzip() if has_checksums else None
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of its part {damaged} does not match")
+
+
+def _refuse_odd_archive(path: Path) -> None:
+    """What torch never writes, whatever the checksums say, which came with it. Raises whatever zipfile raises."""
+    if not zipfile.is_zipfile(path):
+        return  # torch.load says what it makes of it
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+        raise zipfile.BadZipFile("a part of it is compressed, which might unpack to anything")
     if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
         raise zipfile.BadZipFile("a part of it is marked as a folder")  # torch would take it for an empty one
 

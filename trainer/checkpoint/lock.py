@@ -99,7 +99,7 @@ class Lock(Writer):
     def begin(self) -> None:
         """Writes the holder's name, and renews it from now on."""
         temporary = self.temporary(self._path)
-        temporary.write_text(str(self._holder))
+        temporary.write_text(str(self._holder), encoding="utf-8")
         temporary.rename(self._path)
         threading.Thread(target=self._renew, name="lock", daemon=True).start()
 

@@ -22,7 +22,7 @@ class Entry:
 
     value: the monitored metric, None where there was no validation.
     best: whether it was the best one so far when it was saved.
-    source: the `--resume-from` of the run that saved it.
+    source: the `--resume-from` that it descends from, with the whole path.
     """
 
     file: str
@@ -37,11 +37,16 @@ class Entry:
     source: str | None
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any]) -> "Entry":
-        """The entry of a checkpoint with this state."""
+    def of(
+        cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], before: "Entry | None" = None
+    ) -> "Entry":
+        """The entry of a checkpoint with this state. before: the one that it was trained on from, if it is known."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         verdict = {"value": state["value"], "best": state["is_best"]}
-        source = state["config"]["--resume-from"]
+        given = state["config"]["--resume-from"]
+        source = None if before is None else before.source
+        if given is not None:
+            source = str(Path(given).resolve())
         return cls(file, **position, step=state["step"], **verdict, **size_and_checksum, source=source)
 
     @property

@@ -58,7 +58,10 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
     num_samples = task.num_samples(name)
     batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
     if batches(0) is not None:
-        return TaskOrder(f"{type(task).__name__}.order({name!r})", batches, global_batch_size, num_samples)
+        source = f"{type(task).__name__}.order({name!r})"
+        if flags.batch.drop_last:
+            raise flags.refusal(f"--drop-last: {source} makes the batches, so that none is left out; leave this out")
+        return TaskOrder(source, batches, global_batch_size, num_samples)
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
     if rest == num_samples:
         raise flags.refusal(
@@ -71,8 +74,13 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
     """The schedule. Raises BadInput for a warm-up longer than the run."""
     learning = flags.learning
+    peak = learning.lr * factor
+    if learning.min_lr > peak:
+        raise flags.refusal(
+            f"--min-lr {learning.min_lr:g}: must not be above the {peak:g} that --scale-lr makes of --lr"
+        )
     return LearningRate(
-        peak=learning.lr * factor,
+        peak=peak,
         floor=learning.min_lr,
         warmup=min(build_warmup(flags, plan), plan.total),
         total=plan.total,

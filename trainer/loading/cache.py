@@ -13,6 +13,9 @@ from trainer.loading.files import flush_path, refusing_disk_errors
 
 Arrays = dict[str, np.ndarray]
 
+_NAMES = "names.txt"
+"""Of the arrays of an entry, one a line."""
+
 
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
     """The arrays stored under the key, read-only and memory-mapped; built first where there are none.
@@ -25,25 +28,26 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     key: names content and format version; a valid file name.
     build: returns arrays under names that are valid file names. What it raises passes through.
 
-    Raises BadInput when the folder cannot be written to, is full, or holds a damaged entry.
+    An entry that lacks something, as after old files were cleaned away, is built anew. Raises BadInput when the folder
+    cannot be written to, is full, or holds an entry that cannot be read.
     """
     entry = cache_dir / key
     flag, advice = f"--cache-dir {cache_dir}", "choose a folder that can be written to and has room"
-    if not entry.is_dir():
+    if not _is_complete(entry):
         with refusing_disk_errors(flag, advice):
             cache_dir.mkdir(parents=True, exist_ok=True)
             lock = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
             fcntl.flock(lock, fcntl.LOCK_EX)
         with lock:
-            if not entry.is_dir():
+            if not _is_complete(entry):
                 arrays = build()
                 with refusing_disk_errors(flag, advice):
                     _store(arrays, entry)
     try:
         # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
         return {
-            path.stem: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-            for path in sorted(entry.glob("*.npy"))
+            name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+            for name in _names(entry)
         }
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
@@ -59,6 +63,18 @@ def texts_of_array(array: np.ndarray) -> tuple[str, ...]:
     return tuple(array.tobytes().decode().split("\n")) if array.size else ()
 
 
+def _names(entry: Path) -> list[str]:
+    """Of all arrays of an entry. Raises OSError."""
+    return (entry / _NAMES).read_text(encoding="utf-8").splitlines()
+
+
+def _is_complete(entry: Path) -> bool:
+    try:
+        return all((entry / f"{name}.npy").exists() for name in _names(entry))
+    except OSError:
+        return False
+
+
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
     # One that is there was left by a build that was killed: the lock says that nobody else is at it.
@@ -70,7 +86,11 @@ def _store(arrays: Arrays, entry: Path) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
+        (partial / _NAMES).write_text("\n".join(arrays), encoding="utf-8")
+        flush_path(partial / _NAMES)
         flush_path(partial)
+        if entry.exists():
+            shutil.rmtree(entry)  # what is left of it; who has it open keeps it
         partial.rename(entry)
         flush_path(entry.parent)
     finally:

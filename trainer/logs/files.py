@@ -17,8 +17,8 @@ class FileLogger(Logger):
     """Appends; raises OSError when the disk refuses."""
 
     def start(self, run: LoggedRun) -> None:
-        self._train_log = (run.directory / "train.log").open("a", buffering=1)
-        self._val_log = (run.directory / "val.log").open("a", buffering=1)
+        self._train_log = (run.directory / "train.log").open("a", buffering=1, encoding="utf-8")
+        self._val_log = (run.directory / "val.log").open("a", buffering=1, encoding="utf-8")
         self._metrics = _truncated(run.directory / "metrics.jsonl", run.step, run.last_report)
 
     def say(self, line: str) -> None:
@@ -46,11 +46,11 @@ def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
     A report has the step of a checkpoint that was saved before it, at the last step that it tells of.
     """
     kept = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line is dropped
             record = json.loads(line)
             in_the_past = record["step"] <= (step if record["event"] == "step" else last_report)
             if in_the_past and record["event"] != "result":
                 kept.append(line + "\n")
     replace_text(path, "".join(kept))
-    return path.open("a", buffering=1)
+    return path.open("a", buffering=1, encoding="utf-8")

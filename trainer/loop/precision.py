@@ -89,7 +89,8 @@ class Precision:
         if loss.device.type == "cpu":
             coefficient = factor if math.isfinite(loss.item()) else math.nan
         else:
-            coefficient = loss.detach() * 0 + factor  # without waiting for the loss
+            in_full = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+            coefficient = in_full * 0 + factor  # without waiting for the loss
         (self.scaler.scale(loss) * coefficient).backward()
 
     def step(
@@ -122,18 +123,18 @@ class Precision:
         applied = step(optimizers, grads, grad_norm, max_grad_norm)
         alarm = applied.logical_not() if isinstance(applied, Tensor) else not applied
         if is_scaled:
-            alarm = self._update_scale(grad_norm) & alarm
+            alarm = self._update_scale(grad_norm).logical_not() & alarm
         for parameter in params:  # as zero_grad does, without its profiling
             parameter.grad = None
         return StepOutcome(grad_norm, applied, alarm)
 
     def _update_scale(self, grad_norm: Tensor) -> Tensor:
-        """Returns whether the scale was at its floor."""
+        """Returns whether the scale became lower: not at its floor, nor where the norm alone overflowed."""
         one = torch.ones_like(grad_norm)
-        scale = self.scaler.scale(one)
+        before = self.scaler.scale(one)
         self.scaler.update()
         self.scaler.update(self.scaler.scale(one).clamp(min=SCALE_FLOOR))
-        return scale <= SCALE_FLOOR
+        return self.scaler.scale(one) < before
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:

@@ -131,12 +131,16 @@ class Run:
         totals = {phase: self.progress.totals[phase].reduced(self.parallel) for phase in self.task.phases}
         is_own = type(self.task).summarise_training is not Task.summarise_training
         method = "summarise_training" if is_own else "summarise"
-        return {
-            self.of_phase(f"train/{name}", phase): value
-            for phase, sums in totals.items()
-            if sums
-            for name, value in checked_metrics(self.task, method, self.task.summarise_training(sums, phase)).items()
-        }
+
+        def summarise() -> dict[str, float]:
+            return {
+                self.of_phase(f"train/{name}", phase): value
+                for phase, sums in totals.items()
+                if sums
+                for name, value in checked_metrics(self.task, method, self.task.summarise_training(sums, phase)).items()
+            }
+
+        return self.parallel.on_main(summarise)
 
     def of_phase(self, metric: str, phase: str) -> str:
         """The name of a metric of training: "train/loss", or "train/generator/loss" where there are several phases."""

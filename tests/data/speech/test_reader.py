@@ -415,7 +415,7 @@ def test_corpus_is_decoded_once_until_it_changes(load, noise):
 def test_nothing_but_the_corpus_is_left_in_the_cache(load, noise, tmp_path):
     load({"0_0.wav": wav(noise(), 8_000), "1_0.wav": wav(noise(), 16_000)}, as_tar_gz)
     (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock")
-    assert {path.name for path in entry.iterdir()} == {"audio.npy", "offsets.npy", "facts.npy"}
+    assert {path.name for path in entry.iterdir()} == {"audio.npy", "offsets.npy", "facts.npy", "names.txt"}
 
 
 def test_cache_that_cannot_be_written_to_is_named(tmp_path, noise):
