@@ -18,14 +18,15 @@ from data.har.windows import HarRecordings, triplets_first
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 from trainer.loading.errors import BadInput
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _SUFFIXES = (".csv", ".tsv")
 _SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 _LABELS = ("label", "activity", "class")
-_NOT_SIGNALS = (*_SUBJECTS, *_LABELS, "t", "index", "row", "sample", "unnamed0", "", "id")
+_NOT_SIGNALS = (*_SUBJECTS, *_LABELS, "index", "row", "sample", "trial", "session", "unnamed0", "", "id")
+_CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
-"""Columns with such names, and with names that hold one of these, are left out where the channels are not named: what
-a subject or an activity is called a second time, and clocks, which tell the activity by when it was recorded."""
+"""Columns that are left out where the channels are not named: what a subject, an activity or a row is called besides,
+and clocks, which tell the activity by when it was recorded; of the last, names that hold such a word."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 """Columns of the table of `--predict`, which has one for each class too."""
 
@@ -95,20 +96,26 @@ def _is_csv(name: str) -> bool:
 
 @dataclass
 class _Rows:
-    """Those of a file: signals (n, C) float32, and the names of subject and activity of each."""
+    """Those of a file: signals (n, C) float32, and of each the names of subject and activity and what a clock says.
+
+    clock: empty where there is none.
+    """
 
     signals: np.ndarray
     subjects: list[str]
     labels: list[str]
+    clock: np.ndarray
 
 
 def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
-    named, left_out = (list(wanted.channels), []) if wanted.channels else _channels(files[0], wanted)
-    channels = triplets_first(named)[0]
+    named, left_out, own = _columns(files[0], wanted)
     windows, subjects, labels, num_short, num_short_rows = [], [], [], 0, 0
+    counters, num_disorders = _Counters(named), 0
     for file in files:
-        rows = _read(file, wanted, channels)
+        rows = _read(file, wanted, named)
         for start, stop in _bouts(rows):
+            counters.look_at(rows.signals[start:stop])
+            num_disorders += _num_falls(rows.clock[start:stop])
             if stop - start < wanted.length:
                 num_short, num_short_rows = num_short + 1, num_short_rows + stop - start
                 continue
@@ -124,16 +131,35 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         )
     names, classes = in_order(set(subjects)), in_order(set(labels))
     _refuse_names(names, classes, where)
-    remarks = [f"Recordings: {len(names)} subjects, {len(classes)} classes, channels {', '.join(named)}."]
+    counted = [] if wanted.channels else counters.found()
+    signals = [name for name in named if name not in counted]
+    if not signals:
+        raise BadInput(f"{where}: has no columns of signals, but {', '.join(counted)}, whose numbers only rise")
+    channels = triplets_first(signals)[0]
+    subject, label = own
+    remarks = [
+        f"Recordings: {len(names)} subjects (column {subject}), {len(classes)} classes (column {label}), channels "
+        f"{', '.join(signals)}."
+    ]
     if left_out:
         remarks.append(f"Not read: the columns {', '.join(left_out)}; --channels names those that are.")
+    if counted:
+        remarks.append(
+            f"Not read: {', '.join(counted)}, whose numbers never fall within a recording, like those of a clock or a "
+            "counter; --channels names what is read."
+        )
+    if num_disorders:
+        remarks.append(
+            f"Rows are not in the order of time: within a recording the clock goes back {num_disorders:,} times; sort "
+            "the rows by person and time."
+        )
     if num_short:
         remarks.append(
             f"Left out: {num_short:,} stretches of one activity that are shorter than a window of {wanted.length} "
             f"rows, {num_short_rows:,} rows in all."
         )
     return {
-        "signals": np.concatenate(windows),
+        "signals": np.concatenate(windows)[:, [named.index(name) for name in channels]],
         "labels": _places(labels, classes),
         "subjects": _places(subjects, names),
         "channels": array_of_texts(channels),
@@ -148,19 +174,44 @@ def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
     return np.array([place[name] for name in names])
 
 
-def _channels(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str]]:
-    """The columns that are signals, and those that are left out."""
+def _columns(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str], list[str]]:
+    """The columns that are signals, those that are left out, and those of subject and label."""
     with _opened(file) as table:
-        own = {table.header[column] for column in _subject_and_label(table, wanted, file)}
+        own = [table.header[column] for column in _subject_and_label(table, wanted, file)]
+    if wanted.channels:
+        return list(wanted.channels), [], own
     others = [name for name in table.header if name not in own]
-    channels = [name for name in others if _is_signal(plain_name(name))]
+    channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS and not _is_clock(name)]
     if not channels:
         raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(table.header)}")
-    return channels, [name for name in others if name not in channels]
+    return channels, [name for name in others if name not in channels], own
 
 
-def _is_signal(plain: str) -> bool:
-    return plain not in _NOT_SIGNALS and not any(part in plain for part in _OF_CLOCKS)
+def _is_clock(name: str) -> bool:
+    plain = plain_name(name)
+    return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
+
+
+class _Counters:
+    """Which columns rise within recordings, and never fall."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._rises, self._falls = np.zeros((2, len(names)), bool)
+
+    def look_at(self, signals: np.ndarray) -> None:
+        """signals: (n, C), of one recording."""
+        steps = np.diff(signals, axis=0)
+        self._rises |= (steps > 0).any(axis=0)
+        self._falls |= (steps < 0).any(axis=0)
+
+    def found(self) -> list[str]:
+        """Their names."""
+        return [name for name, only in zip(self._names, self._rises & ~self._falls, strict=True) if only]
+
+
+def _num_falls(clock: np.ndarray) -> int:
+    return int((clock[1:] < clock[:-1]).sum())
 
 
 @contextmanager
@@ -177,8 +228,8 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
     header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, _SUBJECTS), "label": (wanted.label_column, _LABELS)}
     for role, (chosen, names) in usual.items():
-        plain = [plain_name(name) for name in header]
-        columns = [plain.index(name) for name in names if name in plain]
+        as_written, plain = [name.lower() for name in header], [plain_name(name) for name in header]
+        columns = [some.index(name) for some in (as_written, plain) for name in names if name in some]
         if chosen is not None:
             columns = [header.index(chosen)] if chosen in header else []
         found += columns[:1]
@@ -208,16 +259,27 @@ def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
         parts: list[np.ndarray] = []
         subjects: list[str] = []
         labels: list[str] = []
+        clock: list[str] = []
+        clocks = [i for i, name in enumerate(header) if _is_clock(name) and i not in (subject, label, *columns)][:1]
         advice = "mend it, or name the columns of signals by --channels"
         while some := list(islice(lines, ROWS_AT_ONCE)):
             parts.append(numbers(some, header, columns, file.where, decimal_comma, advice))
             subjects += [fields[subject].strip() for _, fields in some]
             labels += [fields[label].strip() for _, fields in some]
+            clock += [fields[column].strip() for column in clocks for _, fields in some]
     if not parts:
         raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
     if "" in subjects:
         raise BadInput(f"{file.where}: row {subjects.index('') + 1} below the names has no subject; mend it")
-    return _Rows(np.concatenate(parts), subjects, labels)
+    return _Rows(np.concatenate(parts), subjects, labels, _times(clock, decimal_comma))
+
+
+def _times(texts: Sequence[str], decimal_comma: bool) -> np.ndarray:
+    """What can be compared: numbers, or texts such as ISO dates."""
+    try:
+        return np.array([float(text.replace(",", ".") if decimal_comma else text) for text in texts])
+    except ValueError:
+        return np.array(texts)
 
 
 def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:

@@ -162,10 +162,11 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
         names = known[4::5] or known[-1:]
     if strangers := [name for name in names if name not in known]:
         raise BadInput(f"--test-subjects {' '.join(strangers)}: not among the subjects; those are {' '.join(known)}")
+    if len(known) < 2:
+        raise BadInput(f"--data-dir: {known[0]} is the only subject, and another one is needed for the test")
     if len(set(names)) >= len(known):
         raise BadInput(
-            f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; give recordings "
-            "of several people, and hold out fewer"
+            f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; hold out fewer"
         )
     tested = [subject for subject in np.unique(recordings.subjects) if recordings.name_of(subject) in names]
     return replace(recordings, is_test=np.isin(recordings.subjects, tested))

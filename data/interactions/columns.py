@@ -67,7 +67,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
     Raises BadInput, which names the flags, where that does not tell.
     """
     has_names = _are_names(first, choice) or (choice != FIND_OUT and _are_unlike(first, second))
-    found = _by_name(first, choice, where) if has_names else _by_place(first, second, choice, where)
+    found = _by_name(first, second, choice, where) if has_names else _by_place(first, second, choice, where)
     columns = [column for column in found.values() if column is not None]
     if len(set(columns)) < len(columns):
         places = ", ".join(f"the {role} is column {column + 1}" for role, column in found.items() if column is not None)
@@ -97,7 +97,7 @@ def _are_unlike(first: Sequence[str], second: Sequence[str]) -> bool:
     return len(first) == len(second) == 2 and not any(map(is_time, first)) and all(map(is_time, second))
 
 
-def _by_name(names: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
+def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for role in ROLES:
         chosen = choice.of(role)
@@ -112,7 +112,19 @@ def _by_name(names: Sequence[str], choice: ColumnChoice, where: str) -> dict[str
             f"{where}: of the columns {', '.join(names)} none is known as the {' or the '.join(missing)}: "
             f"name it by {_flags(missing)}{advice}"
         )
+    if choice.time is None and found["time"] is not None and len(second) == len(names):
+        _refuse_time_of_day(names, second, found["time"], where)
     return found
+
+
+def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, where: str) -> None:
+    """Raises BadInput where the time that was found may be that of a day, whose date is in another column."""
+    dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
+    if dates and time not in dates:
+        raise BadInput(
+            f"{where}: the column {names[time]} begins with {second[time]!r}, no date and no seconds since 1970, but "
+            f"{names[dates[0]]} does; name one of them by --time-column, or join date and time of day in one"
+        )
 
 
 def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
@@ -164,7 +176,14 @@ def _chosen(role: str, chosen: str, names: Sequence[str], where: str) -> int | N
     if chosen in names:
         return names.index(chosen)
     if chosen.isdecimal():
-        return _numbered(role, chosen, names, where)
+        column = _numbered(role, chosen, names, where)
+        others = [other for other in ROLES if other != role and plain_name(names[column]) in NAMES[other]]
+        if others and plain_name(names[column]) not in NAMES[role]:
+            raise BadInput(
+                f"--{role}-column {chosen}: {where} calls that column {names[column]}, as if it were the {others[0]}; "
+                "give its name"
+            )
+        return column
     raise BadInput(f"--{role}-column {chosen}: {where} has no such column; there are: {', '.join(names)}")
 
 

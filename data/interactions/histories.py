@@ -74,16 +74,19 @@ class Histories:
 
     def _refuse_too_many_places(self, where: str) -> None:
         offsets, items = self._interactions.offsets, self._interactions.items
+        left = {}
         for user, name in enumerate(self.user_ids):
             history = items[offsets[user] : offsets[user + 1]]
             num_seen = len(np.unique(history)) if self._mask_seen else 0
-            num_left = self._interactions.num_items - num_seen
-            if num_left < self.num_places:
-                fewer = "choose fewer, or take" if num_left else "take"
-                raise BadInput(
-                    f"--top-k {self.num_places}: {where}: user {name} has only {num_left} items left that are not "
-                    f"among those of the history; {fewer} the user out of the table"
-                )
+            if self._interactions.num_items - num_seen < self.num_places:
+                left[name] = self._interactions.num_items - num_seen
+        if left:
+            fewest = min(left.values())
+            fewer = f"choose at most {fewest}, or take" if fewest else "take"
+            raise BadInput(
+                f"--top-k {self.num_places}: {where}: fewer items are left that are not in the history for "
+                f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} them out of the table"
+            )
 
     def __len__(self) -> int:
         return len(self.user_ids) * self.num_places

@@ -14,7 +14,7 @@ from data.interactions.table import read_table
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 from trainer.loading.errors import BadInput
 
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 _SUFFIXES = (".txt", ".csv", ".tsv", ".dat", ".inter")
 
@@ -106,13 +106,19 @@ def _build(file: DataFile, k_core: int, columns: ColumnChoice) -> Arrays:
             "interactions are dropped; choose a smaller number"
         )
     users, items = (_without_gaps(codes[kept]) for codes in (table.users, table.items))
+    remarks = list(table.remarks)
+    if len(kept) < len(table.users):
+        remarks.append(
+            f"--k-core {k_core} leaves {len(kept):,} of {len(table.users):,} interactions, {users.max() + 1:,} of "
+            f"{len(table.user_ids):,} users and {items.max() + 1:,} of {len(table.item_ids):,} items."
+        )
     order = in_time_order(users, None if table.times is None else table.times[kept])
     arrays = {
         "offsets": np.concatenate([[0], np.cumsum(np.bincount(users))]),
         "items": (items[order] + 1).astype(np.int32),
         "num_items": np.array(items.max() + 1),
         "item_ids": array_of_texts([table.item_ids[i] for i in np.unique(table.items[kept])]),
-        "remarks": array_of_texts(table.remarks),
+        "remarks": array_of_texts(remarks),
     }
     if table.times is not None:
         # Fractions of a second count for the order only.

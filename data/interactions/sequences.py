@@ -249,7 +249,7 @@ def split_interactions(
             "a smaller --k-core"
         )
     if negatives is not None:
-        _check_enough_others(split.items, train.users, 1, "--data-dir")
+        _check_enough_others(split.items, interactions, train.users, 1, "--data-dir")
     data: dict[str, TrainSequences | EvaluationSequences] = {"train": train}
     wanted = NUM_EVALUATION_NEGATIVES if eval_negatives == "clean" else 1
     flag = "--data-dir" if eval_negatives == "parity" else f"--eval-negatives {eval_negatives}"
@@ -258,17 +258,21 @@ def split_interactions(
         excluded = _items_excluded(interactions, split, cache_dir, hold_out, eval_negatives, is_test)
         candidates = _Candidates(excluded, eval_negatives == "clean", seed, stream)
         part = EvaluationSequences(interactions, split, maxlen, candidates, is_test=is_test, mask_seen=mask_seen)
-        _check_enough_others(excluded, part.users, wanted, flag)
+        _check_enough_others(excluded, interactions, part.users, wanted, flag)
         data[name] = part
     return data
 
 
-def _check_enough_others(sets: ItemSets, users: np.ndarray, wanted: int, flag: str) -> None:
-    fewest = sets.num_others(users).min(initial=wanted)
+def _check_enough_others(sets: ItemSets, interactions: Interactions, users: np.ndarray, wanted: int, flag: str) -> None:
+    num_others = sets.num_others(users)
+    fewest = num_others.min(initial=wanted)
     if fewest < wanted:
+        user = users[num_others.argmin()]
+        length = interactions.offsets[user + 1] - interactions.offsets[user]
         raise BadInput(
-            f"{flag}: negatives are items without the user, and one user leaves {fewest} of the {sets.num_items} "
-            f"items, where {wanted} {'is' if wanted == 1 else 'are'} needed; give data with more items"
+            f"{flag}: negatives are items without the user, and one user, of {length:,} interactions, leaves {fewest} "
+            f"of the {sets.num_items} items, where {wanted} {'is' if wanted == 1 else 'are'} needed; take that user "
+            "out, or give data with more items"
         )
 
 

@@ -52,11 +52,19 @@ def own(recordings):
     ]
 
 
+def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
+    lines = recordings.read_text().splitlines()
+    recordings.write_text("\n".join(line for line in lines if ",run" not in line or ",eve," in line or ",fay," in line))
+    out, _ = run_here(*own, "--test-subjects", "eve", "fay", "--save-dir", tmp_path / "run")
+    assert "Nobody but them does run, which is not learned: choose other --test-subjects." in out
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[-1])
 def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_here, tmp_path):
     run = tmp_path / "run"
     out, _ = run_here(*own, *model, "--save-dir", run)
-    assert "6 subjects, 2 classes, channels heart, acc_x, acc_y, acc_z" in out and "Held out for the test: eve." in out
+    read = "6 subjects (column person), 2 classes (column label), channels heart, acc_x, acc_y, acc_z."
+    assert read in out and "Held out for the test: eve." in out
     results = json.loads((run / "results.json").read_text())
     assert results["classes"] == ["rest", "run"] and results["metrics"]["test/accuracy"] > 0.9
     assert load(run / "best.pth")["data_facts"]["channels"] == ["acc_x", "acc_y", "acc_z", "heart"]

@@ -215,6 +215,10 @@ def test_one_mistake(args, part, refused, data_file):
     refused([part], "--data-dir", data_file, *args.split())
 
 
+def test_columns_are_of_a_file(refused):
+    refused(["--user-column buyer: does nothing without --data-dir; add it"], "--user-column", "buyer")
+
+
 @pytest.mark.parametrize(
     ("text", "args", "part"),
     [
@@ -236,7 +240,7 @@ def test_one_mistake(args, part, refused, data_file):
             "--split time --val-share 0.1 --test-share 0.1: leaves ",
         ),
         (f"{HEAD}a 1 1\na 2 2\na 3 3\na 4 4\n", "--k-core 0 --eval-negatives clean", "--eval-negatives clean: "),
-        (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "one user leaves 0 of the 2 items"),
+        (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "one user, of 4 interactions, leaves 0 of the 2 items"),
     ],
 )
 def test_unusable_data(text, args, part, refused, tmp_path):

@@ -183,7 +183,10 @@ class HarTask(Task):
             return with_test_subjects(self._own.recordings, config.test_subjects)
         given = given_flags(config, OF_OWN)
         if given:
-            raise BadInput(f"{', '.join(given)}: for recordings of your own alone; give them by --data-dir")
+            advice = "give them by --data-dir"
+            if config.data_dir is not None:
+                advice = f"--data-dir {config.data_dir} is no CSV, nor a folder with some and none of UCI HAR's"
+            raise BadInput(f"{', '.join(given)}: for recordings of your own alone; {advice}")
         path = config.data_dir
         if config.download:
             path = path or self.cache_dir / "uci_har"
@@ -218,7 +221,14 @@ class HarTask(Task):
             return ()
         recordings = self._recordings
         tested = sorted({recordings.name_of(subject) for subject in recordings.subjects[recordings.is_test].tolist()})
-        return [*self._own.remarks, f"Held out for the test: {', '.join(tested)}."]
+        found = [*self._own.remarks, f"Held out for the test: {', '.join(tested)}."]
+        shown = set(recordings.labels[~recordings.is_test].tolist())
+        unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
+        if unseen:
+            found.append(
+                f"Nobody but them does {', '.join(unseen)}, which is not learned: choose other --test-subjects."
+            )
+        return found
 
     def build_objective(self) -> HarObjective:
         config: HarFlags = self.config
@@ -270,8 +280,9 @@ class HarTask(Task):
             return {"loss": float(sums["loss"] / weight), "accuracy": float(sums["correct"] / weight)}
         confusion = sums["confusion"]
         hits = confusion.diagonal()
-        # A class that neither occurs nor is predicted has no F1; it counts as 0, as in scikit-learn.
-        f1 = 2 * hits / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
+        # A class that neither occurs nor is predicted has no F1, and does not count, as in scikit-learn.
+        occurs = confusion.sum(0) + confusion.sum(1)
+        f1 = (2 * hits / occurs)[occurs > 0]
         return {
             "loss": float(sums["loss"] / weight),
             "accuracy": float(hits.sum() / weight),

@@ -34,7 +34,7 @@ from models.sequential.ranking import (
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
-from trainer.config import FlagGroup, flag, flags_without, unused_flags
+from trainer.config import FlagGroup, flag, flags_without, refuse, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -274,6 +274,7 @@ class SeqrecTask(Task):
     def _interactions(self) -> Interactions:
         config: SeqrecFlags = self.config
         if config.data_dir is None:
+            refuse(flags_without(config, "--data-dir", ("user_column", "item_column", "time_column")))
             return load_synthetic_interactions(self.cache_dir)
         interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns)
         if config.time and interactions.times is None:

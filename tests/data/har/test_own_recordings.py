@@ -57,7 +57,8 @@ def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
     assert [found.name_of(s) for s in found.subjects] == [subject for _, subject, _ in expected]
     assert [found.classes[i] for i in found.labels] == [activity for _, _, activity in expected]
     text = " ".join(loaded.remarks)
-    assert "2 subjects, 2 classes" in text and "Not read: the columns time" in text
+    assert "2 subjects (column subject), 2 classes (column activity)" in text and "Not read: the columns time" in text
+    assert "the clock goes back" not in text
     assert "1 stretches of one activity that are shorter than a window of 10 rows, 9 rows in all" in text
 
 
@@ -95,6 +96,34 @@ def test_clocks_and_second_names_of_the_answer_are_no_channels(load, tmp_path):
     assert loaded.recordings.channels == ("acc", "light")
     assert "Not read: the columns Time (s), seconds_elapsed, timestamp_ms, activity_id;" in " ".join(loaded.remarks)
     assert load(path, channels=("acc", "seconds_elapsed")).recordings.channels == ("acc", "seconds_elapsed")
+
+
+def test_a_column_that_only_rises_is_no_channel(load, tmp_path):
+    """Whatever it is called: it starts anew in each recording, or stands still at times."""
+    names = ["tick", "acc", "steady", "subject", "activity"]
+    rows = [[i % 12 // 2, i % 3, i // 12, "p", "ab"[i // 12]] for i in range(24)]
+    path = write(tmp_path / "mine.csv", rows, names)
+    loaded = load(path)
+    assert loaded.recordings.channels == ("acc", "steady")
+    assert "Not read: tick, whose numbers never fall within a recording" in " ".join(loaded.remarks)
+    assert load(path, channels=("tick",)).recordings.channels == ("tick",)
+    with pytest.raises(BadInput, match=r"has no columns of signals, but tick"):
+        load(write(tmp_path / "ticks.csv", [[row[0], *row[3:]] for row in rows], [names[0], *names[3:]]))
+
+
+@pytest.mark.parametrize("time", [str, "2024-05-31T18:30:{:02}".format], ids=["number", "date"])
+def test_rows_in_another_order_than_that_of_the_clock(load, time, tmp_path):
+    names = ["time", "acc", "subject", "activity"]
+    rows = [[time(i), i % 3, "p", "ab"[i // 12]] for i in range(24)]
+    rows[3:6], rows[15:17] = rows[5:2:-1], rows[16:14:-1]
+    loaded = load(write(tmp_path / "mine.csv", rows, names))
+    assert "within a recording the clock goes back 3 times; sort" in " ".join(loaded.remarks)
+
+
+def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path):
+    names = ["activity_id", "Activity", "acc", "subject"]
+    rows = [[i // 12 + 5, "ab"[i // 12], i % 3, "p"] for i in range(24)]
+    assert load(write(tmp_path / "mine.csv", rows, names)).recordings.classes == ("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,10 @@ def test_columns_are_those_that_are_named(load, content, chosen) -> None:
         ("abonnent,title\n1,2\n", {}, "abonnent, title: not known as names of columns, and unlike"),
         ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; there are: "),
         ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has the columns 1 to 3"),
+        ("user,item,time,order_date\n1,2,1830,2024-01-15\n", {}, "the column time begins with '1830', no date and no "
+         "seconds since 1970, but order_date does; name one of them by --time-column"),
+        ("item,user,time\n1,2,3\n", {"user": "1"}, "^--user-column 1: .* calls that column item, as if it were the "
+         "item; give its name"),
         ("user,item,time\n1,2,3\n", {"item": "user"}, "the user is column 1, the item is column 1, the time is column"),
     ],
 )  # fmt: skip
@@ -355,6 +359,8 @@ def test_the_k_core_equals_a_slow_loop(load) -> None:
         interactions = load(content, f"file{k}.txt", k)
         users, items = (sorted(set(column)) for column in zip(*expected, strict=True))
         assert interactions.num_users == len(users) and interactions.num_items == len(items)
+        left = f"--k-core {k} leaves {len(expected)} of 110 interactions, {len(users)} of "
+        assert any(remark.startswith(left) for remark in interactions.remarks) == (len(expected) < len(pairs))
         lists = [[items.index(i) + 1 for u, i in expected if u == user] for user in users]
         assert by_user(interactions, interactions.items) == lists
         dropped.add("some" if len(expected) < len(pairs) else "none")
