@@ -198,6 +198,13 @@ class Task(ABC):
         """
         return {}
 
+    def data_digest(self) -> str | None:
+        """Differs where what is trained on or held out differs; None, as by default, where that is not told.
+
+        A run that goes on with data of another digest, or is scored on them, says so. Called after `splits`.
+        """
+        return None
+
     def remarks(self) -> Sequence[str]:
         """Sentences that the user should read about the data: what is left out, what looks wrong; by default none.
 

@@ -59,6 +59,16 @@ def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
     assert "Nobody but them does run, which is not learned: choose other --test-subjects." in out
 
 
+@pytest.mark.parametrize("more", [["--epochs", 3], ["--eval-only"]], ids=lambda more: more[0])
+def test_other_people_held_out_than_at_the_checkpoint_are_said(more, own, run_here, tmp_path):
+    argv = [*own, "--save-dir", tmp_path / "run"]
+    run_here(*argv)
+    out, _ = run_here(*argv, *more)
+    assert "held out are not those" not in out
+    out, _ = run_here(*argv, *more, "--epochs", 4, "--test-subjects", "bob")
+    assert "What is trained on and what is held out are not those of the checkpoint" in out
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[-1])
 def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_here, tmp_path):
     run = tmp_path / "run"

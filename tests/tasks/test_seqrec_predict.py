@@ -93,7 +93,7 @@ def test_columns_are_those_of_the_new_file_and_strangers_are_said(trained, predi
     ("text", "more", "part"),
     [
         ("buyer,item,seconds\na,other,3\n", [], "no item that the run was trained on, such as item-001, item-002"),
-        ("buyer,item,seconds\na,item-001,3\n", ["--top-k", NUM_ITEMS], f"not in the history for user a ({NUM_ITEMS - 1}); "),
+        ("buyer,item,seconds\na,item-001,3\n", ["--top-k", NUM_ITEMS], f"for user a ({NUM_ITEMS - 1}); "),
         ("buyer,item,seconds\na,item-001,x\n", [], "line 2: 'a item-001 x': 'x' is not a time"),
         ("", [], "is empty"),
     ],

@@ -138,6 +138,21 @@ def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):
 EXACT = ["--dropout", "0", "--dtype", "float64", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
 
 
+def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
+    """Of the same items, and as many; and the same ones split in another way."""
+    data, said = tmp_path / "data.txt", "What is trained on and what is held out are not those of the checkpoint"
+    argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
+    argv += ["--epochs", 1, "--save-dir", tmp_path / "run"]
+    rows = [(user, (3 * user + day) % 9, day) for user in range(8) for day in range(6)]
+    data.write_text("".join(f"{user} {item} {978300000 + day}\n" for user, item, day in rows))
+    assert said not in run_here(*argv)[0]
+    assert said not in run_here(*argv, "--epochs", 2)[0]
+    assert said in run_here(*argv, "--epochs", 3, "--split", "time")[0]
+    data.write_text("".join(f"{user} {8 - item} {978300000 + day}\n" for user, item, day in rows))
+    for more in (["--epochs", 4], ["--eval-only"]):
+        assert said in run_here(*argv, *more)[0]
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(argv, command, tmp_path, signals_restored):
     same = [*argv, *EXACT, "--l2-emb", "0.01", *MHC]

@@ -101,6 +101,8 @@ _PROGRESS: Mapping[str, Kind] = {
     "skipped_in_a_row": each(_COUNT, length=2),
 }  # fmt: skip
 """How far the run has come."""
+_IF_KNOWN: Mapping[str, Kind] = {"data_digest": text()}
+"""A fact that not every task tells."""
 _OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
 """Of a run with `--ema-decay` alone."""
 
@@ -126,7 +128,7 @@ def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
 
     resumable: a run may go on from it; otherwise only entries that are there count.
     """
-    core, others = {**_PROGRESS, **_FACTS}, {**_OF_AVERAGE, CHECKSUM: text()}
+    core, others = {**_PROGRESS, **_FACTS}, {**_OF_AVERAGE, **_IF_KNOWN, CHECKSUM: text()}
     if resumable:
         fields = record({"model": _WEIGHTS, **core}, others)
     else:
@@ -137,7 +139,8 @@ def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
 
 def flaw_of_config(content: dict[str, Any]) -> str | None:
     """The same of config.json."""
-    fields = record(_FACTS, {CHECKSUM: text(), "torchrun_agents": each(text()), "command_line": each(text())})
+    others = {**_IF_KNOWN, CHECKSUM: text(), "torchrun_agents": each(text()), "command_line": each(text())}
+    fields = record(_FACTS, others)
     return first_flaw((fields, _of_state(_consistent_sizes), _sealed(json_checksum)), content)
 
 

@@ -12,7 +12,7 @@ from trainer.checkpoint.weights import load_best_weights
 from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.describe import describe_run
 from trainer.commands.flags import Flags
-from trainer.commands.resume import refuse_other_data, undo_hint
+from trainer.commands.resume import notes_on_data, refuse_other_data, undo_hint
 from trainer.commands.trained import CPU, find_run, trained_objective
 from trainer.commands.weights import use_weights
 from trainer.logs.run_log import scores_text
@@ -94,7 +94,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
         use_weights(run, state["model"], f"the checkpoint ({label})", hint)
         with parallel.whole(run.learner.objective):
             task.check_weights(run.learner.objective)
-        lines = [*describe_run(run, flags), f"Evaluating {label}."]
+        lines = [*describe_run(run, flags), f"Evaluating {label}.", *notes_on_data(run, state)]
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
     if parallel.is_main:

@@ -127,6 +127,17 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike
         )
 
 
+def notes_on_data(run: Run, state: Mapping[str, Any]) -> list[str]:
+    """What the user should know where the data have changed since, though not in what `refuse_other_data` looks at."""
+    then, now = state.get("data_digest"), run.facts.get("data_digest")
+    if None in (then, now) or then == now:
+        return []
+    return [
+        "What is trained on and what is held out are not those of the checkpoint: scores cannot be compared with those "
+        "before, and may be of what was trained on."
+    ]
+
+
 def _beginning(value: Any) -> str:
     """A fact as a message shows it: of many names the first ones, in one line."""
     text = " ".join(shown(value).split())
@@ -149,6 +160,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
                 f"{_advice_on_epochs(run, state, changed)}, or start over with --fresh"
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
+    notes += notes_on_data(run, state)
     changes = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()]
     changes += code_changes(state["code"], run.facts["code"])
     notes += [f"Changed since the checkpoint: {change}" for change in changes]

@@ -1,6 +1,7 @@
 """Arrays that are built once, kept on disk, memory-mapped and shared by all processes of a machine."""
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -51,6 +52,18 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
         }
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
+
+
+def digest_of(*parts: np.ndarray | str) -> str:
+    """Of arrays, with types and shapes, and texts: the same on any machine."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            digest.update(f"{part}\n".encode())
+        else:
+            digest.update(f"{part.dtype.str}{part.shape}\n".encode())
+            digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
 
 
 def array_of_texts(texts: Sequence[str]) -> np.ndarray:

@@ -37,6 +37,7 @@ from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.cache import digest_of
 from trainer.loading.errors import BadInput
 from trainer.task import Exported, Objective, Picture, Sums, Task
 from trainer.tasks.confusion_matrix import draw_confusion_matrix
@@ -214,6 +215,11 @@ class HarTask(Task):
     def describe_data(self) -> Mapping[str, Any]:
         """Channels and classes of a user's own recordings."""
         return {"channels": list(self.format.channels), "classes": list(self.format.classes)} if self._has_own else {}
+
+    def data_digest(self) -> str | None:
+        """Of a user's own recordings, and who is held out for the test."""
+        own = self._recordings
+        return digest_of(own.signals, own.labels, own.subjects, own.is_test) if self._has_own else None
 
     def remarks(self) -> Sequence[str]:
         """On how a user's own recordings were read."""

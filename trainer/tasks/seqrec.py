@@ -36,6 +36,7 @@ from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, r
 from models.sequential.tisasrec import TiSASRec
 from trainer.config import FlagGroup, flag, flags_without, refuse, unused_flags
 from trainer.loading.batches import Batch
+from trainer.loading.cache import digest_of
 from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, Sums, Task
@@ -295,6 +296,12 @@ class SeqrecTask(Task):
     def describe_data(self) -> Mapping[str, Any]:
         """The items' names, one a line."""
         return {"items": "\n".join(self.item_ids)}
+
+    def data_digest(self) -> str:
+        """Of all interactions and how they are split."""
+        data, config = self._interactions, self.config
+        times = [] if data.times is None or not config.time else [data.times]
+        return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
         """On columns of files, and items and users that are left out."""
