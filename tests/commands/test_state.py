@@ -184,7 +184,7 @@ def test_a_signal_that_reached_another_process(happening, command, tmp_path):
     file = args[1].rpartition(":")[0]
     with open(file, "a") as module:
         module.write("\ndef is_second():\n    import torch\n    return torch.distributed.get_rank() == 1\n")
-    command(*launcher(2), *args)
+    command(*launcher(2), *args, status=128 + signal.SIGTERM)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["signal"]) == ("preempted", None)
     assert state["step"] == newest(tmp_path / "run")["step"]
