@@ -1,6 +1,8 @@
 """New inertial signals to be labelled: one recording as a CSV, or windows that are cut already as a .npy."""
 
+import gzip
 import zipfile
+import zlib
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -44,9 +46,10 @@ UCI_HAR = WindowFormat()
 def read_new_windows(path: Path, wanted: WindowFormat = UCI_HAR) -> NewWindows:
     """Reads the file of `--predict`.
 
-    path: either the CSV of one continuous recording at the rate of the training data, whose header names the channels
-        in any order and perhaps other columns, which are ignored. It is cut into windows as those were; a rest at the
-        end, shorter than a hop, is dropped. Or, with the suffix .npy, windows (N, C, T), the channels in their order.
+    path: either the CSV, plain or .gz, of one continuous recording at the rate of the training data, whose header names
+        the channels in any order and perhaps other columns, which are ignored. It is cut into windows as those were; a
+        rest at the end, shorter than a hop, is dropped. Or, with the suffix .npy, windows (N, C, T), the channels in
+        their order.
 
     Raises BadInput, naming file, line and column (of an array window, signal and sample), for whatever is wrong.
     """
@@ -56,6 +59,8 @@ def read_new_windows(path: Path, wanted: WindowFormat = UCI_HAR) -> NewWindows:
         if path.suffix.lower() == ".npy":
             return NewWindows(_read_array(path, label, wanted), first_rows=None)
         rows = _read_recording(path, label, wanted.channels)
+    except (EOFError, zlib.error) as error:
+        raise BadInput(f"{label}: is damaged: {error}; give the whole file") from None
     except OSError as error:
         raise BadInput(f"{label}: {error.strerror or error}; give a file with recordings") from None
     if len(rows) < wanted.length:
@@ -130,7 +135,11 @@ def _as_float32(array: np.ndarray) -> np.ndarray:
 
 def _read_recording(path: Path, label: str, channels: Sequence[str]) -> np.ndarray:
     """(rows, C) float32."""
-    with path.open(encoding="utf-8-sig", newline="") as file, reading_utf8(label, "give a CSV, or an array as .npy"):
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with (
+        opened(path, "rt", encoding="utf-8-sig", newline="") as file,
+        reading_utf8(label, "give a CSV, or an array as .npy"),
+    ):
         line, header, lines, decimal_comma = csv_table(file, label)
         if not header:
             raise BadInput(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")

@@ -35,10 +35,11 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
 
 
 def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
-    """How far two readings of the same utterances are apart, (B,): the sum over frames of the mean of KL(p || q) and
+    """How far two readings of the same utterances are apart: (B,).
 
-    KL(q || p). Each is drawn towards the other as it stands: only q has a gradient. Yao et al., "CR-CTC: consistency
-    regularization on CTC for improved speech recognition", ICLR 2025, its loss L_CR.
+    The sum over frames of the mean of KL(p || q) and KL(q || p). Each is drawn towards the other as it stands: only q
+    has a gradient. L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech recognition",
+    ICLR 2025.
 
     log_probs, others: (B, T, V). lengths: (B,) int64, frames of each utterance.
     """

@@ -288,6 +288,12 @@ def test_wrong_place_ends_with_one_message_and_writes_nothing(more, message, tra
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == content
 
 
+def test_a_folder_of_several_runs_names_one(trained, windows, on_cpu, tmp_path):
+    path = save_windows(tmp_path / "walk.npy", windows)
+    _, err = on_cpu("--predict", path, "--save-dir", trained.parent, status=2)
+    assert len(err) == 1 and f"holds several runs; name one, such as --save-dir {trained.parent}/" in err[0]
+
+
 # --- as the documents say ----------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.tasks.confusion_matrix import BLUE, CELL, GAP, draw_confusion_matrix
+from trainer.tasks.confusion_matrix import BLUE, CELL, GAP, draw_confusion_matrix, drawable
 
 
 def cells(counts, classes):
@@ -23,6 +23,12 @@ def test_a_confusion_matrix_shades_the_share_of_each_true_class():
     assert darkness[0][0] > darkness[1][1] > darkness[1][0] > darkness[1][2] > 5
     assert abs(darkness[0][1] - darkness[1][2]) < 3  # both a tenth of their class, whatever the counts
     assert max(darkness[0][2], darkness[2][2]) <= 2  # nothing there, and a class that does not occur
+
+
+def test_names_that_the_font_lacks_letters_for_stay_apart():
+    assert drawable("Übung_běh 走") == "Ubung_beh \\u8d70"
+    first, second = (draw_confusion_matrix(torch.ones(1, 1), [name]) for name in ("走", "跑"))
+    assert first.shape != second.shape or (first != second).any()
 
 
 def test_a_confusion_matrix_writes_its_counts():

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.checkpoint.file import CheckpointReader, read_checkpoint
-from trainer.checkpoint.manifest import Entry
+from trainer.checkpoint.manifest import MANIFEST, Entry
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.loading.errors import BadInput
 from trainer.loading.files import refusing_disk_errors
@@ -55,6 +55,9 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
         state = reader.read(entry)
         if state is not None:
             return state
+    runs = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    if runs and not entries:
+        raise BadInput(f"--save-dir {folder}: holds several runs; name one, such as --save-dir {runs[0]}")
     raise BadInput(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
 
 

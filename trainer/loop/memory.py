@@ -102,8 +102,8 @@ def _halve(run: Run, phase: int) -> None:
         )
     run.batches = batches
     _remember(run, limit)
-    advice = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"
-    run.log.say(f"{account[0].upper()}{account[1:]}: going on with {change}; {advice}.")
+    sparing = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"
+    run.log.say(f"{account[0].upper()}{account[1:]}: going on with {change}; {sparing}.")
 
 
 def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:

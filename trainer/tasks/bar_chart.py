@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw
 
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, SMALL, WHITE, WIDTH, font
+from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, SMALL, WHITE, WIDTH, drawable, font
 
 ROW = SMALL + 2 * GAP
 """Pixels from one bar to the next."""
@@ -22,7 +22,7 @@ def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
     shares: at least 0; the bar of the largest one is as long as fits. Returns (height, WIDTH, 3) uint8.
     """
     small = font(SMALL)
-    names = [_shortened(name) for name in names]
+    names = [_shortened(drawable(name)) for name in names]
     left = round(max(small.getlength(name) for name in names)) + 2 * GAP
     space = WIDTH - left - small.getlength("100.0%") - 2 * GAP
     longest = max(*shares, 1e-12)

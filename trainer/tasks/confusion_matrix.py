@@ -3,6 +3,7 @@
 Drawn with Pillow, which every installation has, because TensorBoard depends on it.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 
@@ -32,7 +33,7 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
     cells = counts.double().cpu().numpy()
     shares = cells / cells.sum(axis=1, keepdims=True).clip(min=1)
     has_text = len(cells) * CELL <= WIDEST_MATRIX
-    names = [name.replace("_", "\n") for name in classes] if has_text else []
+    names = [drawable(name).replace("_", "\n") for name in classes] if has_text else []
     side = len(cells) * CELL if has_text else WIDEST_MATRIX
     medium = font(MEDIUM)
     longest = max((medium.getlength(line) for name in names for line in name.split("\n")), default=0)
@@ -79,3 +80,9 @@ def _draw_cell(draw: ImageDraw.ImageDraw, corner: tuple[float, float], count: in
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """size: in pixels."""
     return ImageFont.load_default(size)
+
+
+def drawable(text: str) -> str:
+    """In the letters that the font has: without accents, and others by their numbers, which tell them apart."""
+    letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return "".join(letters).encode("ascii", "backslashreplace").decode()

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from data.har.windows import SIGNALS, triplets_first
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, MEDIUM, PALE, SMALL, WHITE, WIDTH, font
+from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, MEDIUM, PALE, SMALL, WHITE, WIDTH, drawable, font
 
 AXES = ("x", "y", "z")
 UCI_PANELS = ("acceleration", "rotation", "with gravity")
@@ -75,8 +75,8 @@ def _draw_verdict(
     """Two lines of text, their upper left corner given; words say what the colours say."""
     x, y = corner
     is_right = predicted == true
-    draw.text((x, y), predicted, BLUE if is_right else VERMILION, font(MEDIUM))
-    verdict = f"{confidence:.0%}, right" if is_right else f"{confidence:.0%}, is {true}"
+    draw.text((x, y), drawable(predicted), BLUE if is_right else VERMILION, font(MEDIUM))
+    verdict = f"{confidence:.0%}, right" if is_right else f"{confidence:.0%}, is {drawable(true)}"
     draw.text((x, y + MEDIUM + 1), verdict, GREY if is_right else VERMILION, font(SMALL))
 
 
@@ -99,4 +99,4 @@ def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], panels: S
         draw.line((x, y, x + 2 * GAP, y), colour, 2)
         draw.text((x + 3 * GAP, y), name, BLACK, font(SMALL), anchor="lm")
         x += 5 * GAP + font(SMALL).getlength(name)
-    draw.text((x, y), "from top: " + ", ".join(panels), GREY, font(SMALL), anchor="lm")
+    draw.text((x, y), "from top: " + drawable(", ".join(panels)), GREY, font(SMALL), anchor="lm")

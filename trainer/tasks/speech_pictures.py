@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, PALE, SMALL, WHITE, WIDTH, font
+from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, PALE, SMALL, WHITE, WIDTH, drawable, font
 
 # Okabe and Ito, "Color universal design", 2008: told from blue by people with any kind of colour vision.
 VERMILION = (213, 94, 0)
@@ -89,6 +89,7 @@ def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
 
 def _wrapped(text: str) -> list[str]:
     """Lines that fit into the picture: as many characters as do on average, less a tenth."""
+    text = drawable(text)
     mean_width = font(SMALL).getlength(text) / len(text)
     return textwrap.wrap(text, int(0.9 * (WIDTH - 2 * GAP) / mean_width))
 
@@ -103,7 +104,7 @@ def _rows(shares: np.ndarray) -> list[int]:
 
 def _label(name: str) -> str:
     """As much of a symbol's name as there is space for; a space by that word."""
-    name = "space" if name == " " else name
+    name = "space" if name == " " else drawable(name)
     while font(SMALL).getlength(name) > LABELS - 2 * GAP:
         name = name[:-1]
     return name
