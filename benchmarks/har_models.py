@@ -11,20 +11,21 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent.parent
 EPOCHS = 20
-ROWS: Sequence[tuple[str, Sequence[str]]] = (
-    ("HarNet, four networks (the default)", ()),
-    ("HarNet, one network", ("--num-members", "1")),
-    ("HarNet, channels apart, flattened", ("--mode", "flatten")),
-    ("HarNet, channels apart, averaged", ("--mode", "average")),
-    ("HarNet, channels apart, the first alone", ("--mode", "first")),
-    ("TinyHAR", ("--model", "tinyhar")),
-    ("DeepConvLSTM", ("--model", "deepconvlstm")),
-)
+ROWS: Mapping[str, Sequence[str]] = {
+    "HarNet, four networks": (),
+    "HarNet, one network": ("--num-members", "1"),
+    "HarNet, flattened": ("--mode", "flatten"),
+    "HarNet, averaged": ("--mode", "average"),
+    "HarNet, the first channel": ("--mode", "first"),
+    "TinyHAR": ("--model", "tinyhar"),
+    "DeepConvLSTM": ("--model", "deepconvlstm"),
+}
 
 
 def main() -> None:
@@ -33,41 +34,41 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True, help="UCI HAR: its folder or zip")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints/har_models"), help="folder for all runs")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each model")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="only these")
     given = parser.parse_args()
-    rows = []
-    for name, flags in ROWS:
-        folder = given.save_dir.resolve() / ("-".join(flags).strip("-") or "default")
-        train(given.data_dir.resolve(), given.seeds, folder, flags)
-        rows.append((name, flags, folder))
-    print(table(rows))
+    print("| model | flags | parameters | accuracy, mean (deviation) | macro-F1 | all seeds together | s a seed |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in given.rows:
+        folder = given.save_dir.resolve() / ("-".join(ROWS[name]).strip("-") or "default")
+        train(given.data_dir.resolve(), given.seeds, folder, ROWS[name])
+        print(line(name, given.seeds, folder), flush=True)
 
 
 def train(data_dir: Path, num_seeds: int, folder: Path, flags: Sequence[str]) -> None:
     """Trains the seeds that are not finished yet."""
-    argv = ["--data-dir", str(data_dir), "--refit", "--epochs", str(EPOCHS), "--seeds", str(num_seeds), *flags]
+    argv = ["--data-dir", str(data_dir), "--refit", "--epochs", str(EPOCHS), *flags]
+    several = ["--seeds", str(num_seeds), "--save-dir", str(folder)]
+    where = several if num_seeds > 1 else ["--save-dir", str(folder / "seed-0")]
     subprocess.run(
-        [sys.executable, "main.py", *argv, "--device", "cpu", "--num-threads", "1", "--save-dir", str(folder)],
+        [sys.executable, "main.py", *argv, "--device", "cpu", "--num-threads", "1", *where],
         check=True, stdout=sys.stderr, cwd=ROOT,
     )  # fmt: skip
 
 
-def table(rows: Sequence[tuple[str, Sequence[str], Path]]) -> str:
-    """Test scores in % over the seeds, and what each model costs."""
-    lines = [
-        "| model | flags | parameters | accuracy, mean (deviation) | macro-F1 | all seeds together | s a seed |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, flags, folder in rows:
-        summary = json.loads((folder / "summary.json").read_text())
-        parameters = json.loads((folder / "seed-0" / "results.json").read_text())["num_parameters"]
-        mean, deviation = summary["mean"], summary["deviation"]
-        seconds = sorted(run["train_seconds"] for run in summary["runs"])
-        lines.append(
-            f"| {name} | {f'`{chr(32).join(flags)}`' if flags else ''} | {parameters:,} "
-            f"| {mean['test/accuracy']:.2%} ({deviation['test/accuracy']:.2%}) | {mean['test/macro_f1']:.2%} "
-            f"| {summary['ensemble']['test/accuracy']:.2%} | {seconds[len(seconds) // 2]:.0f} |"
-        )
-    return "\n".join(lines)
+def line(name: str, num_seeds: int, folder: Path) -> str:
+    """Of the table: test scores in % over the seeds, and what a model costs."""
+    runs = [json.loads((folder / f"seed-{seed}" / "results.json").read_text()) for seed in range(num_seeds)]
+    accuracy, f1 = ([run["metrics"][f"test/{metric}"] for run in runs] for metric in ("accuracy", "macro_f1"))
+    deviation = f" ({stdev(accuracy):.2%})" if num_seeds > 1 else ""
+    together = ""
+    if num_seeds > 1:
+        together = f"{json.loads((folder / 'summary.json').read_text())['ensemble']['test/accuracy']:.2%}"
+    seconds = median(run["train_seconds"] for run in runs)
+    flags = f"`{' '.join(ROWS[name])}`" if ROWS[name] else ""
+    return (
+        f"| {name} | {flags} | {runs[0]['num_parameters']:,} | {mean(accuracy):.2%}{deviation} | {mean(f1):.2%} "
+        f"| {together} | {seconds:.0f} |"
+    )
 
 
 if __name__ == "__main__":

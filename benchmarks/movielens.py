@@ -64,10 +64,11 @@ def main() -> None:
         list(pool.map(lambda job: train(*job, [*data, *epochs], args.save_dir.resolve()), jobs))
         found = dict(zip(jobs, pool.map(lambda job: scores(folder(args.save_dir.resolve(), *job)), jobs), strict=True))
     results = {row: summary([found[row, seed] for seed in args.seeds]) for row in args.rows}
-    print(f"\n| model | {' | '.join(COLUMNS)} | seeds | epochs of best | wall s |\n|{' --- |' * (len(COLUMNS) + 4)}")
+    print(f"\n| model | {' | '.join(COLUMNS)} | seeds | epochs of best ndcg@10 | wall s |\n|{' --- |' * (len(COLUMNS) + 4)}")
     for row, result in results.items():
         shown = (f"{result['mean'][metric]:.4f} ({result['deviation'][metric]:.4f})" for metric in COLUMNS)
-        chosen = ", ".join(str(each["epoch"]["sampled_ndcg@10"]) for each in result["runs"])
+        epochs = [each["epoch"] for each in result["runs"]]
+        chosen = ", ".join(f"{each['ndcg@10']} and {each['sampled_ndcg@10']}" for each in epochs)
         print(f"| {row} | {' | '.join(shown)} | {len(args.seeds)} | {chosen} | {result['wall_s']:.0f} |")
     print(json.dumps(results))
 
@@ -95,7 +96,9 @@ def train(row: str, seed: int, flags: list[str], save_dir: Path) -> None:
 
 def scores(run: Path) -> dict[str, Any]:
     """Of each metric the best epoch on the validation set, and the test score of that epoch."""
-    best = best_epochs([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = best_epochs(events)
+    validated = {event["epoch"]: event for event in events if "val/ndcg@10" in event}
     chosen = {run / f"checkpoint_{epoch}.pth" for epoch in best.values()}
     for checkpoint in set(run.glob("checkpoint_*.pth")) - chosen:
         checkpoint.unlink()
@@ -108,6 +111,7 @@ def scores(run: Path) -> dict[str, Any]:
 
     return {
         "epoch": best,
+        "val": {metric: validated[epoch][f"val/{metric}"] for metric, epoch in best.items()},
         "test": {name: of_test(best[metric], negatives)[metric] for name, (metric, negatives) in COLUMNS.items()},
         "wall_s": json.loads((run / "results.json").read_text())["train_seconds"],
     }
