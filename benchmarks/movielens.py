@@ -64,7 +64,8 @@ def main() -> None:
         list(pool.map(lambda job: train(*job, [*data, *epochs], args.save_dir.resolve()), jobs))
         found = dict(zip(jobs, pool.map(lambda job: scores(folder(args.save_dir.resolve(), *job)), jobs), strict=True))
     results = {row: summary([found[row, seed] for seed in args.seeds]) for row in args.rows}
-    print(f"\n| model | {' | '.join(COLUMNS)} | seeds | epochs of best ndcg@10 | wall s |\n|{' --- |' * (len(COLUMNS) + 4)}")
+    print(f"\n| model | {' | '.join(COLUMNS)} | seeds | epochs of best ndcg@10 | wall s |")
+    print(f"|{' --- |' * (len(COLUMNS) + 4)}")
     for row, result in results.items():
         shown = (f"{result['mean'][metric]:.4f} ({result['deviation'][metric]:.4f})" for metric in COLUMNS)
         epochs = [each["epoch"] for each in result["runs"]]
