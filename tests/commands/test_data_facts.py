@@ -34,7 +34,7 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, trained, on_cpu):
     text, run = trained
     text.write_text("abdabdabdabd" * 8)
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
-    assert len(err) == 1 and "have another letters than those that the checkpoint" in err[0], err
+    assert len(err) == 1 and "have other letters than those that the checkpoint" in err[0], err
     assert ": abd, not abc; give it the same data, or start over with --fresh" in err[0]
 
 

@@ -123,4 +123,4 @@ def test_weights_do_not_meet_recordings_with_other_classes(own, recordings, run_
     run_here(*own, "--epochs", 1, "--save-dir", tmp_path / "run")
     recordings.write_text(recordings.read_text().replace(",rest\n", ",sleep\n"))
     _, err = run_here(*own, "--save-dir", tmp_path / "run", status=2)
-    assert "have another classes than those that the checkpoint was trained on: run sleep, not rest run" in err
+    assert "have other classes than those that the checkpoint was trained on: run sleep, not rest run" in err

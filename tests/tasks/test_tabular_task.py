@@ -185,11 +185,11 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     run_here(*TASK, *SMALL_PRIOR, "--epochs", 1, "--save-dir", tmp_path / "learned")
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     refused(
-        ["the training data have another classes than"], *argv, "--data-dir", table, "--save-dir", tmp_path / "learned"
+        ["the training data have other classes than"], *argv, "--data-dir", table, "--save-dir", tmp_path / "learned"
     )
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
-    refused(["the training data have another rows than"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
+    refused(["the training data have other rows than"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
 
 
 def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):

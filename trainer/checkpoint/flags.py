@@ -37,7 +37,9 @@ class CheckpointFlags(FlagGroup):
         metavar="NAME",
     )
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets"
+        False,
+        "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets; "
+        "with the flags and data of the run, such as by --config DIR/config.json",
     )
 
     def retention(self, task: Task) -> Retention:

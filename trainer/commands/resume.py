@@ -121,7 +121,7 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike
     if different:
         name = different[0]
         raise BadInput(
-            f"the training data have another {name} than those that {source} was trained on: "
+            f"the training data have other {name} than those that {source} was trained on: "
             f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; "
             f"{undo_hint(run, state, 'give it the same data')}, or start over with --fresh"
         )
