@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import compress, groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -107,66 +107,101 @@ class _Rows:
     clock: np.ndarray
 
 
-def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
-    named, left_out, own = _columns(files[0], wanted)
-    windows, subjects, labels, num_short, num_short_rows = [], [], [], 0, 0
-    counters, num_disorders = _Counters(named), 0
-    for file in files:
-        rows = _read(file, wanted, named)
+class _Cut:
+    """Windows of recordings, (n, C, T) each, whose they are and what is done in them, and what was seen on the way."""
+
+    def __init__(self, wanted: OwnFormat, num_columns: int) -> None:
+        self._wanted = wanted
+        self.windows: list[np.ndarray] = []
+        self.subjects: list[str] = []
+        self.labels: list[str] = []
+        self.num_short = self.num_short_rows = self.num_disorders = 0
+        self._rises, self._falls = np.zeros((2, num_columns), bool)
+
+    def add(self, rows: _Rows) -> None:
+        """The recordings of a file."""
         for start, stop in _bouts(rows):
-            counters.look_at(rows.signals[start:stop])
-            num_disorders += _num_falls(rows.clock[start:stop])
-            if stop - start < wanted.length:
-                num_short, num_short_rows = num_short + 1, num_short_rows + stop - start
+            self._look_at(rows.signals[start:stop], rows.clock[start:stop])
+            if stop - start < self._wanted.length:
+                self.num_short, self.num_short_rows = self.num_short + 1, self.num_short_rows + stop - start
                 continue
-            some = sliding_window_view(rows.signals[start:stop], wanted.length, axis=0)[:: wanted.hop]
-            windows.append(some)
-            subjects += [rows.subjects[start]] * len(some)
-            labels += [rows.labels[start]] * len(some)
+            recording = rows.signals[start:stop]
+            windows = sliding_window_view(recording, self._wanted.length, axis=0)[:: self._wanted.hop]
+            self.windows.append(windows)
+            self.subjects += [rows.subjects[start]] * len(windows)
+            self.labels += [rows.labels[start]] * len(windows)
+
+    def _look_at(self, signals: np.ndarray, clock: np.ndarray) -> None:
+        steps = np.diff(signals, axis=0)
+        self._rises |= (steps > 0).any(axis=0)
+        self._falls |= (steps < 0).any(axis=0)
+        self.num_disorders += int((clock[1:] < clock[:-1]).sum())
+
+    @property
+    def only_rises(self) -> np.ndarray:
+        """(C,) bool, which columns rise within recordings, and never fall."""
+        return self._rises & ~self._falls
+
+    def signals(self, columns: Sequence[int]) -> np.ndarray:
+        """Some columns of all windows, (N, len(columns), T) float32."""
+        signals = np.empty((len(self.labels), len(columns), self._wanted.length), np.float32)
+        ends = np.cumsum([len(windows) for windows in self.windows])
+        for windows, end in zip(self.windows, ends.tolist(), strict=True):
+            signals[end - len(windows) : end] = windows[:, columns]
+        return signals
+
+
+def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
+    named, left_out, (subject, label) = _columns(files[0], wanted)
+    cut = _Cut(wanted, len(named))
+    for file in files:
+        cut.add(_read(file, wanted, named))
     where = files[0].source.where if len(files) > 1 else files[0].where
-    if not windows:
+    if not cut.windows:
         raise BadInput(
             f"{where}: nobody does one thing for {wanted.length} rows, so that there is no window; choose a smaller "
             "--window"
         )
-    names, classes = in_order(set(subjects)), in_order(set(labels))
+    names, classes = in_order(set(cut.subjects)), in_order(set(cut.labels))
     _refuse_names(names, classes, where)
-    counted = [] if wanted.channels else counters.found()
-    signals = [name for name in named if name not in counted]
-    if not signals:
+    counted = [] if wanted.channels else list(compress(named, cut.only_rises))
+    read = [name for name in named if name not in counted]
+    if not read:
         raise BadInput(f"{where}: has no columns of signals, but {', '.join(counted)}, whose numbers only rise")
-    channels = triplets_first(signals)[0]
-    subject, label = own
-    remarks = [
+    channels = triplets_first(read)[0]
+    summary = (
         f"Recordings: {len(names)} subjects (column {subject}), {len(classes)} classes (column {label}), channels "
-        f"{', '.join(signals)}."
-    ]
-    if left_out:
-        remarks.append(f"Not read: the columns {', '.join(left_out)}; --channels names those that are.")
-    if counted:
-        remarks.append(
-            f"Not read: {', '.join(counted)}, whose numbers never fall within a recording, like those of a clock or a "
-            "counter; --channels names what is read."
-        )
-    if num_disorders:
-        remarks.append(
-            f"Rows are not in the order of time: within a recording the clock goes back {num_disorders:,} times; sort "
-            "the rows by person and time."
-        )
-    if num_short:
-        remarks.append(
-            f"Left out: {num_short:,} stretches of one activity that are shorter than a window of {wanted.length} "
-            f"rows, {num_short_rows:,} rows in all."
-        )
+        f"{', '.join(read)}."
+    )
     return {
-        "signals": np.concatenate(windows)[:, [named.index(name) for name in channels]],
-        "labels": _places(labels, classes),
-        "subjects": _places(subjects, names),
+        "signals": cut.signals([named.index(name) for name in channels]),
+        "labels": _places(cut.labels, classes),
+        "subjects": _places(cut.subjects, names),
         "channels": array_of_texts(channels),
         "classes": array_of_texts(classes),
         "subject_names": array_of_texts(names),
-        "remarks": array_of_texts(remarks),
+        "remarks": array_of_texts([summary, *_remarks(cut, left_out, counted)]),
     }
+
+
+def _remarks(cut: _Cut, left_out: Sequence[str], counted: Sequence[str]) -> Iterator[str]:
+    if left_out:
+        yield f"Not read: the columns {', '.join(left_out)}; --channels names those that are."
+    if counted:
+        yield (
+            f"Not read: {', '.join(counted)}, whose numbers never fall within a recording, like those of a clock or a "
+            "counter; --channels names what is read."
+        )
+    if cut.num_disorders:
+        yield (
+            f"Rows are not in the order of time: within a recording the clock goes back {cut.num_disorders:,} times; "
+            "sort the rows by person and time."
+        )
+    if cut.num_short:
+        yield (
+            f"Left out: {cut.num_short:,} stretches of one activity that are shorter than a window, "
+            f"{cut.num_short_rows:,} rows in all."
+        )
 
 
 def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
@@ -190,28 +225,6 @@ def _columns(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str], l
 def _is_clock(name: str) -> bool:
     plain = plain_name(name)
     return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
-
-
-class _Counters:
-    """Which columns rise within recordings, and never fall."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._rises, self._falls = np.zeros((2, len(names)), bool)
-
-    def look_at(self, signals: np.ndarray) -> None:
-        """signals: (n, C), of one recording."""
-        steps = np.diff(signals, axis=0)
-        self._rises |= (steps > 0).any(axis=0)
-        self._falls |= (steps < 0).any(axis=0)
-
-    def found(self) -> list[str]:
-        """Their names."""
-        return [name for name, only in zip(self._names, self._rises & ~self._falls, strict=True) if only]
-
-
-def _num_falls(clock: np.ndarray) -> int:
-    return int((clock[1:] < clock[:-1]).sum())
 
 
 @contextmanager

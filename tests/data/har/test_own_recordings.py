@@ -59,7 +59,7 @@ def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
     text = " ".join(loaded.remarks)
     assert "2 subjects (column subject), 2 classes (column activity)" in text and "Not read: the columns time" in text
     assert "the clock goes back" not in text
-    assert "1 stretches of one activity that are shorter than a window of 10 rows, 9 rows in all" in text
+    assert "1 stretches of one activity that are shorter than a window, 9 rows in all" in text
 
 
 def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load, tmp_path):
