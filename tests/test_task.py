@@ -110,7 +110,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
         ({"lr": -1}, ValueError, "--lr -1: must be above 0"),
         ({"epochs": 2.5}, ValueError, "--epochs 2.5: must be a whole number"),
         ({"amp": "half"}, ValueError, "--amp half: must be one of"),
-        ({"lr": None}, ValueError, "--lr None: must be a number"),
+        ({"lr": None}, ValueError, "--lr (none): must be a number"),
     ],
 )
 def test_wrong_defaults_are_the_tasks_mistake(defaults, error, message, monkeypatch):
