@@ -55,7 +55,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A flag's value as one would type it."""
+    """A flag's value as one would type it, if there is one."""
     if value is None:
         return "(none)"
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -201,7 +201,8 @@ class Task(ABC):
     def data_digest(self) -> str | None:
         """Differs where what is trained on or held out differs; None, as by default, where that is not told.
 
-        A run that goes on with data of another digest, or is scored on them, says so. Called after `splits`.
+        A run that goes on with data of another digest, or is scored on them, says so. Called on the main process alone,
+        after `splits`.
         """
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import CsvTable, csv_table, in_order, plain_name, reading_utf8
+from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, plain_name, reading_utf8
 from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
@@ -96,15 +96,15 @@ def _is_csv(name: str) -> bool:
 
 @dataclass
 class _Rows:
-    """Those of a file: signals (n, C) float32, and of each the names of subject and activity and what a clock says.
+    """Those of a file: signals (n, C) float32, the names of subject and activity of each, and clocks (n, K) float64.
 
-    clock: empty where there is none.
+    clocks: columns of numbers that are called so; NaN where a number is missing.
     """
 
     signals: np.ndarray
     subjects: list[str]
     labels: list[str]
-    clock: np.ndarray
+    clocks: np.ndarray
 
 
 class _Cut:
@@ -116,30 +116,27 @@ class _Cut:
         self.subjects: list[str] = []
         self.labels: list[str] = []
         self.num_short = self.num_short_rows = self.num_disorders = 0
-        self._rises, self._falls = np.zeros((2, num_columns), bool)
+        self._rises, self._falls = np.ones(num_columns, bool), np.zeros(num_columns, bool)
 
     def add(self, rows: _Rows) -> None:
         """The recordings of a file."""
         for start, stop in _bouts(rows):
-            self._look_at(rows.signals[start:stop], rows.clock[start:stop])
+            recording = rows.signals[start:stop]
+            self.num_disorders += _num_disorders(rows.clocks[start:stop])
             if stop - start < self._wanted.length:
                 self.num_short, self.num_short_rows = self.num_short + 1, self.num_short_rows + stop - start
                 continue
-            recording = rows.signals[start:stop]
+            steps = np.diff(recording, axis=0)
+            self._rises &= (steps > 0).any(axis=0)
+            self._falls |= (steps < 0).any(axis=0)
             windows = sliding_window_view(recording, self._wanted.length, axis=0)[:: self._wanted.hop]
             self.windows.append(windows)
             self.subjects += [rows.subjects[start]] * len(windows)
             self.labels += [rows.labels[start]] * len(windows)
 
-    def _look_at(self, signals: np.ndarray, clock: np.ndarray) -> None:
-        steps = np.diff(signals, axis=0)
-        self._rises |= (steps > 0).any(axis=0)
-        self._falls |= (steps < 0).any(axis=0)
-        self.num_disorders += int((clock[1:] < clock[:-1]).sum())
-
     @property
     def only_rises(self) -> np.ndarray:
-        """(C,) bool, which columns rise within recordings, and never fall."""
+        """(C,) bool, which columns rise within each recording, and never fall."""
         return self._rises & ~self._falls
 
     def signals(self, columns: Sequence[int]) -> np.ndarray:
@@ -194,8 +191,8 @@ def _remarks(cut: _Cut, left_out: Sequence[str], counted: Sequence[str]) -> Iter
         )
     if cut.num_disorders:
         yield (
-            f"Rows are not in the order of time: within a recording the clock goes back {cut.num_disorders:,} times; "
-            "sort the rows by person and time."
+            f"Within recordings the clock goes back {cut.num_disorders:,} times: if the rows are out of order, sort "
+            "them by time."
         )
     if cut.num_short:
         yield (
@@ -272,27 +269,34 @@ def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
         parts: list[np.ndarray] = []
         subjects: list[str] = []
         labels: list[str] = []
-        clock: list[str] = []
-        clocks = [i for i, name in enumerate(header) if _is_clock(name) and i not in (subject, label, *columns)][:1]
+        clocks: list[np.ndarray] = []
+        clock_columns = [i for i, name in enumerate(header) if _is_clock(name) and i not in (subject, label, *columns)]
         advice = "mend it, or name the columns of signals by --channels"
         while some := list(islice(lines, ROWS_AT_ONCE)):
             parts.append(numbers(some, header, columns, file.where, decimal_comma, advice))
             subjects += [fields[subject].strip() for _, fields in some]
             labels += [fields[label].strip() for _, fields in some]
-            clock += [fields[column].strip() for column in clocks for _, fields in some]
+            clocks.append(_clocks(some, clock_columns, decimal_comma))
     if not parts:
         raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
     if "" in subjects:
         raise BadInput(f"{file.where}: row {subjects.index('') + 1} below the names has no subject; mend it")
-    return _Rows(np.concatenate(parts), subjects, labels, _times(clock, decimal_comma))
+    return _Rows(np.concatenate(parts), subjects, labels, np.concatenate(clocks))
 
 
-def _times(texts: Sequence[str], decimal_comma: bool) -> np.ndarray:
-    """What can be compared: numbers, or texts such as ISO dates."""
-    try:
-        return np.array([float(text.replace(",", ".") if decimal_comma else text) for text in texts])
-    except ValueError:
-        return np.array(texts)
+def _clocks(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
+    """(lines, columns) float64, NaN for what is no number."""
+    texts = [[fields[column] for column in columns] for _, fields in lines]
+    if decimal_comma:
+        texts = [[text.replace(",", ".") for text in row] for row in texts]
+    values = [[float(text) if is_number(text) else np.nan for text in row] for row in texts]
+    return np.array(values).reshape(len(lines), len(columns))
+
+
+def _num_disorders(clocks: np.ndarray) -> int:
+    """How often the steadiest of the clocks of a recording goes back, (n, K), but not to a new start."""
+    goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
+    return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
 def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:

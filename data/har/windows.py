@@ -86,16 +86,16 @@ class HarDataset:
         """rows: (n,) int64, which windows of the recordings."""
         self._signals = recordings.signals
         self._num_triplets = triplets_first(recordings.channels)[1]
-        self._rows = rows
+        self.rows = rows
         self._augment: WindowAugmenter | None = None
         self.labels = recordings.labels[rows]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
         """{"signals": (n, C, T) float32, "label": (n,) int64}."""
-        signals = self._signals.take(self._rows.take(keys.index), axis=0)
+        signals = self._signals.take(self.rows.take(keys.index), axis=0)
         if self._augment is not None:
             signals = self._augment(signals, keys.epoch, keys.index)
         return {"signals": signals, "label": self.labels[keys.index]}
@@ -109,7 +109,7 @@ class HarDataset:
     @cached_property
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of each channel over the windows as recorded, (C,) float64 each."""
-        signals = self._signals[self._rows]
+        signals = self._signals[self.rows]
         std = signals.std(axis=(0, 2), dtype=np.float64)
         std[std == 0] = 1.0  # a dead channel stays at zero
         return signals.mean(axis=(0, 2), dtype=np.float64), std

@@ -52,7 +52,8 @@ class AttentionLMU(nn.Module):
         self.leave = nn.Linear(width, width)
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        mask = steps_within(lengths, features.shape[1])[:, None, None]
+        # An empty utterance attends to one frame of padding: without any a softmax is not defined.
+        mask = steps_within(lengths.clamp(min=1), features.shape[1])[:, None, None]
         states = self.enter(features)
         for layer in self.blocks:
             states = layer(states, mask)

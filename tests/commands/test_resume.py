@@ -231,6 +231,14 @@ def test_resume_from_counts_once_whatever_starts_come_between(train, tmp_path, m
     assert f"Resuming after optimizer step {4 * STEPS_PER_EPOCH}:" in out
 
 
+def test_one_may_go_back_to_the_same_checkpoint_again(train, tmp_path):
+    back, keep = ["--resume-from", tmp_path / "checkpoint_1.pth"], ["--keep-checkpoints", 0]
+    train(tmp_path, "--epochs", 2, *keep)
+    train(tmp_path, "--epochs", 2, *back, *keep)
+    train(tmp_path, "--epochs", 3, *keep)
+    assert f"Resuming after optimizer step {STEPS_PER_EPOCH}:" in train(tmp_path, "--epochs", 4, *back, *keep)
+
+
 @pytest.mark.parametrize("source", ["checkpoint_1.pth", "final.pth"])
 def test_resume_from_takes_the_place_of_another_run(source, train, tmp_path):
     """One with checkpoints of the same steps, and results: none of them counts any more."""

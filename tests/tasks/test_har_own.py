@@ -56,7 +56,7 @@ def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
     lines = recordings.read_text().splitlines()
     recordings.write_text("\n".join(line for line in lines if ",run" not in line or ",eve," in line or ",fay," in line))
     out, _ = run_here(*own, "--test-subjects", "eve", "fay", "--save-dir", tmp_path / "run")
-    assert "Nobody but them does run, which is not learned: choose other --test-subjects." in out
+    assert "Nobody trained on does run: hold out others, by --test-subjects or --val-subjects." in out
 
 
 @pytest.mark.parametrize("more", [["--epochs", 3], ["--eval-only"]], ids=lambda more: more[0])

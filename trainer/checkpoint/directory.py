@@ -180,8 +180,7 @@ class RunDirectory:
             if shutil.disk_usage(self.path).free < needed:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             self._flush_metrics()
-            newest = self.entries[-1] if self.entries else None
-            entry = Entry.of(state, path.name, write_checkpoint(state, temporary), newest)
+            entry = Entry.of(state, path.name, write_checkpoint(state, temporary), self._inherited_source)
             write_manifest(self.path / MANIFEST, [*self.entries, entry], self.writer)
             self.writer.rename(temporary, path)
             flush_path(self.path)
@@ -229,6 +228,12 @@ class RunDirectory:
             if not self.entries:
                 # It may name the checkpoint that did not come to be, which would be missed at the next start.
                 (self.path / MANIFEST).unlink(missing_ok=True)
+
+    @property
+    def _inherited_source(self) -> str | None:
+        """That of the newest checkpoint, unless it lies in this directory: one may go back to it again."""
+        source = self.entries[-1].source if self.entries else None
+        return None if source is None or Path(source).parent == self.path.resolve() else source
 
     def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> BadInput:
         if not self.path.is_dir():

@@ -38,15 +38,13 @@ class Entry:
 
     @classmethod
     def of(
-        cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], before: "Entry | None" = None
+        cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], inherited: str | None = None
     ) -> "Entry":
-        """The entry of a checkpoint with this state. before: the one that it was trained on from, if it is known."""
+        """The entry of a checkpoint with this state. inherited: its source where its own start names none."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         verdict = {"value": state["value"], "best": state["is_best"]}
         given = state["config"]["--resume-from"]
-        source = None if before is None else before.source
-        if given is not None:
-            source = str(Path(given).resolve())
+        source = inherited if given is None else str(Path(given).resolve())
         return cls(file, **position, step=state["step"], **verdict, **size_and_checksum, source=source)
 
     @property

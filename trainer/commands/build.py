@@ -254,7 +254,7 @@ def assemble_run(
             "phase_sizes": plan.phase_sizes,
             "data_facts": snapshot(dict(task.describe_data())),
             "environment": describe_environment(parallel),
-            **({} if (digest := task.data_digest()) is None else {"data_digest": digest}),
+            **({} if (digest := parallel.on_main(task.data_digest)) is None else {"data_digest": digest}),
         },
     )
 

@@ -59,7 +59,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
     batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
     if batches(0) is not None:
         source = f"{type(task).__name__}.order({name!r})"
-        if flags.batch.drop_last:
+        if "--drop-last" in flags.given and flags.batch.drop_last:
             raise flags.refusal(f"--drop-last: {source} makes the batches, so that none is left out; leave this out")
         return TaskOrder(source, batches, global_batch_size, num_samples)
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
@@ -72,12 +72,12 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
-    """The schedule. Raises BadInput for a warm-up longer than the run."""
+    """The schedule. Raises BadInput for a warm-up longer than the run, and a floor above the peak."""
     learning = flags.learning
     peak = learning.lr * factor
-    if learning.min_lr > peak:
+    if learning.min_lr > peak * (1 + 1e-9) and not flags.checkpoint.eval_only:
         raise flags.refusal(
-            f"--min-lr {learning.min_lr:g}: must not be above the {peak:g} that --scale-lr makes of --lr"
+            f"--min-lr {learning.min_lr:g}: must not be above the {peak:g} that --scale-lr makes of --lr; lower it"
         )
     return LearningRate(
         peak=peak,

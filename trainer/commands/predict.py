@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
@@ -63,15 +64,15 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
 
 
 def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
-    """Raises BadInput where the table would replace files of the run, or stand among those that it was trained on."""
+    """Raises BadInput where the table would replace a file of the run, or one that it was trained on."""
     target, given = output.resolve(), f"--output {output}"
-    if run.folder.resolve() in target.parents and target.suffix != ".csv":
+    is_in_run = (run.folder / MANIFEST).exists() and run.folder.resolve() in target.parents
+    if is_in_run and target.suffix.lower() != ".csv":
         raise BadInput(f"{given}: might replace a file of the run in this folder; name a .csv, or a file elsewhere")
     for field in fields(task.config):
         path = getattr(task.config, field.name)
-        if isinstance(path, Path) and path.resolve() in (target, *target.parents):
-            where = "would overwrite" if path.resolve() == target else "is in"
-            raise BadInput(f"{given}: {where} {flag_name(field.name)} {path} of the run; name a file elsewhere")
+        if isinstance(path, Path) and path.resolve() == target:
+            raise BadInput(f"{given}: would overwrite {flag_name(field.name)} {path} of the run; name another file")
 
 
 @torch.no_grad()

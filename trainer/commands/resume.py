@@ -76,7 +76,7 @@ def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None
 
 
 def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
-    return bool(directory.entries) and directory.entries[-1].source == str(source.resolve())
+    return bool(directory.entries) and directory.entries[-1].source in (str(source), str(source.resolve()))
 
 
 def brings_another_run(directory: RunDirectory, flags: Flags) -> bool:

@@ -83,9 +83,10 @@ def _names(entry: Path) -> list[str]:
 
 def _is_complete(entry: Path) -> bool:
     try:
-        return all((entry / f"{name}.npy").exists() for name in _names(entry))
-    except OSError:
+        names = _names(entry)
+    except (OSError, ValueError):
         return False
+    return all((entry / f"{name}.npy").exists() for name in names)
 
 
 def _store(arrays: Arrays, entry: Path) -> None:

@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Of this process's part, without placeholders, and micro-batches that weigh nothing."""
+        """Of this process's part, without placeholders and without micro-batches that weigh nothing."""
         return sum(len(batch["weight"]) for batch, weight in self.micro_batches if weight > 0)
 
 

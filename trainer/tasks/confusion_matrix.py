@@ -84,5 +84,5 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def drawable(text: str) -> str:
     """In the letters that the font has: without accents, and others by their numbers, which tell them apart."""
-    letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-    return "".join(letters).encode("ascii", "backslashreplace").decode()
+    letters = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return (letters or text).encode("ascii", "backslashreplace").decode()

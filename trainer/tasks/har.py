@@ -217,9 +217,11 @@ class HarTask(Task):
         return {"channels": list(self.format.channels), "classes": list(self.format.classes)} if self._has_own else {}
 
     def data_digest(self) -> str | None:
-        """Of a user's own recordings, and who is held out for the test."""
-        own = self._recordings
-        return digest_of(own.signals, own.labels, own.subjects, own.is_test) if self._has_own else None
+        """Of a user's own recordings, and who is held out."""
+        if not self._has_own:
+            return None
+        own, parts = self._recordings, self._windows.values()
+        return digest_of(own.signals, own.labels, own.subjects, *(part.rows for part in parts))
 
     def remarks(self) -> Sequence[str]:
         """On how a user's own recordings were read."""
@@ -228,12 +230,11 @@ class HarTask(Task):
         recordings = self._recordings
         tested = sorted({recordings.name_of(subject) for subject in recordings.subjects[recordings.is_test].tolist()})
         found = [*self._own.remarks, f"Held out for the test: {', '.join(tested)}."]
-        shown = set(recordings.labels[~recordings.is_test].tolist())
+        shown = set(self._windows["train"].labels.tolist())
         unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
         if unseen:
-            found.append(
-                f"Nobody but them does {', '.join(unseen)}, which is not learned: choose other --test-subjects."
-            )
+            names = ", ".join(unseen)
+            found.append(f"Nobody trained on does {names}: hold out others, by --test-subjects or --val-subjects.")
         return found
 
     def build_objective(self) -> HarObjective:
