@@ -98,8 +98,7 @@ def train(row: str, seed: int, flags: list[str], save_dir: Path) -> None:
 def scores(run: Path) -> dict[str, Any]:
     """Of each metric the best epoch on the validation set, and the test score of that epoch."""
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    best = best_epochs(events)
-    validated = {event["epoch"]: event for event in events if "val/ndcg@10" in event}
+    best, validated = best_epochs(events), validations(events)
     chosen = {run / f"checkpoint_{epoch}.pth" for epoch in best.values()}
     for checkpoint in set(run.glob("checkpoint_*.pth")) - chosen:
         checkpoint.unlink()
@@ -118,9 +117,14 @@ def scores(run: Path) -> dict[str, Any]:
     }
 
 
+def validations(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The events of epochs that were validated, by epoch."""
+    return {event["epoch"]: event for event in events if "val/ndcg@10" in event}
+
+
 def best_epochs(events: list[dict[str, Any]]) -> dict[str, int]:
     """Of each metric the epoch that is best by it. events: the lines of metrics.jsonl."""
-    epochs = {event["epoch"]: event for event in events if "val/ndcg@10" in event}
+    epochs = validations(events)
     return {metric: max(epochs, key=lambda epoch: epochs[epoch][f"val/{metric}"]) for metric in METRICS}
 
 
