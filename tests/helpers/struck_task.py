@@ -7,6 +7,7 @@ stop (SIGSTOP) or raise.
 
 import os
 import signal
+import threading
 import time
 from functools import wraps
 from pathlib import Path
@@ -34,6 +35,8 @@ class Strike:
             return
         self.left -= 1
         if self.left == 0:
+            if self.place != "write":
+                _await_writes()
             self.note.write_text(str(time.time()))
             if self.how == "raise":
                 raise ValueError("the sky fell")
@@ -53,6 +56,13 @@ class Strike:
             return result
 
         setattr(owner, name, struck)
+
+
+def _await_writes():
+    """Best weights that were only half written would die with the main process, and with them what came after."""
+    for thread in threading.enumerate():
+        if thread.name == "save":
+            thread.join()
 
 
 class StruckObjective(WeightedObjective):
