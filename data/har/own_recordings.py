@@ -15,10 +15,10 @@ from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, plain
 from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
-from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
+from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, texts_of_array
 from trainer.loading.errors import BadInput
 
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _SUFFIXES = (".csv", ".tsv")
 _SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 _LABELS = ("label", "activity", "class")
@@ -44,10 +44,14 @@ class OwnFormat:
 
 @dataclass(frozen=True)
 class OwnRecordings:
-    """Windows, none of them in the test part yet, and what the user should know of how they were read."""
+    """Windows, none of them in the test part yet, and what the user should know of how they were read.
+
+    digest: differs where the windows, their subjects or their classes do.
+    """
 
     recordings: HarRecordings
     remarks: Sequence[str]
+    digest: str
 
 
 def are_own(path: Path) -> bool:
@@ -87,7 +91,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
         texts_of_array(arrays["classes"]),
         texts_of_array(arrays["subject_names"]),
     )
-    return OwnRecordings(recordings, texts_of_array(arrays["remarks"]))
+    return OwnRecordings(recordings, texts_of_array(arrays["remarks"]), *texts_of_array(arrays["digest"]))
 
 
 def _is_csv(name: str) -> bool:
@@ -170,10 +174,14 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         f"Recordings: {len(names)} subjects (column {subject}), {len(classes)} classes (column {label}), channels "
         f"{', '.join(read)}."
     )
+    signals = cut.signals([named.index(name) for name in channels])
+    labels, subjects = _places(cut.labels, classes), _places(cut.subjects, names)
     return {
-        "signals": cut.signals([named.index(name) for name in channels]),
-        "labels": _places(cut.labels, classes),
-        "subjects": _places(cut.subjects, names),
+        "signals": signals,
+        "labels": labels,
+        "subjects": subjects,
+        # Here, for all windows have to be read for it.
+        "digest": array_of_texts([digest_of(signals, labels, subjects)]),
         "channels": array_of_texts(channels),
         "classes": array_of_texts(classes),
         "subject_names": array_of_texts(names),

@@ -220,8 +220,7 @@ class HarTask(Task):
         """Of a user's own recordings, and who is held out."""
         if not self._has_own:
             return None
-        own, parts = self._recordings, self._windows.values()
-        return digest_of(own.signals, own.labels, own.subjects, *(part.rows for part in parts))
+        return digest_of(self._own.digest, *(part.rows for part in self._windows.values()))
 
     def remarks(self) -> Sequence[str]:
         """On how a user's own recordings were read."""
