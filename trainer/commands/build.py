@@ -43,11 +43,12 @@ from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import rehearse
 from trainer.loop.memory_limit import MemoryLimit
-from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
+from trainer.loop.optimizers import build_optimizers, completed_groups
 from trainer.loop.precision import choose_precision, in_precision
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import LoopSettings, Run
 from trainer.loop.step_results import StepResults
+from trainer.loop.torch_optimizers import moments_of
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed

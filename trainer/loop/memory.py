@@ -17,9 +17,9 @@ from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory_advice import advice
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
-from trainer.loop.optimizers import moments_of
 from trainer.loop.plan import BatchSplit, split_batch
 from trainer.loop.run import Run
+from trainer.loop.torch_optimizers import moments_of
 from trainer.loop.windows import WeightedBatch, Window, weighted
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.errors import RestartNeeded

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from trainer.loop.optimizers import moments_of
 from trainer.loop.run import Run
+from trainer.loop.torch_optimizers import moments_of
 from trainer.parallel.base import own_parts
 
 NUMBERS_OF_DEVICES = (2, 4, 8)

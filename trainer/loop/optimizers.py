@@ -2,8 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer.loading.errors import BadInput
 from trainer.loop.schedule import LearningFlags
+from trainer.loop.torch_optimizers import ZeroStartSGD, without_wrappers
 from trainer.parallel.base import is_sharded
 from trainer.task import Objective, ParamGroup, Task, sparse_parameters
 
@@ -149,21 +149,6 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
     return None
 
 
-class ZeroStartSGD(torch.optim.SGD):
-    """SGD whose momentum starts at zero.
-
-    torch's fused kernels start it with the first gradient, in memory that is not initialised before. If that step is
-    left out for a gradient that is not finite, the next one takes what the memory happens to hold for momentum.
-    """
-
-    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
-        has_sparse_grad = super()._init_group(group, params, grads, momentum_buffer_list)
-        for i, buffer in enumerate(momentum_buffer_list):
-            if buffer is None:
-                momentum_buffer_list[i] = torch.zeros_like(params[i])
-        return has_sparse_grad
-
-
 # --- the task's own ----------------------------------------------------------------------------------------------
 
 
@@ -192,57 +177,3 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
             f"{len(trained)}, of which {len(expected & set(trained))} are in param_groups"
         )
     return None
-
-
-# --- what optimizers keep ----------------------------------------------------------------------------------------
-
-
-def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
-    """For each tensor of a parameter's size that the optimizers keep between steps, that parameter.
-
-    Of optimizers that are not among those of `--optimizer` two are assumed, the most that is usual. only_to_come:
-    leave those out that are in memory already.
-    """
-    return [
-        p
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if not (only_to_come and optimizer.state.get(p))
-        for _ in range(_num_moments(optimizer, group))
-    ]
-
-
-def _num_moments(optimizer: Optimizer, group: ParamGroup) -> int:
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1 if group["momentum"] else 0
-    return 1 if type(optimizer).__name__ == "Muon" else 2  # a class that torch 2.8 does not have
-
-
-# --- torch's wrappers --------------------------------------------------------------------------------------------
-
-
-def without_wrappers(optimizer_type: type[torch.optim.Optimizer]) -> Any:
-    """The same class of optimizers without the wrappers that torch puts around its methods.
-
-    They keep torch's compiler from tracing them, and import it for that, which takes longer than all else at the start
-    of a run. Another one calls hooks around `step`, and tells a profiler its name: a few percent of a small model's
-    step. It is there again for an optimizer that gets a hook.
-    """
-    names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
-    members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
-    members["step"] = torch.no_grad()(members["step"])  # the other duty of a wrapper
-    members["step"].hooked = True  # or torch would wrap it
-    for name in ("register_step_pre_hook", "register_step_post_hook"):
-        members[name] = _calling_hooks(getattr(optimizer_type, name))
-    return type(optimizer_type.__name__, (optimizer_type,), members)
-
-
-def _calling_hooks(register: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that registers a hook, for an optimizer that does not call any so far."""
-
-    def register_hook(self: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
-        self.step = partial(self.profile_hook_step(type(self).step), self)  # type: ignore[assignment]
-        return register(self, hook)
-
-    return register_hook
