@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers.lengths import within_lengths
+
 BLANK = 0
 
 _IMPOSSIBLE = -1e30
@@ -24,7 +26,7 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
     targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. What lies beyond the lengths does not matter.
     """
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
-    targets = targets * _within(target_lengths, targets.shape[1])
+    targets = targets * within_lengths(target_lengths, targets.shape[1])
     fits = lengths >= shortest_alignment(targets)
     targets, target_lengths = targets * fits.unsqueeze(1), target_lengths * fits
     if log_probs.device.type == "cpu":
@@ -45,7 +47,7 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
     """
     pairs = ((log_probs.detach(), others), (others.detach(), log_probs))
     of_frame = sum((target.exp() * (target - own)).sum(2) for target, own in pairs) / 2
-    return (of_frame * _within(lengths, log_probs.shape[1])).sum(1)
+    return (of_frame * within_lengths(lengths, log_probs.shape[1])).sum(1)
 
 
 def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) ->
     # Beyond its end an utterance is silent for sure. That changes no probability, and all end at the same frame.
     silence = log_probs.new_full((num_symbols,), _IMPOSSIBLE)
     silence[BLANK].zero_()  # by `= 0` the host would send the number, and wait
-    log_probs = torch.where(_within(lengths, num_frames).unsqueeze(2), log_probs, silence)
+    log_probs = torch.where(within_lengths(lengths, num_frames).unsqueeze(2), log_probs, silence)
     loss: Tensor = _Ctc.apply(log_probs, targets)
     return loss
 
@@ -139,7 +141,7 @@ def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
     """
     batch_size, num_frames, _ = log_probs.shape
     best, path = log_probs.detach().max(2)
-    path = torch.where(_within(lengths, num_frames), path, BLANK)
+    path = torch.where(within_lengths(lengths, num_frames), path, BLANK)
     is_symbol = path != BLANK
     begins = is_symbol & (path != F.pad(path, (1, 0), value=BLANK)[:, :-1])
     # The place of each frame's symbol in the output; one column more takes what belongs to none, and is cut off.
@@ -159,8 +161,3 @@ def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
         confidence=packed(best.exp(), of_symbol, "amax"),
         sizes=begins.sum(1),
     )
-
-
-def _within(lengths: Tensor, size: int) -> Tensor:
-    """(B,) -> (B, size) bool: which of the first `size` places lie within the lengths."""
-    return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)

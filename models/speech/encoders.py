@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.dropout import Dropout, dropout_mask
+from models.layers.lengths import within_lengths
 from models.speech.lmu import LMU
 from models.speech.parallel_lmu import ParallelLMU
 
@@ -20,11 +21,6 @@ _NUM_INNER = 64
 
 StreamState = list[Tensor | None]
 """The inputs that each convolution still needs, then the memory of each block."""
-
-
-def steps_within(lengths: Tensor, num_steps: int) -> Tensor:
-    """(B,) -> (B, num_steps), True at the steps before each end."""
-    return torch.arange(num_steps, device=lengths.device) < lengths[:, None]
 
 
 class AttentionLMU(nn.Module):
@@ -53,7 +49,7 @@ class AttentionLMU(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         # An empty utterance attends to one frame of padding: without any a softmax is not defined.
-        mask = steps_within(lengths.clamp(min=1), features.shape[1])[:, None, None]
+        mask = within_lengths(lengths.clamp(min=1), features.shape[1])[:, None, None]
         states = self.enter(features)
         for layer in self.blocks:
             states = layer(states, mask)
@@ -122,7 +118,7 @@ class ParallelLMUEncoder(nn.Module):
             states, _ = convolution(states)
         lengths = (lengths + self.subsampling - 1) // self.subsampling
         states = self.dropout(self.enter(states))
-        mask = steps_within(lengths, states.shape[1])
+        mask = within_lengths(lengths, states.shape[1])
         for block in self.blocks:
             states, _ = block(states, mask=mask)
         return self.leave(states), lengths

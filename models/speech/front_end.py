@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.layers.lengths import within_lengths
+
 Normalise = Literal["utterance", "fixed", "running"]
 
 LOWEST_HZ = 20.0
@@ -174,8 +176,7 @@ class LogMel(nn.Module):
         for audio, num_samples in batches:
             features = self.log_mel(audio).double()
             lengths = self.num_frames(num_samples)
-            is_frame = torch.arange(features.shape[1], device=audio.device) < lengths[:, None]
-            features = features[is_frame]
+            features = features[within_lengths(lengths, features.shape[1])]
             count += len(features)
             sums += torch.stack([features.sum(dim=0), features.square().sum(dim=0)]).cpu()
         mean, square = sums / count

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.layers.lengths import within_lengths
 from models.tabular.attention import Attention, attend
+from models.tabular.classes import of_present_classes
 from models.tabular.normalise import normalise
-from models.tabular.padding import of_present_classes, rows_within
 
 
 class Layout(NamedTuple):
@@ -125,10 +126,10 @@ class NanoTabular(nn.Module):
 def _layout(context: Tensor, queries: Tensor, num_context: Tensor | None, num_features: Tensor | None) -> Layout:
     real_tokens = real_context = None
     if num_features is not None:
-        of_problem = rows_within(1 + num_features, 1 + context.shape[2])[:, None, None]
+        of_problem = within_lengths(1 + num_features, 1 + context.shape[2])[:, None, None]
         real_tokens = torch.cat([of_problem.repeat_interleave(x.shape[1], dim=0) for x in (context, queries)])
     if num_context is not None:
-        real_context = rows_within(num_context, context.shape[1])[:, None, None]
+        real_context = within_lengths(num_context, context.shape[1])[:, None, None]
     return Layout(context.shape[0], context.shape[1], real_tokens, real_context)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from models.tabular.padding import rows_within
+from models.layers.lengths import within_lengths
 
 _KNEE = 3.0
 """Standard deviations below which asinh is nearly the identity; beyond, it is a logarithm."""
@@ -21,7 +21,7 @@ def normalise(context: Tensor, queries: Tensor, num_context: Tensor | None = Non
     """
     known = context.isfinite()
     if num_context is not None:
-        known &= rows_within(num_context, context.shape[1]).unsqueeze(2)
+        known &= within_lengths(num_context, context.shape[1]).unsqueeze(2)
     count = known.sum(dim=1, keepdim=True).clamp(min=1)
     known_values = context.where(known, 0)
     largest = known_values.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(context.dtype).tiny)

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.layers.lengths import within_lengths
 from models.tabular.attention import Attention, attend
+from models.tabular.classes import of_present_classes
 from models.tabular.normalise import normalise
-from models.tabular.padding import of_present_classes, rows_within
 
 _ROTARY_BASE = 1e5
 
@@ -73,7 +74,7 @@ class TabICL(nn.Module):
         self, values: Tensor, labels: Tensor, num_context: Tensor | None, num_features: Tensor | None
     ) -> Tensor:
         """values: (B, N + Q, m), the context rows first. labels: (B, N). Returns logits (B, Q, max_classes)."""
-        real = None if num_context is None else rows_within(num_context, labels.shape[1])[:, None, None]
+        real = None if num_context is None else within_lengths(num_context, labels.shape[1])[:, None, None]
         rows = self.rows(self.columns(values, labels.shape[1], real), num_features)
         context, queries = rows[:, : labels.shape[1]], rows[:, labels.shape[1] :]
         context = context + self.embed_labels(F.one_hot(labels, self.max_classes).to(context.dtype))
@@ -182,7 +183,7 @@ class RowInteraction(nn.Module):
         tokens = torch.cat([summaries, cells.flatten(0, 1)], dim=1)
         mask = None
         if num_features is not None:
-            real = rows_within(num_summaries + num_features, num_summaries + size)
+            real = within_lengths(num_summaries + num_features, num_summaries + size)
             mask = real[:, None, None].repeat_interleave(num_rows, dim=0)
         rotation = self.rotation(num_summaries + size)
         for block in self.blocks[:-1]:

@@ -72,7 +72,7 @@ def _entries(folder: Path, say: Callable[[str], None]) -> list[Entry]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class WeightComparison:
     """Weights beside a model that is to take them, buffers among them.
 
     fitting: those that it can take, by its names. missing: names that it has alone; unknown: names that it does not
@@ -92,11 +92,11 @@ class Comparison:
         return sorted([*missing, *unknown, *self.unlike.values()])
 
 
-def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> Comparison:
+def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
     """Compares names and shapes. A prefix that all names of the weights share need not be one of the model's."""
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = _without_prefix(weights, shapes)
-    return Comparison(
+    return WeightComparison(
         fitting={name: value for name, value in found.items() if shapes.get(name) == tuple(value.shape)},
         missing=[name for name in shapes if name not in found],
         unknown=[name for name in found if name not in shapes],

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.flags import CheckpointFlags
-from trainer.checkpoint.weights import Comparison, compare
+from trainer.checkpoint.weights import WeightComparison, compare
 from trainer.commands.flags import Flags
 from trainer.loading.errors import BadInput
 from trainer.loop.run import Run
@@ -31,7 +31,9 @@ def restore_weights(
     parallel.load_weights(comparison.fitting, model)
 
 
-def restore_what_fits(model: nn.Module, weights: Mapping[str, Tensor], parallel: Parallel, source: str) -> Comparison:
+def restore_what_fits(
+    model: nn.Module, weights: Mapping[str, Tensor], parallel: Parallel, source: str
+) -> WeightComparison:
     """Gives a model what it can take, and says what that is. Raises BadInput where it is nothing."""
     comparison = compare(model, weights)
     if not comparison.fitting:
@@ -107,7 +109,7 @@ def _read(parallel: Parallel, path: Path, label: str) -> dict[str, Tensor]:
     return weights
 
 
-def _described(comparison: Comparison, source: Path) -> list[str]:
+def _described(comparison: WeightComparison, source: Path) -> list[str]:
     taken = comparison.fitting
     num_weights = len(taken) + len(comparison.missing) + len(comparison.unlike)
     lines = [f"Starting with {len(taken)} of the model's {num_weights} weights from {source}: {', '.join(taken)}."]

@@ -75,7 +75,7 @@ def train_steps(run: Run, num_steps: int) -> int:
     num_samples = num_done = 0
     while num_done < num_steps:
         most = [(num_steps - num_done) * order.global_batch_size for order in whole.orders]
-        orders = tuple(map(shortened, whole.orders, most))
+        orders = tuple(map(with_at_most, whole.orders, most))
         run.plan = replace(whole, orders=orders, epochs=whole.epochs or 1, max_steps=None, eval_every_steps=None)
         run.progress.position = Position()
         train_epoch(run)
@@ -85,7 +85,7 @@ def train_steps(run: Run, num_steps: int) -> int:
     return num_samples
 
 
-def shortened(order: SampleOrder, most: int) -> SampleOrder:
+def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
     """The order with at most so many samples in an epoch."""
     return replace(order, size=min(order.size, most))
 
