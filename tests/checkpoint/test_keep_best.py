@@ -170,7 +170,7 @@ def live(seed, opened, disk_operations):
     return life
 
 
-@pytest.mark.parametrize("num_lives", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_lives", [15, pytest.param(1000, marks=pytest.mark.slow)])
 def test_what_stays_is_what_an_obvious_reference_keeps(num_lives, opened, disk_operations):
     for seed in range(num_lives):
         live(seed, opened, disk_operations)

@@ -168,7 +168,10 @@ def two_processes(workload, environment, folder, layers=(), more=(), prepare=Non
     return out
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(name, marks=[] if name in ("har", "kgat", "seqrec") else pytest.mark.slow) for name in WORKLOADS],
+)
 def test_two_processes_train_by_one(workload, environment, tmp_path):
     preset = ROOT / "configs" / workload / "4gpu.toml"
     two_processes(workload, environment, tmp_path)

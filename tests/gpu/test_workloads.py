@@ -53,7 +53,9 @@ def assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, forms):
         assert_same(tmp_path / form, tmp_path / "cpu", 1e-7)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("har", "tabular") else []) for name in WORKLOADS]
+)
 @on_imagined_gpus(3)
 def test_workloads(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["second", "three"])

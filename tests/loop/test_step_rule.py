@@ -145,7 +145,8 @@ def reference_weights(cache_dir):
 
 
 @pytest.fixture(
-    scope="module", params=["world1", "world2", "world3", pytest.param("world3-ring", marks=pytest.mark.slow)]
+    scope="module",
+    params=["world1", "world3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world2", "world3-ring"))],
 )
 def world(request, tmp_path_factory, cache_dir):
     """What every rank of a world found, by accumulation."""

@@ -89,7 +89,7 @@ def test_variables_that_do_not_tell_enough_are_refused(variables, parts, refused
     assert not contents(tmp_path)
 
 
-@pytest.mark.parametrize("variables", [SRUN, MPIRUN], ids=["srun", "mpirun"])
+@pytest.mark.parametrize("variables", [SRUN, pytest.param(MPIRUN, marks=pytest.mark.slow)], ids=["srun", "mpirun"])
 def test_two_processes_train_together(variables, tmp_path, environment):
     arguments = [*TINY, "--multi-gpu", "ddp", "--device", "cpu", "--save-dir", tmp_path / "run"]
     port = str(free_port())  # that of the job may be in use on the machine of the tests

@@ -398,6 +398,7 @@ def real(name: str) -> Path:
     return Path(folder, name)
 
 
+@pytest.mark.slow
 def test_movielens_1m_has_the_published_size(cache_dir) -> None:
     interactions = load_interactions(real("ml-1m/ml-1m_complete_order.txt.gz"), 5, cache_dir)
     assert (interactions.num_users, interactions.num_items, len(interactions.items)) == (6040, 3416, 999611)
