@@ -91,7 +91,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
         texts_of_array(arrays["classes"]),
         texts_of_array(arrays["subject_names"]),
     )
-    return OwnRecordings(recordings, texts_of_array(arrays["remarks"]), *texts_of_array(arrays["digest"]))
+    return OwnRecordings(recordings, texts_of_array(arrays["remarks"]), texts_of_array(arrays["digest"])[0])
 
 
 def _is_csv(name: str) -> bool:

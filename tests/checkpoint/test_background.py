@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
-from trainer.checkpoint.background import BackgroundSaver
+from trainer.checkpoint.background import THREAD_NAME, BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.cli import main
@@ -73,7 +73,7 @@ def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, 
     gate.set()
     saver.finish()
     assert steps_on_disk(directory) == [1]
-    assert not any(thread.name == "save" for thread in threading.enumerate())
+    assert not any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.weighted_task import Weighted, WeightedObjective
-from trainer.checkpoint import directory
+from trainer.checkpoint import background, directory
 from trainer.loop.precision import Precision
 from trainer.parallel.ddp import Distributed
 
@@ -61,7 +61,7 @@ class Strike:
 def _await_writes():
     """Best weights that were only half written would die with the main process, and with them what came after."""
     for thread in threading.enumerate():
-        if thread.name == "save":
+        if thread.name == background.THREAD_NAME:
             thread.join()
 
 

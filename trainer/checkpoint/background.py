@@ -6,6 +6,8 @@ from typing import Any
 from trainer.checkpoint.directory import NoRoom, RunDirectory
 from trainer.checkpoint.snapshot import snapshot
 
+THREAD_NAME = "save"
+
 
 class BackgroundSaver:
     """Copies states, and writes them into a run directory one at a time. Used on the main process, by its main thread.
@@ -32,7 +34,7 @@ class BackgroundSaver:
         self._reusable = None
         self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
         # Not a daemon: an interpreter that ends waits for the write, as for any other file.
-        self._thread = threading.Thread(target=self._write_in_thread, name="save")
+        self._thread = threading.Thread(target=self._write_in_thread, name=THREAD_NAME)
         self._thread.start()
 
     def wait(self) -> None:
