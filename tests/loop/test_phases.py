@@ -144,7 +144,8 @@ def test_several_processes_learn_what_a_bare_loop_does(case, world, batch_size, 
     assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+# Not 3, which is a turn of the GAN: all would begin in the same phase.
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["gan, two steps of one", "one after another"])
 def test_resumes_in_the_middle_of_every_phase_to_the_bit(case, stride, run_here, tmp_path):
     whole = tmp_path / "whole"
@@ -152,7 +153,9 @@ def test_resumes_in_the_middle_of_every_phase_to_the_bit(case, stride, run_here,
     expected = torch.load(whole / "final.pth", weights_only=True)
     entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
     assert {entry["phase"] for entry in entries} == {0, 1}
-    for entry in entries[:14:stride]:
+    chosen = entries[:14:stride]
+    assert {entry["phase"] for entry in chosen if entry["samples"] > 0} == {0, 1}
+    for entry in chosen:
         directory = tmp_path / f"from-{entry['step']}"
         run_here(
             *argv_of(case), "--batch-size", 2, "--save-every-steps", 1, "--resume-from", whole / entry["file"],
