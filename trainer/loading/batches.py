@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 Batch = dict[str, Tensor]
@@ -66,15 +67,21 @@ Request = tuple[int, SampleKeys]
 """What travels to a worker: the data set that is meant, by its number, and one key. One batch travels back."""
 
 
-class _NumberedBatches(Dataset[Batch]):
-    """The batches of several data sets as items of one."""
+class _NumberedBatches(Dataset[Batch | BadInput]):
+    """The batches of several data sets as items of one.
+
+    A refusal is an item too: torch would send an exception on as one of its traceback.
+    """
 
     def __init__(self) -> None:
         self.of_dataset: list[_Batches] = []
 
-    def __getitem__(self, request: Request) -> Batch:
+    def __getitem__(self, request: Request) -> Batch | BadInput:
         number, keys = request
-        return self.of_dataset[number][keys]
+        try:
+            return self.of_dataset[number][keys]
+        except BadInput as refusal:
+            return refusal
 
 
 class _RequestSource:
@@ -98,7 +105,7 @@ class Workers:
         self._pin_memory = pin_memory
         self._batches = _NumberedBatches()
         self._source = _RequestSource()
-        self._processes: DataLoader[Batch] | None = None
+        self._processes: DataLoader[Batch | BadInput] | None = None
         if num_workers > 0:
             self._processes = DataLoader(
                 self._batches,
@@ -123,14 +130,14 @@ class Workers:
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """The batches asked for, in order. What an earlier call has not yielded yet is lost."""
         if self._processes is None:
-            batches = (self._batches[request] for request in requests)
+            batches = map(_or_raise, (self._batches[request] for request in requests))
             if not self._pin_memory:
                 return batches
             return ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
         self._source.requests = requests
         others = set(multiprocessing.active_children())
         try:
-            return iter(self._processes)
+            return map(_or_raise, self._processes)
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:  # `close` would not know of them
                 worker.kill()
@@ -170,6 +177,12 @@ class BatchLoader:
     def close(self) -> None:
         """Ends its workers; see `Workers.close`."""
         self._workers.close()
+
+
+def _or_raise(batch: Batch | BadInput) -> Batch:
+    if isinstance(batch, BadInput):
+        raise batch
+    return batch
 
 
 def _depend_on_the_trainer(worker_id: int) -> None:
