@@ -67,7 +67,7 @@ def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedB
     precision = Precision("off", torch.float32, CPU)
     objective = parallel.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
-    learner = Learner(objective, net, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
+    learner = Learner(objective, net, CPU, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
     optimizer, params = optimized(objective)
     learner.set_trained({"train": params})
     learner.nets["train"] = parallel.wrap(net)

@@ -18,6 +18,7 @@ import trainer
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
 from trainer.commands.in_process import process_restored
+from trainer.loading.errors import BadInput
 from trainer.parallel.errors import Failure
 from trainer.parallel.signals import ONE_CTRL_C_S
 from trainer.tasks import is_same_task, name_of
@@ -582,3 +583,39 @@ def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
 class Failing(Weighted):
     def build_objective(self):
         fail()
+
+
+class Unlearnable(Weighted):
+    def build_objective(self):
+        return WeightedObjective(torch.nn.Identity(), 0.0)
+
+
+def test_a_model_without_parameters_is_refused_in_words(tmp_path):
+    with pytest.raises(BadInput, match=r"Unlearnable.param_groups: phase 'train': trains no parameters"):
+        trainer.fit(Unlearnable, save_dir=tmp_path, **SETTINGS)
+
+
+class Undefined(Weighted):
+    def summarise(self, sums):
+        return super().summarise(sums) | {"auc": float("nan"), "ratio": float("inf")}
+
+
+def test_metrics_without_a_number_are_null_in_strict_json(tmp_path):
+    metrics, _ = trainer.fit(Undefined, save_dir=tmp_path, **SETTINGS)
+    assert np.isnan(metrics["test/auc"])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    written = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    assert (written["metrics"]["test/auc"], written["metrics"]["test/ratio"]) == (None, None)
+    assert written["metrics"]["test/loss"] == metrics["test/loss"]
+
+
+def test_a_state_is_saved_once(tmp_path):
+    """At the end of an epoch too, where --save-every-steps and the report both ask for it."""
+    _, run = trainer.fit(
+        Weighted, save_dir=tmp_path, save_every_steps=1, keep_checkpoints=0, **SETTINGS | {"epochs": 2}
+    )
+    entries = json.loads((run.path / "manifest.json").read_text())["checkpoints"]
+    assert [entry["step"] for entry in entries] == list(range(1, 2 * STEPS_PER_EPOCH + 1))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trainer.checkpoint.directory import METRICS
-from trainer.checkpoint.records import RESULTS, read_json
+from trainer.checkpoint.records import RESULTS, metrics_of, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import TRAINER_GROUPS, ExportFlags, Flags, PredictFlags, SeveralFlags
@@ -71,7 +71,7 @@ class SavedRun:
     @property
     def metrics(self) -> dict[str, float]:
         """Those of results.json, by names such as "test/loss"; empty before the end."""
-        return self.results.get("metrics", {})
+        return metrics_of(self.results)
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -1,12 +1,23 @@
 """The manifest: rebuilt when it is lost, and believed in nothing that the trainer would not write."""
 
 import json
+import re
 
 import pytest
 
 from tests.checkpoint.conftest import checkpoints, save
 from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.format import CHECKPOINT_NAME
+from trainer.checkpoint.manifest import unused_path
 from trainer.loading.errors import BadInput
+from trainer.loading.order import Position
+
+
+def test_steps_of_a_turn_have_names_of_their_own(tmp_path):
+    positions = [Position(0, 1, 8, turn) for turn in range(3)]
+    names = [unused_path(tmp_path, position).name for position in positions]
+    assert names == ["checkpoint_0_1_8.pth", "checkpoint_0_1_8_1.pth", "checkpoint_0_1_8_2.pth"]
+    assert all(re.fullmatch(CHECKPOINT_NAME, name) for name in names)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"null", b'{"checkpoints": [1]}', b"\xff\xfe\x00"])

@@ -1,5 +1,6 @@
 """Loggers of a user's own: told everything, in order; and whatever they do, it is not the run's business."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -181,6 +182,18 @@ def test_each_run_of_several_has_its_own(command, tmp_path):
 
 
 # --- what it does wrong ------------------------------------------------------------------------------------------
+
+
+def test_it_is_ended_also_where_the_disk_is_full(tmp_path, monkeypatch):
+    log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(Recording(), "--logger x")])
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(log, "flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+    assert [call["state"] for call in logged(tmp_path, "end")] == ["failed"]
 
 
 @pytest.mark.parametrize("method", METHODS)

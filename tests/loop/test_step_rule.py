@@ -58,7 +58,7 @@ def build(name, cache_dir, parallel, dtype=torch.float64):
     objective = task.build_objective().to(CPU, dtype)
     precision = Precision("off", dtype, CPU)
     net = in_precision(objective, precision)
-    learner = Learner(objective, net, precision, 0.0, ExponentialMovingAverage(objective.model, decay=0))
+    learner = Learner(objective, net, CPU, precision, 0.0, ExponentialMovingAverage(objective.model, decay=0))
     trained = [p for group in task.param_groups(objective, phase) for p in group["params"]]
     learner.set_trained({phase: trained})
     learner.nets[phase] = parallel.wrap(net)

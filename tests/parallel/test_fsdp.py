@@ -18,7 +18,8 @@ from trainer.loading.errors import BadInput
 from trainer.loop.precision import Precision
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.fsdp import Sharded, built_as_outline, outline_of, refuse_what_cannot_be_cut, without_weights
+from trainer.parallel.fsdp import Sharded, built_as_outline, outline_of, refuse_what_cannot_be_cut
+from trainer.parallel.outline import without_weights
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]

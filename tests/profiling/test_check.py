@@ -90,11 +90,20 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
     monkeypatch.setattr(Distributed, "gather", lost)
-    try:
-        with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
-            Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
-    finally:
-        torch.distributed.destroy_process_group()
+    with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
+        Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_device_that_cannot_be_used_is_not_taken_for_the_others_being_late(alone, monkeypatch):
+    def busy(self, devices):
+        if devices:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+    monkeypatch.setattr(Distributed, "use", busy)
+    with pytest.raises(RuntimeError, match=r"^CUDA error: all"):
+        Distributed(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
+    assert not torch.distributed.is_initialized()
 
 
 def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, monkeypatch):

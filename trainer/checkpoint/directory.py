@@ -6,7 +6,6 @@ old state or the new one.
 """
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +17,11 @@ from typing import Any
 from trainer.checkpoint.file import CheckpointReader, write_checkpoint
 from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, JobName, Lock, LockTaken, Writer, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
-from trainer.checkpoint.records import RESULTS, read_config, read_json
+from trainer.checkpoint.records import RESULTS, as_json, read_config, read_json
 from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
-from trainer.loading.errors import BadInput
+from trainer.loading.errors import BadInput, reason
 from trainer.loading.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
@@ -101,7 +100,7 @@ class RunDirectory:
     def write_json(self, name: str, content: Any) -> None:
         """Replaces a file of it as a whole, durably. Raises BadInput when the disk refuses, or LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot write {name}"):
-            self.writer.replace_text(self.path / name, json.dumps(content, indent=2) + "\n")
+            self.writer.replace_text(self.path / name, as_json(content))
 
     def require_space(self, num_bytes: int) -> None:
         """Raises BadInput when the file system has no room for one checkpoint."""
@@ -238,10 +237,10 @@ class RunDirectory:
     def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> BadInput:
         if not self.path.is_dir():
             return BadInput(f"--save-dir {self.path}: cannot write {file}: {FOLDER_GONE}; run the same command again")
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause = getattr(error, "strerror", None) or reason(error)
         free = shutil.disk_usage(self.path).free
         problem = (
-            f"--save-dir {self.path}: cannot write {file}: {reason}: it needs about {_size(needed)} and "
+            f"--save-dir {self.path}: cannot write {file}: {cause}: it needs about {_size(needed)} and "
             f"{_size(free)} are free; earlier checkpoints are intact"
         )
         if isinstance(error, OSError) and error.errno in DISK_FULL:

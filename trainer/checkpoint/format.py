@@ -33,7 +33,7 @@ from trainer.checkpoint.kinds import (
 
 CHECKSUM = "checksum"
 """Of all other entries of a file."""
-CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+)?(_again\d+)?\.pth"
+CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+(_\d+)?)?(_again\d+)?\.pth"
 RUN_ID = "[0-9a-f]{12}"
 NOT_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
 """Of what an optimizer keeps of a parameter."""

@@ -96,7 +96,7 @@ def unused_path(folder: Path, position: Position) -> Path:
     """The name for a checkpoint. None is ever overwritten: a run that went back gets another name."""
     name = f"checkpoint_{position.epoch}"
     if not position.at_epoch_start:
-        name += f"_{position.phase}_{position.samples}"
+        name += f"_{position.phase}_{position.samples}" + (f"_{position.turn}" if position.turn else "")
     suffixes = itertools.chain([""], (f"_again{number}" for number in itertools.count(2)))
     paths = (folder / f"{name}{suffix}.pth" for suffix in suffixes)
     return next(path for path in paths if not path.exists())

@@ -1,7 +1,8 @@
 """The small JSON files of a run directory, each replaced as a whole by `RunDirectory.write_json`."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,25 @@ def read_json(path: Path, say: Callable[[str], None] = lambda line: None) -> dic
         say(f"{path} is damaged: it is no JSON object.")
         return {}
     return content
+
+
+def as_json(content: Any) -> str:
+    """For JSON, which knows no NaN and no infinity: null stands for them."""
+    return json.dumps(_without_nan(content), indent=2, allow_nan=False) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _without_nan(item) for name, item in value.items()}
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return [_without_nan(item) for item in value] if is_list else value
+
+
+def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """Those of results.json by name, such as "test/loss"; NaN where it has none. Empty of a run without results."""
+    return {name: math.nan if value is None else value for name, value in results.get("metrics", {}).items()}
 
 
 def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:

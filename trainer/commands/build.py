@@ -305,6 +305,7 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
     return Learner(
         objective,
         in_precision(objective, precision),
+        parallel.device,
         precision,
         flags.learning.max_grad_norm,
         ExponentialMovingAverage(objective.model, flags.learning.ema_decay),

@@ -58,7 +58,6 @@ def _take_best_weights(run: Run) -> bool:
 def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums: Mapping[str, Sums]) -> None:
     details = {split: run.task.details(own) for split, own in sums.items()}
     progress, best = run.progress, run.progress.best
-    num_samples = run.plan.epochs_done(progress.position) * run.plan.samples_per_epoch
     run.directory.mark_final()
     run.directory.write_json(
         RESULTS,
@@ -69,7 +68,6 @@ def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums
             "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
             "num_parameters": run.learner.num_parameters,
             "train_seconds": round(progress.train_seconds, 3),
-            "samples_per_second": round(num_samples / max(progress.train_seconds, 1e-9), 1),
             "world_size": run.parallel.shard[1],
             "num_devices": run.parallel.num_devices,
             "global_batch_size": run.batches[0].global_batch_size,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.manifest import MANIFEST, read_manifest
-from trainer.checkpoint.records import RESULTS, read_config, read_json
+from trainer.checkpoint.records import RESULTS, metrics_of, read_config, read_json
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
@@ -105,8 +105,8 @@ class Job:
     def entry(self) -> dict[str, Any]:
         """What summary.json says of it once it is finished; "directory" is below that of all runs."""
         results = read_json(self.directory / RESULTS)
-        scores = {name: results[name] for name in ("metrics", "train_seconds")}
-        return {"directory": self.name, "seed": self.seed, "fold": self.fold, **scores}
+        which = {"directory": self.name, "seed": self.seed, "fold": self.fold}
+        return {**which, "metrics": metrics_of(results), "train_seconds": results["train_seconds"]}
 
     def failure_message(self, status: int) -> str:
         """What it had to say when it failed, under its name."""

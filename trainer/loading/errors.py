@@ -1,4 +1,4 @@
-"""The one exception that is shown to a user without a traceback."""
+"""The one exception that is shown to a user without a traceback, and how others are told in a line."""
 
 
 def printable(text: str) -> str:
@@ -8,3 +8,11 @@ def printable(text: str) -> str:
 
 class BadInput(ValueError):
     """A mistake in what the user gave; the message names the value, the reason and the flag to change."""
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
+        return lines[-1].strip()
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")

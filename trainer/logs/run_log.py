@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import numpy as np
@@ -140,12 +141,13 @@ class RunLog:
         self._directory.flush()
 
     def close(self) -> None:
-        """Ends all of them. Loggers of a user's own get some seconds for it."""
-        self.flush()
-        end_all(self._own, self.state, self._say_of_own)
-        self._tell_notes()
-        for logger in self._built_in:
-            logger.end(self.state)
+        """Ends all of them, whatever one of them raises. Loggers of a user's own get some seconds for it."""
+        with ExitStack() as afterwards:
+            for logger in reversed(self._built_in):
+                afterwards.callback(logger.end, self.state)
+            afterwards.callback(self._tell_notes)
+            afterwards.callback(end_all, self._own, self.state, self._say_of_own)
+            self.flush()
 
     def _log(self, record: Record) -> None:
         for logger in self._loggers:

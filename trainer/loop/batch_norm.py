@@ -1,6 +1,6 @@
 """The running statistics of batch norms, which a forward changes: agreed on by all processes, or undone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -19,17 +19,18 @@ class RunningStatistics:
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._current = [*self._statistics, *(buffer for buffer in buffers if not buffer.is_floating_point())]
-        self._kept = [buffer.clone() for buffer in self._current]
+        # Of many layers each kind is copied as one, since a GPU takes as long to start on a small tensor as to copy it.
+        self._statistics = Joined([buffer for buffer in buffers if buffer.is_floating_point()])
+        counters = Joined([buffer for buffer in buffers if not buffer.is_floating_point()])
+        self._kinds = [kind for kind in (self._statistics, counters) if kind]
         self._num_samples = 0
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def keep(self) -> None:
         """Before a step."""
         self._num_samples = 0
-        for current, kept in zip(self._current, self._kept, strict=True):
-            kept.copy_(current)
+        for kind in self._kinds:
+            kind.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
         """Around the forward of a micro-batch. num_samples: those that count; the forward of none leaves no trace.
@@ -41,10 +42,9 @@ class RunningStatistics:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        before = [statistic.clone() for statistic in self._statistics]
+        before = self._statistics.joined()
         yield
-        for statistic, value in zip(self._statistics, before, strict=True):
-            statistic.data.copy_(value)  # unseen by autograd, whose backward does not need them
+        self._statistics.set(before)
 
     def start_agreement(self, parallel: Parallel) -> None:
         """After the last forward of a step, so that it travels during the backward. All call it, and then `agree`.
@@ -53,9 +53,8 @@ class RunningStatistics:
         """
         if not self._statistics or parallel.shard[1] == 1:
             return
-        changes = torch._foreach_sub(self._statistics, self._kept[: len(self._statistics)])
-        one = torch.ones_like(changes[0][:1])
-        flat = torch.cat([*(change.flatten() for change in changes), one]) * self._num_samples
+        changes = self._statistics.joined() - self._statistics.kept
+        flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
         self._pending = flat, parallel.start_sum_in_place(flat)
 
     def agree(self) -> None:
@@ -65,20 +64,41 @@ class RunningStatistics:
         flat, wait = self._pending
         self._pending = None
         wait()
-        means = (flat[:-1] / flat[-1]).split([statistic.numel() for statistic in self._statistics])
-        kept = self._kept[: len(self._statistics)]
-        for statistic, before, mean in zip(self._statistics, kept, means, strict=True):
-            torch.add(before, mean.view_as(before), out=statistic)
+        self._statistics.set(self._statistics.kept + flat[:-1] / flat[-1])
 
     def undo(self) -> None:
         """After a step that was broken off."""
-        for current, kept in zip(self._current, self._kept, strict=True):
-            current.copy_(kept)
+        for kind in self._kinds:
+            kind.set(kind.kept)
 
     def undo_unless(self, applied: bool | Tensor) -> None:
         """After a step. applied: whether it was; see `StepResult`."""
         if isinstance(applied, Tensor):
-            for current, kept in zip(self._current, self._kept, strict=True):
-                current.copy_(torch.where(applied, current, kept))
+            for kind in self._kinds:
+                kind.set(torch.where(applied, kind.joined(), kind.kept))
         elif not applied:
             self.undo()
+
+
+class Joined:
+    """Tensors that are handled as one. kept: a copy of them, in one dimension."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._flat = [tensor.detach().view(-1) for tensor in tensors]
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self.kept = self.joined()
+
+    def __bool__(self) -> bool:
+        return bool(self._flat)
+
+    def joined(self) -> Tensor:
+        """Their values, in one dimension."""
+        return torch.cat(self._flat) if self._flat else torch.empty(0)
+
+    def keep(self) -> None:
+        torch.cat(self._flat, out=self.kept)
+
+    def set(self, values: Tensor) -> None:
+        """values: as `joined` gave them."""
+        # Unseen by autograd, whose backward does not need them.
+        torch._foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))

@@ -17,7 +17,8 @@ from trainer.task import Objective
 class Learner:
     """What learns.
 
-    objective: as the task built it. net: the same in the run's precision. max_grad_norm: 0 does not clip.
+    objective: as the task built it. net: the same in the run's precision. device: where both are.
+    max_grad_norm: 0 does not clip.
 
     By phase, once the run is to train: nets, the net wrapped for the run's devices, which is what training calls;
     params, what the phase trains; optimizers.
@@ -25,6 +26,7 @@ class Learner:
 
     objective: Objective
     net: nn.Module
+    device: torch.device
     precision: Precision
     max_grad_norm: float
     ema: ExponentialMovingAverage
@@ -37,7 +39,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.batch_norm = RunningStatistics(self.objective)
-        self.last_step = LastStep(next(self.objective.parameters()).device)
+        self.last_step = LastStep(self.device)
 
     @property
     def num_parameters(self) -> int:

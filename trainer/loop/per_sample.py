@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
-from trainer.task import Outputs, PerSample, Sums
+from trainer.task import Outputs, PerSample
 
 
 class PerSampleOutputs:
@@ -16,7 +16,7 @@ class PerSampleOutputs:
 
     def __init__(self) -> None:
         self._index: list[Tensor] = []
-        self._parts: list[Sums] = []
+        self._parts: list[dict[str, Tensor]] = []
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
         """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's."""
@@ -26,7 +26,7 @@ class PerSampleOutputs:
             # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
             self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
 
-    def gathered(self, parallel: Parallel, num_samples: int) -> Sums:
+    def gathered(self, parallel: Parallel, num_samples: int) -> dict[str, Tensor]:
         """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
 
         All processes call it; all have added outputs or none has. Raises BadInput on all of them.
@@ -36,11 +36,11 @@ class PerSampleOutputs:
         if parallel.device.type == "cuda":
             torch.cuda.current_stream(parallel.device).synchronize()
         shares = parallel.gather_on_main((torch.cat(self._index), parallel.together(self._joined)))
-        whole: Sums = {}
+        whole: dict[str, Tensor] = {}
         parallel.on_main(lambda: whole.update(in_order(shares, num_samples)))
         return whole
 
-    def _joined(self) -> Sums:
+    def _joined(self) -> dict[str, Tensor]:
         for index, part in zip(self._index, self._parts, strict=True):
             for name, values in part.items():
                 if values.shape[:1] != index.shape:
@@ -51,7 +51,7 @@ class PerSampleOutputs:
         return joined(self._parts)
 
 
-def joined(parts: Sequence[Sums]) -> Sums:
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Outputs of the same names, one behind the other. Raises BadInput where the rows are unlike."""
     for name in parts[0]:
         kinds = {(tuple(part[name].shape[1:]), part[name].dtype) for part in parts}
@@ -64,7 +64,7 @@ def joined(parts: Sequence[Sums]) -> Sums:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def in_order(shares: Sequence[tuple[Tensor, Sums]], num_samples: int) -> Sums:
+def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: int) -> dict[str, Tensor]:
     """Each output in order of index, each sample once. shares: (index, outputs) of each process. Raises BadInput.
 
     Of the rows of a sample the first one counts, which is never a placeholder's: those repeat the first samples of a

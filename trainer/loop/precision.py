@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
 from trainer.parallel.base import own_parts
-from trainer.task import Objective, Sums
+from trainer.task import Objective, Outputs
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_FLOOR = 1.0
@@ -226,7 +226,7 @@ class PrecisionForward(nn.Module):
         self.dtype = precision.dtype
         self.autocast_dtype = precision.autocast_dtype
 
-    def forward(self, batch: Batch, *phase: str) -> Sums:
+    def forward(self, batch: Batch, *phase: str) -> Outputs:
         if self.dtype != torch.float32:
             batch = of_dtype(batch, self.dtype)
         if self.autocast_dtype is None:

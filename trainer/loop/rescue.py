@@ -17,7 +17,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.kinds import not_finite
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
-from trainer.loading.errors import BadInput
+from trainer.loading.errors import BadInput, reason
 from trainer.loop.checkpointing import state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
@@ -43,7 +43,7 @@ def rescue(run: Run, failure: Failure) -> None:
         try:
             came_further = run.parallel.stands_in_for_main(failure.lost or ()) and _save_last_step(run)
         except (BadInput, OSError, RuntimeError) as error:  # of the device too, which may be what failed
-            print_error(f"the state after the last optimizer step could not be saved: {str(error).splitlines()[0]}")
+            print_error(f"the state after the last optimizer step could not be saved: {reason(error)}")
         if failure.lost is not None and came_further:
             failure.status = EXIT_AGAIN
         run.parallel.diagnosis.exit_status = failure.status

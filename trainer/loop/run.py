@@ -1,6 +1,7 @@
 """A run in progress: everything that one process trains with."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ class Run:
         """Ends workers, a write under way, and the log."""
         for loader in self.loaders.values():
             loader.close()
-        unsaved = self.saver.end()
-        if unsaved is not None:
-            self.log.say(unsaved)
-        self.log.close()
+        with closing(self.log):
+            unsaved = self.saver.end()
+            if unsaved is not None:
+                self.log.say(unsaved)

@@ -121,11 +121,12 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(run: Run, agreed: Agreed) -> bool:
-    """Whether a checkpoint is due after the last step, and not made by a report anyway."""
+    """Whether a checkpoint is due after the last step, and not made anyway by the report that follows it."""
     num_steps, interval = run.progress.step, run.settings.save_every_steps
     # What the clock asked for before the last checkpoint may be on its way for two more steps.
     clock_asks = agreed.save > 0 and num_steps > run.progress.last_save + 2
-    return (clock_asks or (interval > 0 and num_steps % interval == 0)) and not run.plan.reports_after(num_steps)
+    is_due = clock_asks or (interval > 0 and num_steps % interval == 0)
+    return is_due and not (run.plan.reports_after(num_steps) or run.plan.is_end_of_epoch(run.progress.position))
 
 
 def train_step(

@@ -4,8 +4,8 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.loading.errors import BadInput
+from trainer.loading.errors import BadInput, reason
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.descriptors import make_room
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
@@ -23,6 +23,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.neighbours import Neighbours, process_space
+from trainer.parallel.outline import empty_like, mapped, without_weights
 from trainer.parallel.phase import EXCHANGE
 from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
@@ -35,6 +36,9 @@ MAIN_LEAVES_WITHIN_S = 20.0
 
 NCCL_PATIENCE = 2
 """So many times `--dist-timeout-s` its kernels may wait for others."""
+
+Member = tuple[str, int, str]
+"""A process as the others know it: its host, its id, and within what that is one."""
 
 _runs = itertools.count()
 """Of this process; those that meet have had equally many."""
@@ -65,25 +69,21 @@ class Distributed(Parallel):
             )
         gpus = usable_gpus(devices.device, flags.gpu_ids)
         self.backend = flags.backend or ("nccl" if gpus else "gloo")
-        rank, world_size = self.shard
-        try:
-            make_room(world_size)
-            store = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
-            members = self.gather((socket.gethostname(), os.getpid(), process_space()))
+        rank = environment.rank
+        with ExitStack() as on_failure:
+            on_failure.callback(_leave_group)
+            store, members = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
             self._hosts = [host for host, *_ in members]
             same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
             self.local_world_size = environment.local_world_size or len(same_host)
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
-            self.use([self.together(lambda: _rank_device(local_rank, gpus))])
-            if self.backend == "nccl":
-                self._refuse_shared_gpus()
-        except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
-            raise BadInput(
-                f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
-                f"--dist-timeout-s {flags.dist_timeout_s:g}: {str(error).splitlines()[0]}"
-            ) from None
-        except BadInput as error:
-            raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+            try:
+                self.use([self.together(lambda: _rank_device(local_rank, gpus))])
+                if self.backend == "nccl":
+                    self._refuse_shared_gpus()
+            except BadInput as error:
+                raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+            on_failure.pop_all()
         names = [f"process {process} on {host}" for host, process, _ in members]
         own_space = members[rank][2]
         self._neighbours = Neighbours(
@@ -100,8 +100,21 @@ class Distributed(Parallel):
         monitor.on_silence = self.diagnosis.consider_silence
         self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
-    def _meet(self, environment: RankEnvironment, backend: str) -> dist.Store:
-        """Joins the others; returns the store at which they met."""
+    def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
+        """Joins the others. Raises BadInput, on every process, when they do not come."""
+        rank, world_size = self.shard
+        try:
+            make_room(world_size)
+            store = self._join(environment, backend)
+            return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
+        except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
+            raise BadInput(
+                f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
+                f"--dist-timeout-s {self._flags.dist_timeout_s:g}: {reason(error)}"
+            ) from None
+
+    def _join(self, environment: RankEnvironment, backend: str) -> dist.Store:
+        """Makes the groups; returns the store at which the processes met."""
         rank, world_size = self.shard
         timeout = timedelta(seconds=self._flags.dist_timeout_s)
         store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
@@ -271,6 +284,39 @@ class Distributed(Parallel):
             if whole is not buffer:
                 buffer.copy_(whole)
 
+    def _from_main(self, value: Tensor) -> Tensor:
+        """The main process's value on this process's device. Of the others' only shape and type count."""
+        self.phase.enter(EXCHANGE)
+        whole = value.to(self.device).contiguous() if self.is_main else empty_like(value, self.device)
+        if whole.numel():
+            dist.broadcast(whole, src=0)
+        return whole
+
+    def load_on_main(self, function: Callable[[], T]) -> T:
+        loaded: list[T] = []
+
+        def load() -> T:
+            loaded.append(function())
+            return without_weights(loaded[0])
+
+        outlined = self.on_main(load)
+        return loaded[0] if self.is_main else outlined
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+        own = model.state_dict()
+        for name, value in weights.items():
+            own[name].copy_(self._own_part(self._from_main(value), own[name]))
+        model.load_state_dict(own)  # its own, for the hooks that derive more from what was loaded
+
+    def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
+        """What this process keeps of a tensor, for one of its own."""
+        return whole
+
+    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        # Numbers of steps have no dimension, and every process was given them.
+        return mapped(state, lambda value: self._from_main(value) if value.dim() else value)
+
     def close(self) -> None:
         self._watchdog.close()
         self.diagnosis.monitor.close()
@@ -313,6 +359,11 @@ def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
     """The ranks of the first GPU that is that of several. gpus: of each rank the host, and what identifies the GPU."""
     ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
     return next((sharing for sharing in ranks if len(sharing) > 1), [])
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def available_backends() -> list[str]:

@@ -44,14 +44,6 @@ class RestartNeeded(Exception):
         self.memory_limit = memory_limit
 
 
-def reason(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-    if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
-        return lines[-1].strip()
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
-
-
 def print_refusal(refusal: BadInput) -> None:
     """Writes what the user has to change, a line each."""
     for line in str(refusal).split("\n"):

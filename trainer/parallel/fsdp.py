@@ -7,7 +7,6 @@ is a unit or two. Importing this takes seconds, so it is imported where it is us
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -24,13 +23,11 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
+from trainer.parallel.outline import mapped
 from trainer.parallel.phase import EXCHANGE
 from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
-
-ENTRIES_OF_WEIGHTS = ("model", "training_model", "optimizers")
-"""Of a checkpoint: what only the main process reads."""
 
 
 class Sharded(Distributed):
@@ -135,14 +132,6 @@ class Sharded(Distributed):
                     sent[buffer] = self._from_main(buffer)
                 setattr(module, name, sent[buffer])
 
-    def _from_main(self, value: Tensor) -> Tensor:
-        """The main process's value on this process's device. Of the others' only shape and type count."""
-        self.phase.enter(EXCHANGE)
-        whole = value.to(self.device).contiguous() if self.is_main else _empty(value, self.device)
-        if whole.numel():
-            dist.broadcast(whole, src=0)
-        return whole
-
     def wrap(self, net: nn.Module) -> nn.Module:
         return net
 
@@ -205,7 +194,7 @@ class Sharded(Distributed):
         return weights
 
     def full_moments(self, state: dict[str, Any]) -> dict[str, Any]:
-        return _mapped(state, self._gathered)
+        return mapped(state, self._gathered)
 
     def _gathered(self, value: Tensor) -> Tensor:
         """Whole, in the main process's host memory. One at a time is whole on a device."""
@@ -214,30 +203,15 @@ class Sharded(Distributed):
         whole = value.full_tensor()
         return whole.cpu() if self.is_main else value
 
-    def load_on_main(self, function: Callable[[], T]) -> T:
-        loaded: list[T] = []
-
-        def load() -> T:
-            loaded.append(function())
-            return without_weights(loaded[0])
-
-        outlined = self.on_main(load)
-        return loaded[0] if self.is_main else outlined
-
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-        own = model.state_dict()
-        for name, value in weights.items():
-            mine, whole = own[name], self._from_main(value)
-            mine.copy_(_part_like(whole, mine) if isinstance(mine, DTensor) else whole)
-        model.load_state_dict(own)  # its own, for the hooks that derive more from what was loaded
+    def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
+        return _part_like(whole, own) if isinstance(own, DTensor) else whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         params = [p for group in optimizer.param_groups for p in group["params"]]
         of_number = dict(zip(numbers, params, strict=True))
         moments = {
-            number: _mapped(kept, partial(self._own_moment, parameter=of_number[number]))
+            number: mapped(kept, partial(self._own_moment, parameter=of_number[number]))
             for number, kept in state["state"].items()
         }
         return state | {"state": moments}
@@ -303,34 +277,8 @@ def built_as_outline(build: Callable[[], Objective], outline: object) -> Objecti
     return build()
 
 
-def _empty(value: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=device)
-
-
 def _part_like(whole: Tensor, own: DTensor) -> DTensor:
     """The part of a tensor that this process has of another one of its shape."""
     mesh = own.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=own.placements)
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same with another tensor for each."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _mapped(item, function) for name, item in value.items()}
-    return [_mapped(item, function) for item in value] if isinstance(value, list) else value
-
-
-def without_weights(value: Any, is_weight: bool = False) -> Any:
-    """What the main process loaded, with outlines of its weights and moments; single numbers stay."""
-    if isinstance(value, Tensor):
-        return _empty(value, torch.device("meta")) if is_weight and value.dim() else value
-    if isinstance(value, dict):
-        return {name: without_weights(item, is_weight or name in ENTRIES_OF_WEIGHTS) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_weights(item, is_weight) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: without_weights(getattr(value, field.name)) for field in fields(value)})
-    return value

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from trainer.loading.batches import BatchLoader, Workers
+from trainer.loading.errors import reason
 from trainer.loading.order import SampleKeys
 from trainer.parallel.ddp import available_backends
 from trainer.parallel.devices import num_cores
-from trainer.parallel.errors import reason
 from trainer.profiling.meters import MIB, Timer
 
 GIB = 2**30

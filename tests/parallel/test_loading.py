@@ -1,0 +1,71 @@
+"""A checkpoint that the main process reads, in the models and optimizers of all."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.parallel.ddp import Distributed
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.launch import launch
+
+WORLD_SIZE = 2
+
+
+def trained(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9)]
+    model(torch.randn(7, 3)).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return model, optimizers
+
+
+def state_of(model, optimizers):
+    return {"model": model.state_dict(), "optimizers": {"train": [each.state_dict() for each in optimizers]}}
+
+
+def in_process(environment, folder):
+    """Each process has trained something else; all take what the main one reads."""
+    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    model, optimizers = trained(seed=environment.rank)
+    state = parallel.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)})
+    sent = [state["model"]["0.weight"], state["optimizers"]["train"][0]["state"][0]["exp_avg"]]
+    parallel.load_weights(state["model"], model)
+    parallel.load_moments(state["optimizers"], {"train": optimizers})
+    found = state_of(model, optimizers) | {"step": state["step"], "sums": state["sums"]}
+    torch.save(found | {"travelled": [not value.is_meta for value in sent]}, folder / f"rank{environment.rank}.pt")
+    parallel.close()
+    return 0
+
+
+def flat(value):
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in flat(item)]
+    if isinstance(value, list):
+        return [tensor for item in value for tensor in flat(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loading")
+    assert launch(partial(in_process, folder=folder), WORLD_SIZE) == 0
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+
+
+def test_all_have_what_the_main_process_has_read(found):
+    expected = state_of(*trained(seed=7))
+    for own in found:
+        assert own["step"] == 3
+        assert torch.equal(own["sums"], torch.ones(2))
+        tensors, wanted = (flat([each["model"], each["optimizers"]]) for each in (own, expected))
+        assert len(tensors) == len(wanted) > 15
+        assert all(map(torch.equal, tensors, wanted))
+
+
+def test_large_tensors_do_not_travel_within_the_checkpoint(found):
+    """All of it at once, and pickled, would be in the memory of each process several times."""
+    assert [own["travelled"] for own in found] == [[True, True], [False, False]]
