@@ -178,5 +178,5 @@ def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
 )  # fmt: skip
 def test_a_sample_alone_is_found_on_any_rank(world_size, whole, micro_batch_size, expected):
     parallel = SingleDevice(torch.device("cpu"))
-    parallel.shard = (0, world_size)
+    parallel.world_size = world_size
     assert leaves_a_single_sample(parallel, whole, micro_batch_size) == expected

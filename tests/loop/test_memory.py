@@ -152,7 +152,8 @@ def test_an_evaluation_is_split_alike_whoever_had_too_little_memory_before(tmp_p
     for rank, size in enumerate(sizes):
         run = built(SingleDevice(CPU), tmp_path)
         run.memory_limit = replace(run.memory_limit, eval_batch_size=size)
-        run.parallel.shard, run.parallel.gather = (rank, len(sizes)), lambda value: sizes
+        run.parallel.rank, run.parallel.world_size = rank, len(sizes)
+        run.parallel.gather = lambda value: sizes
         found.append(list(evaluation_batches(run, "val")))
     assert len(found[0]) == len(found[1])
     counted = [i for own in found for batch, weight in own if weight > 0 for i in batch["index"].tolist()]

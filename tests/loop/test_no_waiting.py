@@ -135,7 +135,7 @@ def test_nothing_of_a_step_is_fetched_from_the_device(argv, numberless, cache_di
 
 def test_nothing_of_a_fingerprint_is_fetched(numberless, cache_dir):
     """As one of two processes, until the steps after which it has arrived."""
-    numberless.shard = (0, 2)
+    numberless.world_size = 2
     run = run_of(["--task", WEIGHTED, "--num-train", "2000"], numberless, cache_dir)
     run.lockstep = Lockstep(run.learner.objective, numberless, every=3)
     run.lockstep.begin()

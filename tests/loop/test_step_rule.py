@@ -74,9 +74,9 @@ def seed_dropout(parts):
 
 
 def one_step(parts, samples, accumulation, optimizer):
-    world_size = parts.parallel.shard[1]
+    world_size = parts.parallel.world_size
     micro_batch_size = -(-len(samples) // (world_size * accumulation))
-    keys = split_global_batch(samples, parts.parallel.shard, micro_batch_size, epoch=1)
+    keys = split_global_batch(samples, (parts.parallel.rank, world_size), micro_batch_size, epoch=1)
     window = [weighted(batch) for batch in parts.loader(keys)]
     (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)])()
     parts.learner.optimizers[parts.phase] = [optimizer]

@@ -17,7 +17,7 @@ def start():
     monitors = []
 
     def monitor(store, rank, world_size=2, phase=None):
-        monitors.append(HeartbeatMonitor(store, (rank, world_size), phase or CurrentPhase(), Neighbours({})))
+        monitors.append(HeartbeatMonitor(store, rank, world_size, phase or CurrentPhase(), Neighbours({})))
         return monitors[-1]
 
     yield monitor

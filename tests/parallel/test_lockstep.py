@@ -163,7 +163,7 @@ def test_places_and_signs_show(fingerprint):
 class Pair(SingleDevice):
     """One of two processes, of which the other has the same, but for what is added to its hashes."""
 
-    shard = (0, 2)
+    world_size = 2
     wrong = 0
 
     def start_sum(self, values):

@@ -112,7 +112,7 @@ def test_of_two_the_slow_one_is_told():
 class First(SingleDevice):
     """Rank 0 of 3."""
 
-    shard = (0, 3)
+    world_size = 3
 
     def gather(self, value):
         return [value, "the second", "the third"]

@@ -140,7 +140,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     limit = parallel.on_main(
         lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path, print)
     )
-    run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.shard[1])
+    run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.world_size)
     if state is None:
         notes = initialise(run, flags)
         prepare_training(run, flags)

@@ -14,7 +14,7 @@ from trainer.parallel.base import Parallel
 def describe_environment(parallel: Parallel) -> dict[str, Any]:
     """All that identity to the bit depends on, besides the flags."""
     return {
-        "world_size": parallel.shard[1],
+        "world_size": parallel.world_size,
         "num_devices": parallel.num_devices,
         "num_threads_per_rank": torch.get_num_threads(),
         "device_type": parallel.device.type,
@@ -28,7 +28,7 @@ def describe_environment(parallel: Parallel) -> dict[str, Any]:
 def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
     parallel, batches = run.parallel, run.batches[0]
-    world_size, num_devices = parallel.shard[1], parallel.num_devices
+    world_size, num_devices = parallel.world_size, parallel.num_devices
     lines = [
         f"Devices: {parallel.describe()}",
         *describe_batches(run),

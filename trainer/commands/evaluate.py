@@ -68,7 +68,7 @@ def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums
             "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
             "num_parameters": run.learner.num_parameters,
             "train_seconds": round(progress.train_seconds, 3),
-            "world_size": run.parallel.shard[1],
+            "world_size": run.parallel.world_size,
             "num_devices": run.parallel.num_devices,
             "global_batch_size": run.batches[0].global_batch_size,
             "seed": run.settings.seed,

@@ -22,7 +22,7 @@ def arrange_batches(
     sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
     its global batches and factor, whatever the devices are now.
     """
-    batch, devices = flags.batch, (parallel.num_devices, parallel.shard[1])
+    batch, devices = flags.batch, (parallel.num_devices, parallel.world_size)
     if (
         before is not None
         and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)

@@ -84,7 +84,8 @@ def label_samples(
     with precision.autocast(parallel.device.type):
         objective.start_evaluation()
     loader = BatchLoader(dataset, task.collate, Workers(pin_memory=parallel.device.type == "cuda"))
-    for batch in loader(evaluation_keys(len(dataset), parallel.shard, batch_size)):
+    shard = parallel.rank, parallel.world_size
+    for batch in loader(evaluation_keys(len(dataset), shard, batch_size)):
         on_device = of_dtype(parallel.to_device(batch), precision.dtype)
         with precision.autocast(parallel.device.type):
             columns = task.predictions(objective, on_device)

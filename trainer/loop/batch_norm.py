@@ -51,7 +51,7 @@ class RunningStatistics:
 
         On some process samples must have counted.
         """
-        if not self._statistics or parallel.shard[1] == 1:
+        if not self._statistics or parallel.world_size == 1:
             return
         changes = self._statistics.joined() - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples

@@ -157,7 +157,7 @@ def check_single_samples(
 
 def leaves_a_single_sample(parallel: Parallel, global_batch_size: int, micro_batch_size: int) -> bool:
     """Whether a device gets one sample alone in some forward of a global batch. The first and last rank show it."""
-    world_size, samples = parallel.shard[1], np.arange(global_batch_size)
+    world_size, samples = parallel.world_size, np.arange(global_batch_size)
     shares = [split_global_batch(samples, (rank, world_size), micro_batch_size, 0) for rank in (0, world_size - 1)]
     parts = [torch.from_numpy(keys.index).chunk(parallel.num_replicas) for share in shares for keys in share]
     return any(len(part[-1]) == 1 for part in parts)

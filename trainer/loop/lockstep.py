@@ -45,7 +45,7 @@ class Lockstep:
 
     def __init__(self, objective: nn.Module, parallel: Parallel, every: int) -> None:
         self._objective, self._parallel, self._every = objective, parallel, every
-        self._num_copies = parallel.shard[1] // parallel.num_parts
+        self._num_copies = parallel.world_size // parallel.num_parts
         self._delay = 0 if parallel.device.type == "cpu" else GROUP_SIZE
         self._taken: deque[tuple[int, Arrival]] = deque()
         self._sent: deque[int] = deque()
@@ -55,7 +55,7 @@ class Lockstep:
 
     def remarks(self) -> list[str]:
         """What the user should know of it before training."""
-        if self._every == 0 or self._parallel.shard[1] == 1 or self._num_copies > 1:
+        if self._every == 0 or self._parallel.world_size == 1 or self._num_copies > 1:
             return []
         return ["Every process has a part of the model that no other has: they cannot be compared (--lockstep-every)."]
 
@@ -105,7 +105,7 @@ class Lockstep:
         num_parts = self._parallel.num_parts
         limbs = [(fingerprint >> LIMB_BITS * i) % 2**LIMB_BITS for i in range(LIMBS)]
         numbers = [[0.0] * 2 * LIMBS for _ in range(num_parts)]
-        numbers[self._parallel.shard[0] % num_parts] = [float(number) for h in limbs for number in (h, h * h)]
+        numbers[self._parallel.rank % num_parts] = [float(number) for h in limbs for number in (h, h * h)]
         return tuple(number for part in numbers for number in part)
 
     def _judge(self, step: int, sums: Sequence[float]) -> list[str]:

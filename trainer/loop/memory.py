@@ -109,7 +109,7 @@ def _halve(run: Run, phase: int) -> None:
 def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:
     """The same global batches with half the samples per forward. Raises BadInput when a single one did not fit."""
     _half(run, run.batches[phase].batch_size)
-    devices = run.parallel.num_devices, run.parallel.shard[1]
+    devices = run.parallel.num_devices, run.parallel.world_size
     batches = tuple(
         split_batch(-(-split.batch_size // 2), 1, split.global_batch_size, *devices) for split in run.batches
     )

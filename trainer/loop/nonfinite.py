@@ -31,7 +31,7 @@ def check_steps(run: Run, wait: bool) -> None:
 def describe(run: Run, record: StepRecord) -> str:
     """Which step, whose loss, and which samples. All processes call it."""
     step = record.planned
-    rank, world_size = run.parallel.shard
+    rank, world_size = run.parallel.rank, run.parallel.world_size
     own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
     own_loss_is_bad[rank] = not bool(torch.isfinite(record.result.sums["loss"]).all())
     ranks = run.parallel.sum(own_loss_is_bad).nonzero().flatten().tolist()

@@ -40,7 +40,7 @@ class RankTimes:
 
     def begin(self) -> None:
         """Before the first step of this process."""
-        if self._parallel.shard[1] > 1:
+        if self._parallel.world_size > 1:
             device, phase = self._parallel.device, self._parallel.phase
             self._clock = HostClock(phase) if device.type == "cpu" else DeviceClock(phase, device)
 
@@ -58,7 +58,7 @@ class RankTimes:
         if self._clock is None or not self._taken or self._taken[0] + self._clock.delay > step:
             return ()
         self._taken.popleft()
-        seconds, (rank, world_size) = self._clock.read(), self._parallel.shard
+        seconds, rank, world_size = self._clock.read(), self._parallel.rank, self._parallel.world_size
         own = [seconds.get(phase, 0.0) for phase in SENT]
         return (*[0.0] * rank * len(SENT), *own, *[0.0] * (world_size - 1 - rank) * len(SENT))
 

@@ -64,7 +64,7 @@ def weighted(batch: Batch) -> WeightedBatch:
 
 def training_windows(run: Run) -> Iterator[Window]:
     """This process's part of each global batch that is left in the epoch."""
-    position, (_, world_size) = run.progress.position, run.parallel.shard
+    position, world_size = run.progress.position, run.parallel.world_size
     sizes = [split.micro_batch_size for split in run.batches]
     steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
     batches = run.loaders["train"](keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
@@ -80,7 +80,8 @@ def training_windows(run: Run) -> Iterator[Window]:
 def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
     samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end)
     share = step.progress / run.plan.total
-    return split_global_batch(samples, run.parallel.shard, micro_batch_size, step.epoch, step.phase, share)
+    shard = run.parallel.rank, run.parallel.world_size
+    return split_global_batch(samples, shard, micro_batch_size, step.epoch, step.phase, share)
 
 
 def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
@@ -88,7 +89,8 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
     num_samples = len(run.task.splits()[split])
     # A process that has run out of memory in an evaluation knows of it alone, and all must split the samples alike.
     size = min(run.parallel.gather(run.eval_micro_batch_size))
-    batches = iter(run.loaders[split](evaluation_keys(num_samples, run.parallel.shard, size)))
+    shard = run.parallel.rank, run.parallel.world_size
+    batches = iter(run.loaders[split](evaluation_keys(num_samples, shard, size)))
     while True:
         run.parallel.phase.enter("data loading of the evaluation")
         batch = next(batches, None)

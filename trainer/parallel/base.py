@@ -30,17 +30,18 @@ _SIX_NUMBERS = struct.Struct("<6q")
 class Parallel:
     """How the run is spread over devices. Everything outside sees only this interface.
 
-    devices: those that this process feeds; the model lives on the first one. shard: (rank, world_size) of this process,
-    for splitting data. gradient_divisor: what the wrapper divides summed gradients by. exchanges_in_forward: whether
-    every forward waits for the other processes, so that all must make equally many. local_world_size: processes of
-    this run on this machine. num_parts: processes of consecutive ranks that have one copy of the parameters between
-    them. is_launched: whether a launcher waits for the exit status of this process, and starts it
-    again with the others, without whom it cannot try a step again. tells_signal: whether that launcher is this
-    trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this process has all that a
-    checkpoint holds, and is to save it when it has lost others. phase: what this process is doing; the loop says so.
+    devices: those that this process feeds; the model lives on the first one. gradient_divisor: what the wrapper divides
+    summed gradients by. exchanges_in_forward: whether every forward waits for the other processes, so that all must
+    make equally many. local_world_size: processes of this run on this machine. num_parts: processes of consecutive
+    ranks that have one copy of the parameters between them. is_launched: whether a launcher waits for the exit status
+    of this process, and starts it again with the others, without whom it cannot try a step again. tells_signal: whether
+    that launcher is this trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this
+    process has all that a checkpoint holds, and is to save it when it has lost others. phase: what this process is
+    doing; the loop says so.
     """
 
-    shard: tuple[int, int] = (0, 1)
+    rank: int = 0
+    world_size: int = 1
     gradient_divisor: int = 1
     exchanges_in_forward: bool = False
     local_world_size: int = 1
@@ -70,11 +71,11 @@ class Parallel:
 
     @property
     def num_devices(self) -> int:
-        return self.num_replicas * self.shard[1]
+        return self.num_replicas * self.world_size
 
     @property
     def is_main(self) -> bool:
-        return self.shard[0] == 0
+        return self.rank == 0
 
     def describe(self) -> str:
         """The devices, in a few words. All processes call it."""
@@ -140,11 +141,11 @@ class Parallel:
     def meet(self) -> None:
         """Before the host waits for the device, whose work may wait for that of other processes: all are there."""
 
-    def sum_in_place(self, values: Tensor) -> None:
-        """Sum over processes of a tensor on this process's device, carried by what carries gradients."""
-
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        """The same without waiting: the function that it returns waits for the sum."""
+        """Sum over processes of a tensor on this process's device, carried by what carries gradients.
+
+        Without waiting: the function that it returns waits for the sum.
+        """
         return lambda: None
 
     def gather(self, value: T) -> list[T]:
@@ -190,7 +191,7 @@ class Parallel:
 
         key: five numbers. same_everywhere: a function of the key alone.
         """
-        packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.shard[0])
+        packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.rank)
         seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
         torch.default_generator.manual_seed(seed)
         for replica, device in enumerate(self.devices):

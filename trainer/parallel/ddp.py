@@ -57,7 +57,7 @@ class Distributed(Parallel):
 
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
         super().__init__()
-        self.shard = (environment.rank, environment.world_size)
+        self.rank, self.world_size = environment.rank, environment.world_size
         self.gradient_divisor = environment.world_size
         self.tells_signal = environment.is_self_launched
         self._flags = flags
@@ -93,7 +93,7 @@ class Distributed(Parallel):
                 if space == own_space and other != rank
             }
         )
-        monitor = HeartbeatMonitor(store, self.shard, self.phase, self._neighbours)
+        monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.phase, self._neighbours)
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.phase, monitor, rank, names, limits_s, reports_lost_store)
@@ -102,7 +102,7 @@ class Distributed(Parallel):
 
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
         """Joins the others. Raises BadInput, on every process, when they do not come."""
-        rank, world_size = self.shard
+        rank, world_size = self.rank, self.world_size
         try:
             make_room(world_size)
             store = self._join(environment, backend)
@@ -115,7 +115,7 @@ class Distributed(Parallel):
 
     def _join(self, environment: RankEnvironment, backend: str) -> dist.Store:
         """Makes the groups; returns the store at which the processes met."""
-        rank, world_size = self.shard
+        rank, world_size = self.rank, self.world_size
         timeout = timedelta(seconds=self._flags.dist_timeout_s)
         store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
@@ -167,7 +167,7 @@ class Distributed(Parallel):
         # Buffers are agreed before evaluating and saving. The option of this name became another one after torch 2.8.
         wrapped.broadcast_buffers = False
         num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-        if self.device.type == "cpu" and not has_sparse and num_bytes * (self.shard[1] - 1) <= DIRECT_BYTES:
+        if self.device.type == "cpu" and not has_sparse and num_bytes * (self.world_size - 1) <= DIRECT_BYTES:
             wrapped.register_comm_hook(None, self._average_directly)
         return wrapped
 
@@ -181,10 +181,10 @@ class Distributed(Parallel):
         gradients = bucket.buffer()
         limit_s = self._flags.hang_timeout_s if self._is_prompt else self._flags.dist_timeout_s
         self.phase.on_border(EXCHANGE)
-        sum_directly(gradients, self.shard, timedelta(seconds=limit_s))
+        sum_directly(gradients, self.rank, self.world_size, timedelta(seconds=limit_s))
         self.phase.on_border(self.phase.name)
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(gradients.div_(self.shard[1]))
+        averaged.set_result(gradients.div_(self.world_size))
         return averaged
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -230,10 +230,6 @@ class Distributed(Parallel):
             self.phase.enter(EXCHANGE)
             dist.barrier(group=self._step_group)
 
-    def sum_in_place(self, values: Tensor) -> None:
-        self.phase.enter(EXCHANGE)
-        dist.all_reduce(values)
-
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
         work = dist.all_reduce(values, async_op=True)
 
@@ -245,13 +241,13 @@ class Distributed(Parallel):
 
     def gather(self, value: T) -> list[T]:
         self.phase.enter(EXCHANGE)
-        values: list[Any] = [None] * self.shard[1]
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._host_group)
         return values
 
     def gather_on_main(self, value: T) -> list[T]:
         self.phase.enter(EXCHANGE)
-        values: list[Any] | None = [None] * self.shard[1] if self.is_main else None
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, values, dst=0, group=self._host_group)
         return values or []
 
@@ -339,13 +335,12 @@ class Distributed(Parallel):
             exit_at_once(status)
 
 
-def sum_directly(values: Tensor, shard: tuple[int, int], timeout: timedelta) -> None:
+def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta) -> None:
     """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
 
     So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
     thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
     """
-    rank, world_size = shard
     others = [other for other in range(world_size) if other != rank]
     found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
     sent = [dist.isend(values, other) for other in others]

@@ -69,7 +69,7 @@ class Sharded(Distributed):
             self._set_timeouts(self._flags.hang_timeout_s)
 
     def describe(self) -> str:
-        copies = self.shard[1] // self.num_parts
+        copies = self.world_size // self.num_parts
         models = f"{copies} copies of the model, each" if copies > 1 else "the model"
         return f"{super().describe()}, {models} in {self.num_parts} part(s)"
 

@@ -48,9 +48,11 @@ class HeartbeatMonitor:
     end a process that somebody started by hand.
     """
 
-    def __init__(self, store: dist.Store, shard: tuple[int, int], phase: CurrentPhase, neighbours: Neighbours) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, phase: CurrentPhase, neighbours: Neighbours
+    ) -> None:
         self._store = store
-        self._rank, self._world_size = shard
+        self._rank, self._world_size = rank, world_size
         self._phase = phase
         self._neighbours = neighbours
         self._closed = threading.Event()

@@ -108,7 +108,7 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
 
 def of_exchange(parallel: Parallel) -> Finding:
     """Verifies and times sums over all processes. All processes call it."""
-    world_size, devices = parallel.shard[1], parallel.describe()
+    world_size, devices = parallel.world_size, parallel.describe()
     if not sums_are_right(parallel):
         advice = "no training here can be right; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
         return Finding("BROKEN", "exchange", f"{devices}: sums come out wrong", advice)
@@ -124,10 +124,10 @@ def of_exchange(parallel: Parallel) -> Finding:
 
 def sums_are_right(parallel: Parallel) -> bool:
     """Whether a sum over processes of known numbers comes out exactly, on every one of them. All processes call it."""
-    rank, world_size = parallel.shard
+    rank, world_size = parallel.rank, parallel.world_size
     numbers = torch.arange(10_000, dtype=torch.float32, device=parallel.device)
     expected = world_size * numbers + world_size * (world_size - 1) / 2
     values = numbers + rank
-    parallel.sum_in_place(values)
+    parallel.start_sum_in_place(values)()
     wrong = torch.tensor([float(not torch.equal(values, expected))], dtype=torch.float64)
     return float(parallel.sum(wrong)) == 0

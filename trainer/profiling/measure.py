@@ -114,7 +114,7 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     train_steps(run, num_settling_steps)
     forget_peak(*run.parallel.devices)
     ms, num_samples = timed_steps(run, num_steps)
-    if run.parallel.shard[1] > 1:
+    if run.parallel.world_size > 1:
         exposed = exposed_share(run, len(ms)) * ms[:, PHASES.index(BACKWARD)]
         ms[:, PHASES.index(BACKWARD)] -= exposed
         ms[:, PHASES.index(COMMUNICATION)] += exposed
@@ -128,7 +128,7 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
             phase: {"ms_mean": mean, **spread("", durations), "percent": 100 * mean / step_ms}
             for phase, mean, durations in zip(PHASES, means.tolist(), ms.T, strict=True)
         },
-        "world_size": run.parallel.shard[1],
+        "world_size": run.parallel.world_size,
         "num_devices": run.parallel.num_devices,
         "global_batch_size": min(run.batches[0].global_batch_size, run.plan.phase_sizes[0]),
         "requested_global_batch_size": run.batches[0].global_batch_size,
@@ -173,7 +173,7 @@ def exposed_share(run: Run, num_steps: int) -> float:
 
 def of_every_rank(parallel: Parallel, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
     """What `measure` tells of each process. means: this one's milliseconds by phase."""
-    rank, world_size = parallel.shard
+    rank, world_size = parallel.rank, parallel.world_size
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
     table[rank] = torch.tensor([step_ms, peak_memory_mib(*parallel.devices), *means])
     return [

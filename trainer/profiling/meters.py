@@ -101,6 +101,6 @@ def small_and_large_sum_s(parallel: Parallel) -> list[float]:
         timer = Timer(parallel.device, WARM_UP)
         for _ in range(WARM_UP + repeats):
             with timer("sum"):
-                parallel.sum_in_place(values)
+                parallel.start_sum_in_place(values)()
         found.append(median(timer.milliseconds("sum")) / 1e3)
     return found

@@ -92,7 +92,7 @@ def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
         for owner, name, within, after in (
             (run.parallel, "seed_dropout", REST, REST),
             (run.parallel, "to_device", COPY, FORWARD),
-            (run.parallel, "start_sum", COMMUNICATION if run.parallel.shard[1] > 1 else REST, REST),
+            (run.parallel, "start_sum", COMMUNICATION if run.parallel.world_size > 1 else REST, REST),
             (run.learner.precision, "step", OPTIMIZER, REST),
             (run.log, "step", REST, REST),
         ):

@@ -92,6 +92,6 @@ def trace(run: Run, folder: Path) -> Path:
         train_steps(run, TRACED_STEPS)
         clock.stop()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_rank{run.parallel.shard[0]}.{os.getpid()}.pt.trace.json"
+    path = folder / f"step_rank{run.parallel.rank}.{os.getpid()}.pt.trace.json"
     profile.export_chrome_trace(str(path))
     return path
