@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import IO, NamedTuple
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import lines_of
+from trainer.common.errors import BadInput
+from trainer.common.files import lines_of
 
 DELIMITERS = (",", ";", "\t")
 

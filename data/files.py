@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, MOST_WHOLE, read_at_most, require_regular, stamp
+from trainer.common.errors import BadInput
+from trainer.common.files import ARCHIVE_ERRORS, MOST_WHOLE, read_at_most, require_regular, stamp
 
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12

@@ -18,7 +18,7 @@ import trainer
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
 from trainer.commands.in_process import process_restored
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.errors import Failure
 from trainer.parallel.signals import ONE_CTRL_C_S
 from trainer.tasks import is_same_task, name_of

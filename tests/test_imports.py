@@ -17,14 +17,15 @@ FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "cli.py", "api.py"}
 
 # --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
 
-CONTRACT = {"trainer.task", "trainer.config", "trainer.loading"}
+CONTRACT = {"trainer.task", "trainer.config", "trainer.loading", "trainer.common"}
 BELOW_THE_LOOP = CONTRACT | {"trainer.parallel", "trainer.checkpoint", "trainer.logs"}
 ARROWS = {
-    "trainer.loading": set(),
-    "trainer.config": {"trainer.loading"},
-    "trainer.task": {"trainer.loading"},
-    "models": {"trainer.loading"},
-    "data": {"trainer.loading"},
+    "trainer.common": set(),
+    "trainer.loading": {"trainer.common"},
+    "trainer.config": {"trainer.loading", "trainer.common"},
+    "trainer.task": {"trainer.loading", "trainer.common"},
+    "models": {"trainer.loading", "trainer.common"},
+    "data": {"trainer.loading", "trainer.common"},
     "trainer.parallel": CONTRACT,
     "trainer.checkpoint": CONTRACT,
     "trainer.logs": CONTRACT,
@@ -286,7 +287,7 @@ def test_library_stays_in_its_rooms(library):
 
 def test_weights_reach_a_model_in_one_place():
     """The scaler's state, and a part of a fresh model that a task brings in `initialise`, are other things."""
-    parallel = {"trainer.parallel.base", "trainer.parallel.fsdp"}
+    parallel = {"trainer.parallel.base", "trainer.parallel.ddp"}
     homes = {
         "load_state_dict": {*parallel, "trainer.loop.checkpointing", "trainer.tasks.har_encoder"},
         "load_weights": {"trainer.commands.weights"},

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.api import SavedRun, fit, load
+    from trainer.common.errors import BadInput
     from trainer.config import FlagGroup, flag
     from trainer.loading.batch_orders import bucketed_batches, even_batches, sharded_batches
     from trainer.loading.batches import Batch, KeyedDataset
     from trainer.loading.cache import cached_arrays
     from trainer.loading.counter_random import normal, random_bits, uniform
-    from trainer.loading.errors import BadInput
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
     from trainer.logs.logger import LoggedRun, Logger, Record
@@ -29,7 +29,7 @@ _HOMES = {
     "trainer.loading.batches": ("Batch", "KeyedDataset"),
     "trainer.loading.cache": ("cached_arrays",),
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
-    "trainer.loading.errors": ("BadInput",),
+    "trainer.common.errors": ("BadInput",),
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),

@@ -26,8 +26,8 @@ from trainer.commands.in_process import process_restored
 from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.state import STATE
 from trainer.commands.trained import trained_model
+from trainer.common.errors import BadInput
 from trainer.config import arguments_of, refuse
-from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure

@@ -17,8 +17,8 @@ from trainer.commands.parse import parse
 from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
 from trainer.commands.train import EXIT_FINISHED, train_in_directory
+from trainer.common.errors import BadInput
 from trainer.config import refuse
-from trainer.loading.errors import BadInput
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
 from trainer.parallel.base import Parallel

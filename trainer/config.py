@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.loading.errors import BadInput
-from trainer.loading.given import checked_path, checked_text, expanded, shortened
+from trainer.common.errors import BadInput
+from trainer.common.given import checked_path, checked_text, expanded, shortened
 
 LARGEST = 2**63 - 1
 """Of whole numbers: what the arithmetic of arrays holds."""

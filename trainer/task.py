@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 Sums = dict[str, Tensor]

@@ -11,8 +11,8 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import BaseHandler, Request, build_opener
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import flush_path
+from trainer.common.errors import BadInput
+from trainer.common.files import flush_path
 
 Verify = Callable[[Path], object]
 Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]

@@ -15,8 +15,8 @@ from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, plain
 from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, texts_of_array
-from trainer.loading.errors import BadInput
 
 _FORMAT_VERSION = 4
 _SUFFIXES = (".csv", ".tsv")

@@ -12,8 +12,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from data.csv_lines import Line, csv_table, reading_utf8
 from data.har.windows import SIGNALS, WindowFormat
-from trainer.loading.errors import BadInput
-from trainer.loading.files import require_regular
+from trainer.common.errors import BadInput
+from trainer.common.files import require_regular
 from trainer.loading.order import SampleKeys
 
 STANDING_STILL_G = (0.5, 2.0)

@@ -14,9 +14,9 @@ import numpy as np
 from data.files import DataFile, Folder, Source, Zip
 from data.har.download import Progress, fetch
 from data.har.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
+from trainer.common.errors import BadInput
+from trainer.common.files import stamp
 from trainer.loading.cache import Arrays, cached_arrays
-from trainer.loading.errors import BadInput
-from trainer.loading.files import stamp
 
 ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from data.har.augmentation import Augmentation, WindowAugmenter
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from data.csv_lines import plain_name
 from data.interactions.times import is_calendar_time, is_time, is_time_of_day
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 NO_TIMES = "none"
 ROLES = ("user", "item", "time")

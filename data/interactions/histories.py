@@ -11,8 +11,8 @@ from data.interactions.item_sets import ragged
 from data.interactions.reader import Interactions, find_file, in_time_order
 from data.interactions.sequences import scaled_times
 from data.interactions.table import Table, read_table
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 

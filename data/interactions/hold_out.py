@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from data.interactions.reader import Interactions
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 SplitKind = Literal["leave-one-out", "ratio", "time"]
 

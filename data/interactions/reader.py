@@ -11,8 +11,8 @@ import numpy as np
 from data.files import DataFile, Folder, Source, shown, source_at
 from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.table import read_table
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
-from trainer.loading.errors import BadInput
 
 _FORMAT_VERSION = 4
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")

@@ -14,9 +14,9 @@ import numpy as np
 from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, below, distinct_below, is_real, ragged
 from data.interactions.reader import Interactions
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.counter_random import random_bits
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 EvaluationNegatives = Literal["parity", "unseen", "clean"]

@@ -11,8 +11,8 @@ from data.csv_lines import Line, csv_lines, delimiter_of, in_order, reading_utf8
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, parse_times
-from trainer.loading.errors import BadInput
-from trainer.loading.files import lines_of
+from trainer.common.errors import BadInput
+from trainer.common.files import lines_of
 
 _ROWS_AT_ONCE = 1 << 16
 """So many lines at a time are taken apart, which bounds the memory that it takes."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from data.files import DataFile, Source, shown, source_at
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import numpy as np
 
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
-from trainer.loading.errors import BadInput
-from trainer.loading.files import MOST_WHOLE, read_whole
+from trainer.common.errors import BadInput
+from trainer.common.files import MOST_WHOLE, read_whole
 from trainer.loading.order import SampleKeys
 
 HEADER = "user"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.files import DataFile
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 LARGEST_ID = 10**8
 """A larger number is taken for a mistake: arrays are as long as the largest id."""

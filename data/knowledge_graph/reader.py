@@ -21,8 +21,8 @@ from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, cached_arrays
-from trainer.loading.errors import BadInput
 
 _FORMAT_VERSION = 1
 _KGAT_FILES = ("train.txt", "test.txt")

@@ -12,9 +12,9 @@ import numpy as np
 from data.interactions.item_sets import ItemSets, below, is_real, ragged
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.edges import Edges
+from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays
 from trainer.loading.counter_random import random_bits
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 _USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
+from trainer.common.errors import BadInput
 from trainer.loading.counter_random import random_bits, uniform
-from trainer.loading.errors import BadInput
 
 VAL_STREAM, TEST_STREAM = 0, 2
 """Each takes two streams of the counter-based generator."""

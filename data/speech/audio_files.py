@@ -9,7 +9,7 @@ import struct
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 """Of the names of files that are taken for sound."""

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from data.speech.audio_files import SUFFIXES
 from data.speech.sources import MANIFESTS, Source
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 _SPLITS = {"train": "train", "dev": "val", "val": "val", "test": "test"}
 _SPLIT = re.compile(r"(train|dev|val|test)(id|idation|ing)?(?![a-z])")

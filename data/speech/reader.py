@@ -16,8 +16,8 @@ from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
 from data.speech.sources import Source, find, is_archive, opened
 from data.speech.text import normalise
-from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, MOST_SOUND, read_whole, refusing_disk_errors, stamp
+from trainer.common.errors import BadInput
+from trainer.common.files import ARCHIVE_ERRORS, MOST_SOUND, read_whole, refusing_disk_errors, stamp
 
 Unreadable = Literal["skip", "refuse"]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from data.files import is_visible
 from data.speech.audio_files import SUFFIXES
-from trainer.loading.errors import BadInput
-from trainer.loading.files import ARCHIVE_ERRORS, DISK_FULL, MOST_SOUND, read_at_most, read_whole, refusing_disk_errors
+from trainer.common.errors import BadInput
+from trainer.common.files import ARCHIVE_ERRORS, DISK_FULL, MOST_SOUND, read_at_most, read_whole, refusing_disk_errors
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from data.speech.corpus import Corpus
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 Split = Literal["utterance", "speaker"]
 

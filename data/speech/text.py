@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import MOST_RECORD, read_whole
+from trainer.common.errors import BadInput
+from trainer.common.files import MOST_RECORD, read_whole
 
 BLANK = 0
 Units = Literal["characters", "words"]

@@ -9,7 +9,7 @@ import numpy as np
 from data.files import shown
 from data.tabular.labels import Labels, class_numbers, named_column
 from data.tabular.table import Column, Table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 _LARGEST_CODE = 1e9
 """In standard deviations: float32 keeps their squares."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from data.files import shown
 from data.tabular.table import Column, Table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 _FEWEST_ROWS_PER_CLASS = 2
 """On average: a column with more values than that are measurements, or names of the rows."""

@@ -12,8 +12,8 @@ import numpy as np
 from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
 from data.tabular.table import Column, Table, table_of_array
-from trainer.loading.errors import BadInput
-from trainer.loading.files import MOST_WHOLE, require_regular
+from trainer.common.errors import BadInput
+from trainer.common.files import MOST_WHOLE, require_regular
 
 MOST_COLUMNS = 1000
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from data.tabular.labels import Labels, class_labels, named_column
 from data.tabular.table import Column, Table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 _FEWEST_ROWS = 10
 """With fewer, what looks like an id or a leak may be chance."""

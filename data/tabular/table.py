@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 MISSING = frozenset({"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "NULL", "null", "NaT", "<NA>"})
 """Texts that stand for no value; the last two are those of pandas."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.loading.files import lines_of, require_regular
+from trainer.common.files import lines_of, require_regular
 
 START, END, UNKNOWN = "<s>", "</s>", "<unk>"
 SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")

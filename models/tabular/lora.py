@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 _MOST_SHOWN = 12
 

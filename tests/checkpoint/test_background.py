@@ -17,7 +17,7 @@ from trainer.checkpoint.background import THREAD_NAME, BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.cli import main
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 ARGV = ["--task", WEIGHTED, "--num-threads", "1", "--device", "cpu", "--lr", "0.01", "--dropout", "0.1"]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.conftest import Crash, checkpoints, names, save
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, load
 from trainer.cli import main
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 # --- which ones are kept, and under which names ------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, TINY, assert_same_bits, contents, load
 from tests.helpers.malicious import Malicious
 from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
 from trainer.cli import main
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 
 def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):

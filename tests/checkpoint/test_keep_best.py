@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.conftest import Crash, checkpoints, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, load
 from trainer.checkpoint.manifest import Entry, best_first
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import Position
 
 VALUES = (None, 0.1, 0.2, 0.3, 0.4, 0.5, -math.inf, math.nan)

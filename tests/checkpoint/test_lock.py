@@ -22,7 +22,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.lock import Holder, JobName, LockTaken, take_lock
 from trainer.checkpoint.retention import Retention
 from trainer.cli import main
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.environment import job_of_launcher
 
 HOLD = (

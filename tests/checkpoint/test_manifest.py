@@ -9,7 +9,7 @@ from tests.checkpoint.conftest import checkpoints, save
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.format import CHECKPOINT_NAME
 from trainer.checkpoint.manifest import unused_path
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import Position
 
 

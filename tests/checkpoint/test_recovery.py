@@ -10,7 +10,7 @@ from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, load, read_m
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.checkpoint.weights import load_best_weights
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 # --- damaged files -----------------------------------------------------------------------------------------------
 

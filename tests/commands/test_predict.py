@@ -21,7 +21,7 @@ from tests.helpers.recordings import joined, save_recording, save_windows, windo
 from tests.helpers.uci_har_files import write_layout
 from trainer.cli import main
 from trainer.commands.predict import write_output
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.signals import STOP_SIGNALS
 
 SMALL = (

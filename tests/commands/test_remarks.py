@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.own_task import Spirals
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 

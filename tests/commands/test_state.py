@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_rank_variables")
 HAPPENING = """
 import os, shutil, signal
 from pathlib import Path
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from tests.helpers.weighted_task import Weighted
 
 directory = Path({directory!r})

@@ -9,7 +9,7 @@ from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.commands.weights import restore_weights, restore_what_fits, use_weights
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.base import SingleDevice
 from trainer.tasks import TASKS
 

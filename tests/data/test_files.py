@@ -13,7 +13,7 @@ import pytest
 
 from data import files as module
 from data.files import DataFile, Source, shown, source_at
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 RNG = np.random.default_rng(0)
 VISIBLE = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from examples.psmnist import PixelReader, read_idx
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 TASK = ["--task", "examples/psmnist.py:PermutedPixels", "--num-threads", 1]
 

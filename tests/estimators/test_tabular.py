@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.one_thread import on_one_thread
+from trainer.common.errors import BadInput
 from trainer.estimators.tabular import TabularClassifier
-from trainer.loading.errors import BadInput
 from trainer.parallel.signals import StopRequest
 from trainer.tasks.tabular import SHIPPED
 

@@ -19,7 +19,7 @@ from tests.faults.test_corruption import copy_run
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
 from trainer.checkpoint.format import CHECKSUM, flaw_of_checkpoint, flaw_of_manifest, sealed
 from trainer.cli import main
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.environment import torchrun_agent
 
 ARGV = [

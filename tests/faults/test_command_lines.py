@@ -27,8 +27,8 @@ from data.tabular.reader import read_table
 from tests.conftest import RANK_VARIABLES, WEIGHTED
 from trainer.cli import main
 from trainer.commands.flags import TRAINER_GROUPS
+from trainer.common.errors import BadInput
 from trainer.config import options
-from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.profiling.cli import COMMANDS
 from trainer.tasks import TASKS, find_task

@@ -25,7 +25,7 @@ from trainer.commands.state import STATE
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 REFUSES = """
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from tests.helpers.weighted_task import Weighted
 
 class Refuses(Weighted):

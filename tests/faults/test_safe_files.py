@@ -22,8 +22,8 @@ from tests.helpers.uci_har_files import write_layout
 from tests.helpers.weighted_task import Network, Weighted
 from trainer.checkpoint.file import size_and_sum
 from trainer.cli import main
+from trainer.common.errors import BadInput
 from trainer.loading.cache import cached_arrays
-from trainer.loading.errors import BadInput
 
 TINY = ["--task", WEIGHTED, "--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
 HAR = ["--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 256, "--num-threads", 1, "--device", "cpu"]

@@ -22,7 +22,7 @@ from data.tabular.reader import read_table
 from models.speech.language_model import read_arpa
 from tests.conftest import TINY, load
 from trainer.checkpoint.file import read_checkpoint
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 MEMORY = 200 << 20
 """Bytes that a refusal may take, where what is refused unpacks to 3 GB."""

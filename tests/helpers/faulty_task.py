@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 FAULTY_BATCH = 3
 

@@ -14,7 +14,7 @@ import trainer.checkpoint.lock
 from tests.checkpoint.conftest import state_at
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 STALE_S, RENEW_S = 0.2, 0.03
 

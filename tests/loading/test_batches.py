@@ -15,8 +15,8 @@ import torch
 from tests.conftest import ROOT, TINY, assert_same_bits, load, read_metrics
 from tests.helpers import forks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch, BatchLoader, Workers
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys, evaluation_keys
 
 # --- what they load ----------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ import resource
 from pathlib import Path
 import numpy as np
 from trainer.loading.batches import BatchLoader, Workers
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 

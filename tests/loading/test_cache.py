@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.common.errors import BadInput
 from trainer.loading.cache import cached_arrays
-from trainer.loading.errors import BadInput
 
 SPAWN = multiprocessing.get_context("spawn")
 

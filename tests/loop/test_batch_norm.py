@@ -11,8 +11,8 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task
 from trainer.commands.parse import parse
+from trainer.common.errors import BadInput
 from trainer.loading.batches import BatchLoader
-from trainer.loading.errors import BadInput
 from trainer.loading.order import EpochOrder, SampleKeys, num_micro_batches
 from trainer.loop.batch_norm import RunningStatistics
 from trainer.loop.contract import leaves_a_single_sample

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
+from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.optimizers import build_optimizers, completed_groups, hidden_matrices
 from trainer.loop.precision import Precision, _step_on_device
-from trainer.loop.schedule import LearningFlags
 from trainer.loop.torch_optimizers import ZeroStartSGD, moments_of, without_wrappers
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import MultiDeviceFlags

@@ -13,7 +13,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.scored_task import Points, Scored
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.evaluate import evaluate
 from trainer.loop.per_sample import PerSampleOutputs, in_order, joined
 from trainer.parallel.base import SingleDevice

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.orders import ShuffledOrder, TaskOrder
 from trainer.loop.plan import Plan, split_batch

@@ -3,7 +3,7 @@ import typing
 
 import pytest
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.schedule import LearningRate, Schedule, device_scaling_factor, lr_factor
 
 SCHEDULES = typing.get_args(Schedule)

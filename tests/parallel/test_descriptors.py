@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.helpers import forks
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.descriptors import BESIDE, PER_RANK, make_room
 
 

@@ -14,7 +14,7 @@ from tests.helpers import forks
 from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
 from trainer.checkpoint.weights import TrainedRun
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.precision import Precision
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.helpers import forks
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.step_results import GROUP_SIZE

@@ -10,7 +10,7 @@ import torch
 
 from tests.parallel.test_launch import free_port
 from tests.profiling.conftest import CPU, TORCHRUN
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags

@@ -6,7 +6,7 @@ import torch
 
 from tests.conftest import load, read_metrics
 from trainer.commands.parse import parse
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.har_encoder import encode, features_of

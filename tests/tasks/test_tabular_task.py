@@ -11,7 +11,7 @@ import torch
 from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.precision import of_dtype
 from trainer.parallel.base import SingleDevice

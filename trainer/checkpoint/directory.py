@@ -21,8 +21,8 @@ from trainer.checkpoint.records import RESULTS, as_json, read_config, read_json
 from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
-from trainer.loading.errors import BadInput, reason
-from trainer.loading.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_disk_errors
+from trainer.common.errors import BadInput, reason
+from trainer.common.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
 METRICS = "metrics.jsonl"

@@ -14,8 +14,8 @@ import torch
 
 from trainer.checkpoint.format import CHECKSUM, RESUMABLE, checksum_of, flaw_of_checkpoint
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
-from trainer.loading.errors import BadInput
-from trainer.loading.files import refusing_disk_errors, require_regular, stamp
+from trainer.common.errors import BadInput
+from trainer.common.files import refusing_disk_errors, require_regular, stamp
 
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""

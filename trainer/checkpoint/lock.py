@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import MOST_RECORD, flush_path, read_whole, written_as_a_whole
-from trainer.loading.process import boot_of_kernel, own_name
+from trainer.common.errors import BadInput
+from trainer.common.files import MOST_RECORD, flush_path, read_whole, written_as_a_whole
+from trainer.common.process import boot_of_kernel, own_name
 
 LOCK, KERNEL_LOCK = "lock", "lock.held"
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from trainer.checkpoint.format import flaw_of_manifest, sealed
 from trainer.checkpoint.lock import Writer
-from trainer.loading.files import MOST_WHOLE, read_whole
+from trainer.common.files import MOST_WHOLE, read_whole
 from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"

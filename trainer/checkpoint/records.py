@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format import flaw_of_config
-from trainer.loading.files import MOST_RECORD, read_whole, refusing_disk_errors
+from trainer.common.files import MOST_RECORD, read_whole, refusing_disk_errors
 
 CONFIG = "config.json"
 RESULTS = "results.json"

@@ -11,8 +11,8 @@ from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
-from trainer.loading.errors import BadInput
-from trainer.loading.files import flush_path
+from trainer.common.errors import BadInput
+from trainer.common.files import flush_path
 
 
 def claim_temporary_files(folder: Path, writer: Writer) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from trainer.checkpoint.file import CheckpointReader, read_checkpoint
 from trainer.checkpoint.manifest import MANIFEST, Entry
 from trainer.checkpoint.recovery import find_checkpoints
-from trainer.loading.errors import BadInput
-from trainer.loading.files import refusing_disk_errors
+from trainer.common.errors import BadInput
+from trainer.common.files import refusing_disk_errors
 from trainer.loading.order import Position
 
 

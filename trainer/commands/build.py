@@ -28,9 +28,9 @@ from trainer.commands.resume import (
     take_weights,
 )
 from trainer.commands.weights import initialise
+from trainer.common.errors import BadInput
+from trainer.common.files import refusing_disk_errors
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
-from trainer.loading.errors import BadInput
-from trainer.loading.files import refusing_disk_errors
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.background import BackgroundLogger

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import MOST_RECORD, read_whole
 from trainer.config import FlagGroup, Option, described, flag, nearest, options, shown
-from trainer.loading.files import MOST_RECORD, read_whole
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120

@@ -22,8 +22,8 @@ from trainer.checkpoint.snapshot import snapshot
 from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.precision import choose_precision, of_dtype
 from trainer.parallel.base import Parallel

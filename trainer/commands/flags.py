@@ -12,14 +12,14 @@ import torch
 
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFlags, as_toml, with_origins
+from trainer.common.errors import BadInput
+from trainer.common.files import require_regular
+from trainer.common.own_class import split_name
 from trainer.config import FlagGroup, flag, flag_name, flag_values
-from trainer.loading.errors import BadInput
-from trainer.loading.files import require_regular
-from trainer.loading.own_class import split_name
 from trainer.loop.blocks import BlockFlags
+from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
-from trainer.loop.schedule import LearningFlags
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.task import Task
 from trainer.tasks import TASKS

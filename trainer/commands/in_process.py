@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainer.commands.build import CUBLAS_WORKSPACE
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.signals import handlers_restored
 
 _in_use = threading.Lock()

@@ -21,8 +21,8 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
 from trainer.commands.state import read_state
+from trainer.common.errors import BadInput
 from trainer.config import refuse, shown
-from trainer.loading.errors import BadInput
 from trainer.logs.console import say
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, num_cores, pick_device
 from trainer.parallel.launch import Launcher, exit_status

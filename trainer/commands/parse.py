@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
 from trainer.commands.flags import TRAINER_GROUPS, Flags, RunFlags, contradictions
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
-from trainer.loading.errors import BadInput
-from trainer.loop.schedule import OPTIMIZER_SETTINGS, LearningFlags
+from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.task import Task
 from trainer.tasks import find_task

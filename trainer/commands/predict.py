@@ -17,10 +17,10 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.common.errors import BadInput
+from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.config import flag_name
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
-from trainer.loading.errors import BadInput
-from trainer.loading.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.order import evaluation_keys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.precision import Precision, choose_precision, of_dtype

@@ -12,8 +12,8 @@ from trainer.checkpoint.records import read_config
 from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
+from trainer.common.errors import BadInput
 from trainer.config import flag_values, shown
-from trainer.loading.errors import BadInput
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run

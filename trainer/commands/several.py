@@ -18,7 +18,7 @@ from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.commands.train import own_job
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
 from trainer.parallel.launch import Launcher

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, read_json
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.memory_limit import MEMORY
 from trainer.loop.rescue import rescue
 from trainer.loop.run import Run

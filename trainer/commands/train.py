@@ -14,7 +14,7 @@ from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run
 from trainer.commands.state import RunState, recorded
-from trainer.loading.files import DISK_FULL, refusing_disk_errors
+from trainer.common.files import DISK_FULL, refusing_disk_errors
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.loop.run import Run
 from trainer.loop.train import train

@@ -13,8 +13,8 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.weights import TrainedRun, find_weights, holds_run
 from trainer.commands.flags import Flags, RunFlags
 from trainer.commands.weights import restore_weights
+from trainer.common.errors import BadInput
 from trainer.config import flag_name, flag_values, group_from_values, refuse, shown
-from trainer.loading.errors import BadInput
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task

@@ -10,7 +10,7 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.checkpoint.weights import WeightComparison, compare
 from trainer.commands.flags import Flags
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 

@@ -31,8 +31,8 @@ from trainer.checkpoint.records import read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.state import STATE
 from trainer.commands.trained import model_of
-from trainer.loading.errors import BadInput
-from trainer.loading.files import written_as_a_whole
+from trainer.common.errors import BadInput
+from trainer.common.files import written_as_a_whole
 from trainer.parallel.devices import pick_device
 from trainer.tasks.tabular import SHIPPED, TabularTask
 

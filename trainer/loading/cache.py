@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import flush_path, refusing_disk_errors
+from trainer.common.errors import BadInput
+from trainer.common.files import flush_path, refusing_disk_errors
 
 Arrays = dict[str, np.ndarray]
 

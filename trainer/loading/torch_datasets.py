@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, default_collate
 
+from trainer.common.errors import BadInput
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.counter_random import random_bits
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 

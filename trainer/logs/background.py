@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from trainer.loading.errors import BadInput
-from trainer.loading.own_class import find_class
+from trainer.common.errors import BadInput
+from trainer.common.own_class import find_class
 from trainer.logs.logger import LoggedRun, Logger, Record
 from trainer.task import Picture
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from trainer.loading.files import replace_text
+from trainer.common.files import replace_text
 from trainer.logs.logger import LoggedRun, Logger, Record
 
 DATA_WAIT = "data_wait_seconds"

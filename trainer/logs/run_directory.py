@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from trainer.loading.errors import BadInput
-from trainer.loading.files import DISK_FULL, FOLDER_GONE
+from trainer.common.errors import BadInput
+from trainer.common.files import DISK_FULL, FOLDER_GONE
 from trainer.logs.files import FileLogger
 from trainer.logs.logger import LoggedRun, Logger, Record
 from trainer.logs.tensorboard import TensorBoardLogger

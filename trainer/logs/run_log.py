@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from trainer.loading.errors import printable
+from trainer.common.errors import printable
 from trainer.loading.order import Position
 from trainer.logs.background import BackgroundLogger, end_all
 from trainer.logs.console import Table, of_headline, progress_bar

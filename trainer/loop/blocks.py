@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag
-from trainer.loading.errors import BadInput
 from trainer.parallel.buffers import kept_buffers
 from trainer.task import Objective, Task
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.kinds import not_finite
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run

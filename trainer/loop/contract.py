@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
-from trainer.loading.errors import BadInput
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
 from trainer.loop.orders import SampleOrder, ShuffledOrder

@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.run import Run
 from trainer.parallel.base import is_sharded
 from trainer.task import Task

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.arrival import Arrival
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.step_results import GROUP_SIZE

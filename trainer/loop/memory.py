@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch, BatchLoader
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory_advice import advice
 from trainer.loop.memory_limit import MEMORY, MemoryLimit

@@ -6,7 +6,7 @@ same step, with the same records.
 
 import torch
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.loading.errors import BadInput
-from trainer.loop.schedule import LearningFlags
+from trainer.common.errors import BadInput
+from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.torch_optimizers import ZeroStartSGD, without_wrappers
 from trainer.parallel.base import is_sharded
 from trainer.task import Objective, ParamGroup, Task, sparse_parameters

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import EpochOrder
 
 EPOCHS_KEPT = 2

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.parallel.base import Parallel
 from trainer.task import Outputs, PerSample
 

@@ -17,7 +17,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.kinds import not_finite
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
-from trainer.loading.errors import BadInput, reason
+from trainer.common.errors import BadInput, reason
 from trainer.loop.checkpointing import state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run

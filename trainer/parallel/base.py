@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainer.common.errors import BadInput
+from trainer.common.process import own_name
 from trainer.loading.batches import Batch
-from trainer.loading.errors import BadInput
-from trainer.loading.process import own_name
 from trainer.parallel.devices import device_label
 from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal

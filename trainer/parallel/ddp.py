@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.loading.errors import BadInput, reason
+from trainer.common.errors import BadInput, reason
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.descriptors import make_room
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus

@@ -2,7 +2,7 @@
 
 import resource
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 PER_RANK = 3
 """The least that a process opens for each other one: a connection in every group of processes."""

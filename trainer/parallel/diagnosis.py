@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from trainer.loading.errors import BadInput, reason
+from trainer.common.errors import BadInput, reason
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error
 from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
 from trainer.parallel.phase import CurrentPhase

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from trainer.loading.errors import BadInput, printable
+from trainer.common.errors import BadInput, printable
 
 MOST_SHOWN = 1500
 """Characters of a line, which may repeat what somebody wrote into a file."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
-from trainer.loading.process import boot_of_kernel
+from trainer.common.process import boot_of_kernel
 
 ABORTS_WITHIN_S = 0.5
 

@@ -19,8 +19,8 @@ from typing import Any
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices, parse
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
-from trainer.loading.errors import BadInput
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.parallel.launch import launch, num_processes

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trainer.common.errors import reason
 from trainer.loading.batches import BatchLoader, Workers
-from trainer.loading.errors import reason
 from trainer.loading.order import SampleKeys
 from trainer.parallel.ddp import available_backends
 from trainer.parallel.devices import num_cores

@@ -16,8 +16,8 @@ import torch
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup
-from trainer.loading.errors import BadInput
 from trainer.parallel.base import Parallel
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.loading.errors import BadInput
-from trainer.loading.own_class import find_class
+from trainer.common.errors import BadInput
+from trainer.common.own_class import find_class
 from trainer.task import Task
 
 

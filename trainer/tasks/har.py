@@ -35,10 +35,10 @@ from models.har.harnet import HarNet
 from models.har.tinyhar import TinyHar
 from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
+from trainer.common.errors import BadInput
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
-from trainer.loading.errors import BadInput
 from trainer.task import Exported, Objective, Picture, Sums, Task
 from trainer.tasks.confusion_matrix import draw_confusion_matrix
 from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_encoder

@@ -10,7 +10,7 @@ from data.har.windows import HarDataset
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from trainer.checkpoint.file import read_checkpoint
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 ENCODING_BATCH_SIZE = 256

@@ -25,10 +25,10 @@ from models.graph.kgat import KGAT
 from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
 from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.loading.errors import BadInput
 from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums, Task
 from trainer.tasks.bar_chart import draw_bars
 from trainer.tasks.kgat_explanations import Explanations, relation_names

@@ -34,10 +34,10 @@ from models.sequential.ranking import (
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, flags_without, refuse, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.cache import digest_of
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, Sums, Task
 

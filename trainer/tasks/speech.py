@@ -26,10 +26,10 @@ from models.speech.ctc import ctc_loss, divergence
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import Recognised, SpeechRecogniser
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, Outputs, PerSample, Picture, Task
 from trainer.tasks.speech_decoder import Decoder

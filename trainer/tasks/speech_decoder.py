@@ -13,7 +13,7 @@ from models.speech.beam_search import beam_search
 from models.speech.ctc import greedy
 from models.speech.language_model import build_scorer, read_arpa
 from models.speech.recogniser import Recognised
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 _TRIED = 64
 """Symbols that a search tries in each frame, the most probable ones."""

@@ -24,9 +24,9 @@ from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, ParamGroup, Picture, Task
 from trainer.tasks.confusion_matrix import draw_confusion_matrix

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from models.tabular.area import area_under_curve
 from models.tabular.lora import merged
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
-from trainer.loading.errors import BadInput
 from trainer.task import Objective, Outputs, PerSample
 
 _PROBLEMS_AT_ONCE = 32

@@ -12,8 +12,8 @@ from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.structure import draw_kinds, draw_structure, most_causes, width_of
 from data.tabular.prior.targets import draw_labels, row_order
 from data.tabular.prior.units import draw_units, taken
+from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.cache import Arrays
-from trainer.loading.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.order import SampleKeys
 
 

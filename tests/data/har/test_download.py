@@ -13,7 +13,7 @@ import pytest
 
 from data.har.download import HttpsOnly, fetch
 from tests.conftest import ROOT
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.tasks.har import show_download
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -201,7 +201,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from data.har.download import HttpsOnly, fetch
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 print("ready", flush=True)
 sys.stdin.readline()

@@ -8,7 +8,7 @@ import pytest
 from data.har.augmentation import Augmentation, WindowAugmenter
 from data.har.own_recordings import OwnFormat, are_own, load_own_recordings
 from data.har.windows import split_by_subject, triplets_first, with_test_subjects
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 USUAL = OwnFormat(subject_column=None, label_column=None, channels=None, length=10, hop=4)
 NAMES = ["time", "heart_rate", "acc_z", "acc_x", "acc_y", "subject", "activity"]

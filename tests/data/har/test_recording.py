@@ -11,7 +11,7 @@ from data.har.recording import doubts_about_units, read_new_windows
 from data.har.windows import SIGNALS
 from tests.helpers.malicious import Malicious
 from tests.helpers.recordings import joined, save_recording, save_windows, windows_of_a_walk
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 

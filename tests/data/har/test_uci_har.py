@@ -10,7 +10,7 @@ import pytest
 from data.har.synthetic import TEST_SUBJECTS
 from data.har.uci_har import load_uci_har
 from tests.helpers.uci_har_files import assert_is_the_layout, zip_folder, zip_in_zip
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 # Every form of the data set
 

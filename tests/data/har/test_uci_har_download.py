@@ -9,7 +9,7 @@ import pytest
 from data.har.uci_har import SHA256, download_uci_har, load_uci_har
 from tests.helpers.uci_har_files import assert_is_the_layout, write_layout, zip_folder, zip_in_zip
 from trainer.cli import main
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.tasks.har import HarFlags, HarTask, show_download
 
 

@@ -15,7 +15,7 @@ from data.har.windows import (
     subject_folds,
 )
 from tests.helpers.uci_har_files import raw_windows
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 

@@ -13,7 +13,7 @@ from data.interactions import table as module
 from data.interactions.columns import ColumnChoice
 from data.interactions.reader import Interactions, load_interactions
 from tests.helpers.tar_archives import tarred
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 # User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
 NOON = 978_300_000

@@ -12,8 +12,8 @@ from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, distinct_below
 from data.interactions.reader import Interactions, load_interactions
 from data.interactions.sequences import Negatives, split_interactions
+from trainer.common.errors import BadInput
 from trainer.loading.counter_random import random_bits
-from trainer.loading.errors import BadInput
 from trainer.loading.order import SampleKeys, evaluation_keys
 
 MAXLEN = 6

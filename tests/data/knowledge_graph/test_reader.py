@@ -15,7 +15,7 @@ from data.knowledge_graph.numbers import LARGEST_ID
 from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.splits import VAL_STREAM, hold_out
 from tests.helpers.tar_archives import tarred
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 KGAT = {
     "train.txt": "0 3 1\n1 2\n2 4 0 2 0\n",

@@ -9,7 +9,7 @@ import pytest
 from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.edges import Edges, collaborative_graph
 from data.knowledge_graph.samples import Interactions, Triples, UsersToRank
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from data.speech.audio_files import UnreadableAudio, decode, resample, to_int16
 from tests.data.speech.conftest import wav
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 has_soundfile = importlib.util.find_spec("soundfile") is not None
 

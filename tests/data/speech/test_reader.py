@@ -14,7 +14,7 @@ from data.speech.corpus import Corpus
 from data.speech.reader import load_corpus, read_recordings
 from data.speech.splits import hold_out
 from tests.data.speech.conftest import wav
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 # --- forms in which the same files are given ----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import pytest
 
 from data.speech.corpus import Corpus
 from data.speech.splits import hold_out
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 PARTS = ("train", "val", "test")
 

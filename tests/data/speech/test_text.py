@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from data.speech.text import BLANK, Alphabet, normalise, shortest_frames
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from data.tabular.encoding import Encoding
 from data.tabular.screening import labelled_table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 TRAIN = "n,t,y\n1,b,no\n2,c,yes\n6,,no\n,b,yes\n"
 

@@ -12,7 +12,7 @@ import pytest
 from data.tabular import reader as module
 from data.tabular.reader import read_table
 from data.tabular.table import Column, Table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 PLAIN = "age,town,y\n31,Rome,a\n42,Oslo,b\n,Rome,a\n"
 

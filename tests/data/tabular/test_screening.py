@@ -5,7 +5,7 @@ import pytest
 
 from data.tabular.reader import MOST_COLUMNS
 from data.tabular.screening import LabelledTable, labelled_table
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 NUM_ROWS = 40
 USEFUL = [i * 7 % 11 for i in range(NUM_ROWS)]

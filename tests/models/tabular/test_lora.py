@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.tabular.lora import LoRALinear, add_adapters, merge_adapters
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from data.tabular.prior import tables
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, draw_tables, write_tables
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
 SETTINGS = PriorSettings(tables_per_shape=4)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.loading.errors import BadInput
+from trainer.common.errors import BadInput
 
 ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
