@@ -223,7 +223,7 @@ class Task(ABC):
     def initialise(self, objective: Objective) -> None:
         """Gives a new model what it takes from elsewhere: statistics of the training data, a trained part.
 
-        Not called where a checkpoint brings all of that. May raise BadInput.
+        The raw objective is on its device. Not called where a checkpoint brings all of that. May raise BadInput.
         """
 
     def check_weights(self, objective: Objective) -> None:

@@ -54,8 +54,8 @@ class ConvolvedLMU(nn.Module):
         response = response * orthonormal_scale(lmu.memory_size, lmu.theta)[:, None]
         self.register_buffer("response", response.to(lmu.skip.weight))
 
-    def forward(self, x: Tensor, state: None = None, mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """As `ParallelLMU.forward` without a state: x (B, T, input_size) -> (B, T, hidden_size)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
         lmu = self.lmu
         u = lmu.signal_activation(lmu.encode(x))
         if mask is not None:
@@ -67,7 +67,7 @@ class ConvolvedLMU(nn.Module):
             memories.append(F.conv1d(F.pad(signals, (0, before)), self.response.unsqueeze(1)))
         memory = torch.stack(memories, dim=1)  # (B * channels, directions, memory_size, T)
         memory = memory.unflatten(0, (-1, u.shape[2])).permute(0, 4, 2, 3, 1).flatten(2)
-        return lmu.activation(lmu.read_out(memory) + lmu.skip(x)), None
+        return lmu.activation(lmu.read_out(memory) + lmu.skip(x))
 
 
 def _response_length(memory_size: int, theta: float) -> int:

@@ -120,7 +120,7 @@ class ParallelLMUEncoder(nn.Module):
         states = self.dropout(self.enter(states))
         mask = within_lengths(lengths, states.shape[1])
         for block in self.blocks:
-            states, _ = block(states, mask=mask)
+            states = block(states, mask)
         return self.leave(states), lengths
 
     def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
@@ -138,7 +138,8 @@ class ParallelLMUEncoder(nn.Module):
             after.append(inputs)
         states = self.dropout(self.enter(states))
         for block in self.blocks:
-            states, memory = block(states, next(carried))
+            assert isinstance(block, ParallelLMUBlock)
+            states, memory = block.stream(states, next(carried))
             after.append(memory)
         return self.leave(states), after
 
@@ -190,12 +191,17 @@ class ParallelLMUBlock(nn.Module):
         )
         self.dropout = ChannelDropout(dropout)
 
-    def forward(
-        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, width); memory and mask as in ParallelLMU. Returns the same shape, and the memory after it."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, width), mask as in ParallelLMU -> the same shape as x."""
+        return self._after_lmu(x, self.lmu(self.lmu_norm(x), mask))
+
+    def stream(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """x (B, T, width), T >= 0, and memory as in ParallelLMU -> the same shape as x, and the memory after it."""
         if x.shape[1] == 0:
             return x, memory
-        mixed, memory = self.lmu(self.lmu_norm(x), memory, mask)
+        mixed, memory = self.lmu.stream(self.lmu_norm(x), memory)
+        return self._after_lmu(x, mixed), memory
+
+    def _after_lmu(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.dropout(mixed)
-        return x + self.dropout(self.feed_forward(x)), memory
+        return x + self.dropout(self.feed_forward(x))

@@ -167,13 +167,14 @@ class LogMel(nn.Module):
         """The power (B,) of the noise that is added to each utterance. masking_db: as in `forward`."""
         power = audio.to(self.window.dtype).square().sum(dim=1) / num_samples
         decibels = self.masking_db if masking_db is None else self.masking_db + masking_db
-        return power * 10 ** (-0.1 * torch.as_tensor(decibels, dtype=power.dtype, device=power.device))
+        return power * 10 ** (-0.1 * decibels)
 
     @torch.no_grad()
     def fit_statistics(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets `mean` and `std` to those of all frames of the batches, each (audio, num_samples) as for `forward`."""
         count, sums = 0, torch.zeros(2, self.num_mels, dtype=torch.float64)
         for audio, num_samples in batches:
+            audio, num_samples = audio.to(self.mean.device), num_samples.to(self.mean.device)
             features = self.log_mel(audio).double()
             lengths = self.num_frames(num_samples)
             features = features[within_lengths(lengths, features.shape[1])]

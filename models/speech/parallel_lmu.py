@@ -58,37 +58,43 @@ class ParallelLMU(nn.Module):
         self.read_out = nn.Linear(self.num_directions * channels * memory_size, hidden_size, bias=False)
         self.skip = nn.Linear(input_size, hidden_size)
 
-    def forward(
-        self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, input_size), T >= 1 -> o of all steps (B, T, hidden_size), and the state after the last.
-
-        state: the memory (B, channels, memory_size), zero if None. A sequence may be given in pieces of any lengths,
-        each with the state that the one before returned. With two directions there is none, and None comes back.
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, input_size), T >= 1 -> o of all steps (B, T, hidden_size).
 
         mask: (B, T) True at steps that count; others do not enter a memory. A sequence that is padded at its end needs
         it with two directions only.
         """
-        assert state is None or self.num_directions == 1, "a memory of what is to come cannot be carried on"
         u = self._signals(x)
         if mask is not None:
             u = u * mask.unsqueeze(2)
-        small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
-        answer = self._by_product(u, x) if small else self._by_transforms(u, x)
-        after = None
-        if self.num_directions == 1:
-            with torch.autocast(x.device.type, enabled=False):
-                responses = self._responses(u)
-                after = _memory_after(u, responses)
-                if state is not None:
-                    free = self._without_input(state.to(u.dtype), x.shape[1])
-                    weight = self._weight(u.dtype)[:, 0]
-                    answer = answer + torch.einsum("ntbc,hnc,n->bth", free, weight, responses.scale)
-                    after = after + free[:, -1].permute(1, 2, 0)
+        return self.activation(self._argument(u, x))
+
+    def stream(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The next steps of a sequence, x (B, T, input_size), T >= 1 -> o (B, T, hidden_size), and the state after.
+
+        state: the memory (B, channels, memory_size), zero if None. A sequence may be given in pieces of any lengths,
+        each with the state that the one before returned. One direction only.
+        """
+        assert self.num_directions == 1, "a memory of what is to come cannot be carried on"
+        u = self._signals(x)
+        answer = self._argument(u, x)
+        with torch.autocast(x.device.type, enabled=False):
+            responses = self._responses(u)
+            after = _memory_after(u, responses)
+            if state is not None:
+                free = self._without_input(state.to(u.dtype), x.shape[1])
+                weight = self._weight(u.dtype)[:, 0]
+                answer = answer + torch.einsum("ntbc,hnc,n->bth", free, weight, responses.scale)
+                after = after + free[:, -1].permute(1, 2, 0)
         return self.activation(answer), after
 
+    def _argument(self, u: Tensor, x: Tensor) -> Tensor:
+        """That of f, from memories of zeros: (B, T, hidden_size)."""
+        small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
+        return self._by_product(u, x) if small else self._by_transforms(u, x)
+
     def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
-        """The argument of f without a state, (B, T, hidden_size)."""
+        """The argument, where few products are fastest."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
             # That of fewer steps is a part of it; so there are few, and a GPU seldom waits for a new one.

@@ -25,6 +25,7 @@ VARIANTS = {
     "seqrec sampled": [*SEQREC, "--loss", "sampled", "--num-negatives", 20],
     "kgat deterministic": [*KGAT, "--deterministic"],
     "speech lmu": [*SPEECH, *small_speech.SMALL_LMU],
+    "speech streaming": [*SPEECH, *small_speech.SMALL, "--streaming", "--augmentation", 0],
 }
 DATA = {
     "seqrec": small_seqrec.write_interactions,

@@ -58,7 +58,7 @@ def test_equals_the_recurrence_with_all_gradients(num_steps, channels, bidirecti
     lmu = layer(channels=channels, bidirectional=bidirectional, signal_activation=F.gelu)
     x, weights = inputs(4, num_steps, 3).requires_grad_(), inputs(4, num_steps, 5, seed=2)
     leaves = [x, *lmu.parameters()]
-    outputs, expected = lmu(x)[0], by_recurrence(lmu, x)
+    outputs, expected = lmu(x), by_recurrence(lmu, x)
     torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
     grads, references = (torch.autograd.grad((value * weights).sum(), leaves) for value in (outputs, expected))
     for grad, reference in zip(grads, references, strict=True):
@@ -68,7 +68,7 @@ def test_equals_the_recurrence_with_all_gradients(num_steps, channels, bidirecti
 def in_pieces(lmu: ParallelLMU, x: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor | None]:
     pieces, state = [], None
     for piece in x.split(sizes, dim=1):
-        output, state = lmu(piece, state)
+        output, state = lmu.stream(piece, state)
         pieces.append(output)
     return torch.cat(pieces, dim=1), state
 
@@ -77,7 +77,7 @@ def in_pieces(lmu: ParallelLMU, x: Tensor, sizes: list[int]) -> tuple[Tensor, Te
 def test_whole_is_pieces_is_steps_in_single_precision(length):
     lmu, x = layer(torch.float32, memory_size=32, theta=64.0, channels=4), inputs(2, length, 3, dtype=torch.float32)
     with torch.no_grad():
-        whole, state = lmu(x)
+        whole, state = lmu(x), lmu.stream(x)[1]
         u = lmu.signal_activation(lmu.encode(x))
         for sizes in ([length // 3, length - length // 3], [1] * length):
             outputs, after = in_pieces(lmu, x, [size for size in sizes if size])
@@ -93,7 +93,7 @@ def test_every_length_to_2000_whole_is_pieces():
     with torch.no_grad():
         steps, _ = in_pieces(lmu, x, [1] * 2000)
         for length in range(1, 2001):
-            whole, _ = lmu(x[:, :length])
+            whole = lmu(x[:, :length])
             torch.testing.assert_close(whole, steps[:, :length], rtol=0, atol=1e-5)
             if length > 1:
                 pieces, _ = in_pieces(lmu, x[:, :length], [length // 2, length - length // 2])
@@ -106,7 +106,7 @@ def test_gradient_flows_through_the_state():
     lmu, x, weights = layer(), inputs(2, 12, 3), inputs(2, 12, 5, seed=2)
     grads = [
         torch.autograd.grad((outputs * weights).sum(), list(lmu.parameters()))
-        for outputs in (lmu(x)[0], in_pieces(lmu, x, [5, 1, 6])[0])
+        for outputs in (lmu(x), in_pieces(lmu, x, [5, 1, 6])[0])
     ]
     for whole, pieces in zip(*grads, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-10, atol=1e-10)
@@ -116,8 +116,8 @@ def test_gradient_flows_through_the_state():
 def test_last_is_the_last_of_all():
     lmu, x = layer(), inputs(3, 40, 3).requires_grad_()
     weights = inputs(3, 5, seed=2)
-    torch.testing.assert_close(lmu.last(x), lmu(x)[0][:, -1], rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad((o * weights).sum(), [x, *lmu.parameters()]) for o in (lmu.last(x), lmu(x)[0][:, -1])]
+    torch.testing.assert_close(lmu.last(x), lmu(x)[:, -1], rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad((o * weights).sum(), [x, *lmu.parameters()]) for o in (lmu.last(x), lmu(x)[:, -1])]
     for last, every in zip(*grads, strict=True):
         torch.testing.assert_close(last, every, rtol=1e-10, atol=1e-10)
 
@@ -126,29 +126,29 @@ def test_last_is_the_last_of_all():
 def test_mask_hides_what_lies_behind_the_end():
     lmu, x = layer(bidirectional=True), inputs(2, 20, 3)
     mask = torch.arange(20) < torch.tensor([20, 11])[:, None]
-    outputs, _ = lmu(x, mask=mask)
-    torch.testing.assert_close(outputs[1:, :11], lmu(x[1:, :11])[0], rtol=0, atol=1e-12)
-    assert not torch.allclose(outputs[1:, :11], lmu(x)[0][1:, :11])
+    outputs = lmu(x, mask)
+    torch.testing.assert_close(outputs[1:, :11], lmu(x[1:, :11]), rtol=0, atol=1e-12)
+    assert not torch.allclose(outputs[1:, :11], lmu(x)[1:, :11])
 
 
 def test_two_directions_take_no_state():
     with pytest.raises(AssertionError, match="cannot be carried on"):
-        layer(bidirectional=True)(inputs(1, 4, 3), torch.zeros(1, 2, 6, dtype=torch.float64))
+        layer(bidirectional=True).stream(inputs(1, 4, 3), torch.zeros(1, 2, 6, dtype=torch.float64))
 
 
 @pytest.mark.usefixtures("form")
 def test_memory_keeps_single_precision_under_autocast():
     lmu, x = layer(torch.float32), inputs(2, 30, 3, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs, state = lmu(x)
+        outputs, (_, state) = lmu(x), lmu.stream(x)
         outputs.sum().backward()
     assert state.dtype == torch.float32
-    torch.testing.assert_close(outputs.float(), lmu(x)[0], rtol=0, atol=0.05)
+    torch.testing.assert_close(outputs.float(), lmu(x), rtol=0, atol=0.05)
 
 
 def test_trains_after_inference_with_the_same_layer():
     lmu, x = layer(theta=12.5), inputs(1, 2, 3)
     with torch.inference_mode():
         lmu(x)
-    lmu(x)[0].sum().backward()
+    lmu(x).sum().backward()
     assert lmu.read_out.weight.grad is not None
