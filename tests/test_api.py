@@ -610,12 +610,3 @@ def test_metrics_without_a_number_are_null_in_strict_json(tmp_path):
     written = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
     assert (written["metrics"]["test/auc"], written["metrics"]["test/ratio"]) == (None, None)
     assert written["metrics"]["test/loss"] == metrics["test/loss"]
-
-
-def test_a_state_is_saved_once(tmp_path):
-    """At the end of an epoch too, where --save-every-steps and the report both ask for it."""
-    _, run = trainer.fit(
-        Weighted, save_dir=tmp_path, save_every_steps=1, keep_checkpoints=0, **SETTINGS | {"epochs": 2}
-    )
-    entries = json.loads((run.path / "manifest.json").read_text())["checkpoints"]
-    assert [entry["step"] for entry in entries] == list(range(1, 2 * STEPS_PER_EPOCH + 1))

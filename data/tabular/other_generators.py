@@ -104,12 +104,20 @@ FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
 class OtherTables:
     """So many tables, each a function of (seed, index) alone; the families take turns.
 
-    num_context, num_queries: rows of every table. Batches are as those of `PriorTables`; every class of the queries
-    occurs in the context.
+    num_context, num_queries: rows of every table. most_classes: of a table, of which others are merged. Batches are as
+    those of `PriorTables`; every class of the queries occurs in the context.
     """
 
-    def __init__(self, seed: int, num_tables: int, num_context: int = 128, num_queries: int = 64) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_tables: int,
+        num_context: int = 128,
+        num_queries: int = 64,
+        most_classes: int = _MOST_CLASSES,
+    ) -> None:
         assert num_context >= _MOST_CLASSES
+        self._most_classes = most_classes
         self._seed, self._num_tables = seed, num_tables
         self._num_context, self._num_queries = num_context, num_queries
 
@@ -137,6 +145,7 @@ class OtherTables:
         random = np.random.default_rng([self._seed, index])
         num_rows = self._num_context + self._num_queries
         x, labels = FAMILIES[index % len(FAMILIES)](random, num_rows)
+        labels = labels % self._most_classes
         num_noise = random.integers(0, min(x.shape[1], _MOST_FEATURES - x.shape[1]) + 1)
         x = np.concatenate([x, random.normal(size=(num_rows, num_noise))], axis=1)
         x = x[:, random.permutation(x.shape[1])] * np.exp(random.normal(size=x.shape[1]))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from trainer.loading.cache import Arrays
-from trainer.loading.counter_random import uniform
+from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys
 
 _STREAM = 7
@@ -66,9 +66,10 @@ class Episodes:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         num_rows, num_columns = self.features.shape
         num_classes = int(self.labels.max()) + 1
-        draws = uniform(self._seed, keys.epoch, keys.index, (num_rows + num_columns + num_classes,), _STREAM)
+        # 64 bits each, so that hardly any are equal: how those would be sorted depends on the processor.
+        draws = random_bits(self._seed, keys.epoch, keys.index, num_rows + num_columns + num_classes, _STREAM)
         by_row, by_column, by_class = np.split(draws, [num_rows, num_rows + num_columns], axis=1)
-        rows = by_row.argsort(axis=1)[:, : self._num_rows]
+        rows = _smallest(by_row, self._num_rows)
         columns = by_column.argsort(axis=1)
         features = self.features[rows[:, :, None], columns[:, None, :]]
         renamed = by_class.argsort(axis=1) % self._max_classes
@@ -83,3 +84,9 @@ class Episodes:
             "targets": np.where(np.take_along_axis(occurs, targets, axis=1), targets, -1),
             "num_classes": np.full(len(rows), number),
         }
+
+
+def _smallest(values: np.ndarray, num: int) -> np.ndarray:
+    """Where in each row of (n, m) its smallest ones are, the smallest first: (n, num)."""
+    found = np.argpartition(values, num - 1, axis=1)[:, :num]
+    return np.take_along_axis(found, np.take_along_axis(values, found, axis=1).argsort(axis=1), axis=1)

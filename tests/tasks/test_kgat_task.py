@@ -59,6 +59,17 @@ def test_any_number_of_processes_learns_the_same(nproc, data, run_here, command,
     assert_close(tmp_path / "one", tmp_path / "several")
 
 
+def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
+    data, said = write_catalogue(tmp_path / "data"), "What is trained on and what is held out are not those of the"
+    argv = [*RUN, "--data-dir", data, "--model", "bprmf", "--embed-dim", 4, "--save-dir", tmp_path / "run"]
+    assert said not in run_here(*argv)[0]
+    assert said not in run_here(*argv, "--epochs", 3)[0]
+    first, *others = (data / "train.txt").read_text().splitlines()
+    (data / "train.txt").write_text("\n".join([first.rpartition(" ")[0], *others]) + "\n")
+    for more in (["--epochs", 4], ["--eval-only"]):
+        assert said in run_here(*argv, *more)[0]
+
+
 def test_goes_on_to_the_bit_from_any_step_of_either_phase(data, run_here, tmp_path):
     argv = [*RUN, "--data-dir", data, *SMALL, "--batch-size", 16, "--save-every-steps", 3, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")

@@ -52,6 +52,19 @@ def results(directory):
 ERROR_RATES = ("test/wer", "test/cer", "test/string_error_rate")
 
 
+def test_recordings_that_change_places_after_the_checkpoint_are_said(run_here, tmp_path):
+    """One that was trained on is of the test then."""
+    data, said = write_digits(tmp_path / "digits"), "What is trained on and what is held out are not those of the"
+    write_wav(data / "0_anna_7.wav", tone(0, "anna", 7)[:-400])
+    argv = [*RUN, "--data-dir", data, "--epochs", 1, "--save-dir", tmp_path / "run"]
+    assert said not in run_here(*argv)[0]
+    assert said not in run_here(*argv, "--epochs", 2)[0]
+    (data / "0_anna_7.wav").rename(data / "aside")
+    (data / "0_anna_3.wav").rename(data / "0_anna_7.wav")
+    (data / "aside").rename(data / "0_anna_3.wav")
+    assert said in run_here(*argv, "--epochs", 3)[0]
+
+
 def assert_close(one, other):
     """Weights and losses nearly, and errors exactly: they are whole numbers over whole numbers."""
     for name, value in weights(one).items():

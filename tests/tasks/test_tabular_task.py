@@ -68,6 +68,14 @@ def test_goes_on_to_the_bit(run_here, tmp_path):
     assert read_metrics(tmp_path / "again", "result") == read_metrics(tmp_path / "whole", "result")
 
 
+def test_the_model_tells_as_many_classes_apart_as_it_is_shown(make_task):
+    """Or answers for tables of more classes would rest on weights that nothing has trained."""
+    task = make_task("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL)
+    assert task.build_objective().model.max_classes == 3
+    for dataset in task.splits().values():
+        assert dataset.__getitems__(SampleKeys(np.arange(6), epoch=0))["labels"].max() < 3
+
+
 def test_calls_the_model_equally_often_where_it_has_to(make_task):
     task = make_task("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL)
     objective = task.build_objective().double().eval()
@@ -194,7 +202,7 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
 
 def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
     run_here(*TASK, *SMALL_PRIOR, *SMALL_MODEL, "--epochs", 1, "--save-dir", tmp_path / "learned")
-    argv = [*TASK, *SMALL_MODEL, "--data-dir", table, "--label", "kind", "--num-estimators", 1]
+    argv = [*TASK, *SMALL_MODEL, "--max-classes", 3, "--data-dir", table, "--label", "kind", "--num-estimators", 1]
     out, _ = run_here(*argv, "--init-from", tmp_path / "learned" / "best.pth", "--save-dir", tmp_path / "none")
     assert f"Evaluating the weights in {tmp_path / 'learned' / 'best.pth'}." in out
 

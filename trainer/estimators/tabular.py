@@ -38,7 +38,7 @@ from trainer.tasks.tabular import SHIPPED, TabularTask
 
 _TUNING_BATCH = 16
 """Problems of a step, whatever the number of devices."""
-_OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads")
+_OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "max_classes")
 _TUNING = threading.Lock()
 """One at a time in a process, which has one standard output to keep quiet."""
 

@@ -121,12 +121,14 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(run: Run, agreed: Agreed) -> bool:
-    """Whether a checkpoint is due after the last step, and not made anyway by the report that follows it."""
+    """Whether a checkpoint is due after the last step, and not made anyway by a report within the epoch.
+
+    At an epoch's end there may be two: one before its validation, which may take long, and one with the score.
+    """
     num_steps, interval = run.progress.step, run.settings.save_every_steps
     # What the clock asked for before the last checkpoint may be on its way for two more steps.
     clock_asks = agreed.save > 0 and num_steps > run.progress.last_save + 2
-    is_due = clock_asks or (interval > 0 and num_steps % interval == 0)
-    return is_due and not (run.plan.reports_after(num_steps) or run.plan.is_end_of_epoch(run.progress.position))
+    return (clock_asks or (interval > 0 and num_steps % interval == 0)) and not run.plan.reports_after(num_steps)
 
 
 def train_step(

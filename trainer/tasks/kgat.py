@@ -29,6 +29,7 @@ from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.cache import digest_of
 from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums, Task
 from trainer.tasks.bar_chart import draw_bars
 from trainer.tasks.kgat_explanations import Explanations, relation_names
@@ -43,6 +44,7 @@ _OF_MODEL: dict[str, tuple[str, ...]] = {
     "bprmf": (),
 }
 """Flags that a model has a use for and some other has not."""
+_WITH_GRAPH = ("kgat", "kg-lightgcn")
 _USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _SPLIT_SEED = 0
 """Not --seed: a run that starts from another one must not be scored on what that one trained on."""
@@ -211,12 +213,19 @@ class KgatTask(Task):
         if config.data_dir is None:
             return load_synthetic_catalogue(self.cache_dir, **split)
         catalogue = load_catalogue(config.data_dir, self.cache_dir, **split)
-        if config.model in ("kgat", "kg-lightgcn") and not catalogue.has_graph:
+        if config.model in _WITH_GRAPH and not catalogue.has_graph:
             raise BadInput(
                 f"--data-dir {config.data_dir}: has no kg_final.txt, the graph that --model {config.model} needs; "
                 "fetch it, or take --model lightgcn"
             )
         return catalogue
+
+    def data_digest(self) -> str:
+        """Of the three parts of the interactions, and of the graph where the model uses it."""
+        catalogue = self.catalogue
+        lists = (catalogue.train, catalogue.val, catalogue.test)
+        graph = [catalogue.triples] if self.config.model in _WITH_GRAPH else []
+        return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
     @cached_property
     def edges(self) -> Edges:

@@ -30,6 +30,7 @@ from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, Outputs, PerSample, Picture, Task
 from trainer.tasks.speech_decoder import Decoder
@@ -296,6 +297,13 @@ class SpeechTask(Task):
         """Reasons, with the number of utterances."""
         return dict(self.corpus.skipped)
 
+    def data_digest(self) -> str:
+        """Of the names, lengths and texts of the recordings, not of the audio itself, and of how they are split."""
+        corpus = self.corpus
+        return digest_of(
+            corpus.offsets, *corpus.names, *corpus.transcripts, *(part.indices for part in self._splits.values())
+        )
+
     @cached_property
     def _splits(self) -> Mapping[str, Utterances | Strings]:
         config: SpeechFlags = self.config
@@ -312,7 +320,7 @@ class SpeechTask(Task):
         if len(parts["test"]) == 0:
             raise BadInput("--test-share 0 --val-share 0: leave nothing to score; hold some utterances out")
         parts["train"] = self._long_enough(parts["train"])
-        self._decoder  # a language model that cannot be used is refused before anything is written  # noqa: B018
+        self._refuse_unusable_language_model()
         return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}
 
     def _dataset(self, name: str, part: np.ndarray) -> Utterances | Strings:
@@ -430,6 +438,10 @@ class SpeechTask(Task):
     def _decoder(self) -> Decoder:
         config: SpeechFlags = self.config
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
+
+    def _refuse_unusable_language_model(self) -> None:
+        """Before anything is written: making the decoder reads it. Raises BadInput."""
+        _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:
         """Symbols that may be said or decoded in an evaluation."""

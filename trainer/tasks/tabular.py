@@ -26,6 +26,7 @@ from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
 from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
+from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, ParamGroup, Picture, Task
@@ -54,7 +55,6 @@ _OF_PRIOR = (
     "max_rows",
     "min_features",
     "max_features",
-    "max_classes",
     "prior_only",
 )
 _OF_A_TABLE = ("label", "drop", "test_share", "tune")
@@ -111,7 +111,9 @@ class TabularFlags(FlagGroup):
     max_rows: int = flag(192, "most", at_least=32)
     min_features: int = flag(2, "fewest columns of a synthetic table", at_least=1)
     max_features: int = flag(12, "most", at_least=1)
-    max_classes: int = flag(10, "most classes of a synthetic table", at_least=2, at_most=10)
+    max_classes: int = flag(
+        10, "classes that the model tells apart at once, and most of a synthetic table", at_least=2, at_most=10
+    )
     prior_only: Path | None = flag(None, "write an epoch's synthetic tables to this .npz, and train nothing")
     model: Literal["nano", "tabicl"] = flag(
         "nano", "nano: cells attend to one another over columns and rows; tabicl: columns, rows, then the context, "
@@ -212,7 +214,7 @@ class TabularTask(Task):
         return {
             "train": PriorTables(config.prior, self.seed, config.num_tables, fresh_each_epoch=True),
             "val/prior": PriorTables(config.prior, _VALIDATION_SEED, config.num_val_tables),
-            "val/other": OtherTables(_VALIDATION_SEED, config.num_val_tables),
+            "val/other": OtherTables(_VALIDATION_SEED, config.num_val_tables, most_classes=config.max_classes),
             "test": PriorTables(config.prior, _TEST_SEED, 2 * config.num_val_tables),
         }
 
@@ -300,8 +302,7 @@ class TabularTask(Task):
         """Synthetic tables in the order of their numbers: neighbours have one shape."""
         if self.config.data_dir is not None:
             return None
-        numbers = np.arange(self.config.num_tables)
-        return np.split(numbers, np.arange(global_batch_size, len(numbers), global_batch_size))
+        return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """The loss terms of a problem are its queries. Counts of rows or columns that need no mask are left out."""
@@ -319,9 +320,10 @@ class TabularTask(Task):
         config: TabularFlags = self.config
         model: nn.Module
         if config.model == "tabicl":
-            model = TabICL()
+            model = TabICL(max_classes=config.max_classes)
         else:
-            model = NanoTabular(config.width, config.num_blocks, config.num_heads, 2 * config.width)
+            size = (config.width, config.num_blocks, config.num_heads, 2 * config.width)
+            model = NanoTabular(*size, max_classes=config.max_classes)
         if config.tune == "lora":
             add_adapters(model, targets=config.lora_targets, rank=config.lora_rank, alpha=config.lora_alpha)
         return TabularObjective(model, None if config.data_dir is None else self._answer)
