@@ -14,7 +14,7 @@ from data.interactions.table import read_table
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
 
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 _SUFFIXES = (".txt", ".csv", ".tsv", ".dat", ".inter")
 

@@ -7,10 +7,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, in_order, reading_utf8
+from data.csv_lines import Line, csv_lines, delimiter_of, in_order, is_number, reading_utf8
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
-from data.interactions.times import EXPECTED, parse_times
+from data.interactions.times import EXPECTED, in_seconds, parse_times
 from trainer.common.errors import BadInput
 from trainer.common.files import lines_of
 
@@ -78,6 +78,7 @@ class _Parser:
         self._where = where
         self._layout = layout
         self._users, self._items = _Codes(), _Codes()
+        self._has_dates: bool | None = None
 
     def table(self, lines: Iterable[Line]) -> Table:
         lines, blocks = iter(lines), []
@@ -88,16 +89,15 @@ class _Parser:
             blocks.append(block)
         if not blocks:
             raise BadInput(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
-        users, items, *times = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        users, items, *columns = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         user_ids, item_ids = in_order(self._users), in_order(self._items)
-        remarks = [self._layout.remark, *(_doubts(times[0], len(users)) if times else [])]
+        times, remarks = None, [self._layout.remark]
+        if columns:
+            times, unit = (columns[0], "") if self._has_dates else in_seconds(columns[0])
+            remarks += [f"Its times are {unit}, and are read as seconds since 1970."] if unit else []
+            remarks += _doubts(times, len(users))
         return Table(
-            self._users.places(user_ids)[users],
-            self._items.places(item_ids)[items],
-            times[0] if times else None,
-            user_ids,
-            item_ids,
-            remarks,
+            self._users.places(user_ids)[users], self._items.places(item_ids)[items], times, user_ids, item_ids, remarks
         )
 
     def _columns(self, rows: list[list[str]]) -> tuple[np.ndarray, ...] | None:
@@ -111,8 +111,11 @@ class _Parser:
             return None
         if layout.time is None:
             return users, items
-        times = parse_times([row[layout.time] for row in rows])
-        return None if times is None else (users, items, times)
+        texts = [row[layout.time] for row in rows]
+        times, has_dates = parse_times(texts), not is_number(texts[0])
+        if self._has_dates is None:
+            self._has_dates = has_dates
+        return (users, items, times) if times is not None and has_dates == self._has_dates else None
 
     def _mistake(self, lines: Sequence[Line]) -> BadInput:
         """Says slowly and precisely what is wrong with the first wrong line."""

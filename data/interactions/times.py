@@ -11,6 +11,7 @@ _TIME_LIMIT = 2**62
 """Differences of smaller times fit into int64."""
 _CALENDAR_S = (1e8, 4.1e9)
 """Unix times from 1973 to 2099."""
+_UNITS = {"milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 EXPECTED = "a time: a number, or a date such as 2024-05-31 or 2024-05-31T18:30:00+02:00"
 
 
@@ -27,6 +28,31 @@ def parse_times(texts: Sequence[str]) -> np.ndarray | None:
         usable = (times > -_TIME_LIMIT) & (times < _TIME_LIMIT)  # false for NaN
         return times if usable.all() else None
     return None
+
+
+def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
+    """Seconds since 1970, of numbers that are no such seconds for certain, and what they were; else the same, and "".
+
+    times: of a whole file. Milli-, micro- or nanoseconds of the years from 1973 to 2099, or days of these years such as
+    20240531.
+    """
+    for unit, per_second in _UNITS.items():
+        low, high = (per_second * limit for limit in _CALENDAR_S)
+        if ((times >= low) & (times < high)).all():
+            return _whole_if_all_are(times / per_second), unit
+    seconds = _seconds_of_days(times)
+    return (times, "") if seconds is None else (seconds, "days such as 20240531")
+
+
+def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:
+    """None when one of them is no day, or they are of no year that is meant."""
+    years, months, days = numbers // 10_000, numbers // 100 % 100, numbers % 100
+    if numbers.dtype.kind != "i" or not ((years >= 1973) & (years <= 2099)).all():
+        return None
+    month = (12 * (years - 1970) + months - 1).astype("M8[M]")
+    day = month.astype("M8[D]") + (days - 1)
+    is_day = (months >= 1) & (months <= 12) & (day.astype("M8[M]") == month)
+    return day.astype("M8[s]").astype(np.int64) if is_day.all() else None
 
 
 def is_time(text: str) -> bool:
@@ -61,12 +87,17 @@ def _numbers(texts: Sequence[str]) -> np.ndarray:
 
 
 def _dates(texts: Sequence[str]) -> np.ndarray:
-    seconds = np.fromiter(map(_seconds, texts), np.float64, len(texts))
+    return _whole_if_all_are(np.fromiter(map(_seconds, texts), np.float64, len(texts)))
+
+
+def _whole_if_all_are(seconds: np.ndarray) -> np.ndarray:
     whole = seconds.astype(np.int64)
     return whole if (whole == seconds).all() else seconds
 
 
 def _seconds(text: str) -> float:
     text = text.strip()
+    if is_number(text):  # such as 20240531, which stands among dates with hyphens
+        raise ValueError(text)
     moment = datetime.fromisoformat(text.removesuffix(" UTC"))
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -111,6 +111,15 @@ def test_lines_across_blocks(load, monkeypatch) -> None:
     assert_are_the_lines(load("user item time\n" + text("uit")))
 
 
+@pytest.mark.parametrize("others", [["2024-01-05"], ["20240301", "2024-01-05"], [str(NOON), "2024-01-05"]])
+def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
+    """Also where the kinds meet at the border of two blocks, or within one."""
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
+    times = [*["20240301"] * 4, *others]
+    with pytest.raises(BadInput, match="its times are numbers in some lines and dates in others"):
+        load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
+
+
 def test_names_that_are_not_all_numbers_are_in_order_of_text(load) -> None:
     interactions = load("user item time\nb 10 1\nb 9 2\na 10 1\nb x 3\n")
     assert by_user(interactions, interactions.items) == [[1], [1, 2, 3]]
@@ -124,6 +133,36 @@ def test_fractions_of_a_second_count_for_the_order(load) -> None:
     interactions = load("user item time\n1 1 7.75\n1 2 7.5\n1 3 -0.5\n1 4 8\n")
     assert interactions.items.tolist() == [3, 2, 1, 4]
     assert interactions.times.tolist() == [-1, 7, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("factor", "unit"),
+    [(1, None), (10**3, "milliseconds"), (10**6, "microseconds"), (10**9, "nanoseconds")],
+)
+def test_smaller_units_are_read_as_seconds(load, factor, unit) -> None:
+    lines = [f"{user} {item} {time * factor}\n" for user, item, _, time in LINES]
+    interactions = load("user item time\n" + "".join(lines))
+    assert_are_the_lines(interactions)
+    said = [f"Its times are {unit}, and are read as seconds since 1970."] if unit else []
+    assert list(interactions.remarks[1:]) == said
+
+
+def test_milliseconds_within_a_second_keep_their_order(load) -> None:
+    interactions = load(f"user item time\n1 1 {NOON}750\n1 2 {NOON}500\n1 3 {NOON}250\n")
+    assert interactions.items.tolist() == [3, 2, 1]
+    assert interactions.times.tolist() == [NOON] * 3
+
+
+def test_days_in_one_number_are_days(load) -> None:
+    days = ["2023-12-31", "2024-01-01", "2024-02-29", "2024-05-31"]
+    read = [
+        load("user,item,time\n" + "".join(f"1,{i},{day}\n" for i, day in enumerate(some)), f"{name}.csv")
+        for name, some in {"iso": days, "whole": [day.replace("-", "") for day in days]}.items()
+    ]
+    assert read[0].times.tolist() == read[1].times.tolist()
+    assert read[1].remarks[1] == "Its times are days such as 20240531, and are read as seconds since 1970."
+    with_no_day = load("user,item,time\n1,1,20240531\n1,2,20240532\n", "numbers.csv")
+    assert with_no_day.times.tolist() == [20240531, 20240532]
 
 
 def test_repeated_interactions_stay(load) -> None:
@@ -184,7 +223,7 @@ def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_p
         ("customer,product,timestamp,price\n1,2,30,4\n1,3,20,9\n", [[20, 30], [2, 1]]),
         ("1,2,5,978300030\n1,3,4,978300020\n", [[978300020, 978300030], [2, 1]]),
         ("1,2,978300030,5\n1,3,978300020,4\n", [[978300020, 978300030], [2, 1]]),
-        ("1 2 978300030000\n1 3 978300020000\n", [[978300020000, 978300030000], [2, 1]]),
+        ("1 2 978300030000\n1 3 978300020000\n", [[978300020, 978300030], [2, 1]]),
         ("user,item,rating\n1,2,4\n1,3,9\n", [None, [1, 2]]),
         ('"user";"item";"time"\n1;"a;b";7\n1;"c ""d""";6\n', [[6, 7], [2, 1]]),
         ("1,2,1970-01-02T00:00:10\n1,3,1970-01-02 00:00:00Z\n", [[86400, 86410], [2, 1]]),
