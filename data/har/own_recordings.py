@@ -2,10 +2,11 @@
 
 import hashlib
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress, groupby, islice
+from itertools import compress, groupby, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,19 @@ from data.har.windows import HarRecordings, triplets_first
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, texts_of_array
 
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _SUFFIXES = (".csv", ".tsv")
 _SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 _LABELS = ("label", "activity", "class")
-_NOT_SIGNALS = (*_SUBJECTS, *_LABELS, "index", "row", "sample", "trial", "session", "unnamed0", "", "id")
+_TRIALS = ("trial", "session")
+"""Columns that say, where they change, that another recording begins."""
+_NOT_SIGNALS = (*_SUBJECTS, *_LABELS, *_TRIALS, "index", "row", "sample", "unnamed0", "", "id")
 _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
 """Columns that are left out where the channels are not named: what a subject, an activity or a row is called besides,
 and clocks, which tell the activity by when it was recorded; of the last, names that hold such a word."""
+_GAP = 10
+"""Of the usual step of a clock: a longer one is a gap between recordings."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 """Columns of the table of `--predict`, which has one for each class too."""
 
@@ -46,12 +51,14 @@ class OwnFormat:
 class OwnRecordings:
     """Windows, none of them in the test part yet, and what the user should know of how they were read.
 
-    digest: differs where the windows, their subjects or their classes do.
+    digest: differs where the windows, their subjects or their classes do. clock_step: by how much the clock usually
+    rises from row to row, in its unit; NaN without one.
     """
 
     recordings: HarRecordings
     remarks: Sequence[str]
     digest: str
+    clock_step: float
 
 
 def are_own(path: Path) -> bool:
@@ -70,6 +77,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     path: a CSV with a line of names, plain or .gz, or a folder of such files with the same channels. Its rows are in
         the order of time. A run of rows with the same subject and label in one file is one recording, cut into windows
         of `length` rows every `hop` rows; what is left at its end is dropped. Rows without a label belong to none.
+        Another recording begins too where a column trial or session changes, and where the clock jumps.
 
     Channels come in the order of the first file, but x, y and z of a sensor first (`triplets_first`). Subjects and
     classes are in the order of their names, whole numbers by value. Raises BadInput, naming file, line and column.
@@ -91,7 +99,9 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
         texts_of_array(arrays["classes"]),
         texts_of_array(arrays["subject_names"]),
     )
-    return OwnRecordings(recordings, texts_of_array(arrays["remarks"]), texts_of_array(arrays["digest"])[0])
+    return OwnRecordings(
+        recordings, texts_of_array(arrays["remarks"]), texts_of_array(arrays["digest"])[0], float(arrays["clock_step"])
+    )
 
 
 def _is_csv(name: str) -> bool:
@@ -100,14 +110,16 @@ def _is_csv(name: str) -> bool:
 
 @dataclass
 class _Rows:
-    """Those of a file: signals (n, C) float32, the names of subject and activity of each, and clocks (n, K) float64.
+    """Those of a file: signals (n, C) float32, names of subject, activity and trial of each, and clocks (n, K) float64.
 
-    clocks: columns of numbers that are called so; NaN where a number is missing.
+    trials: what stands in the columns that tell one recording from the next. clocks: columns of numbers that are called
+    so; NaN where a number is missing.
     """
 
     signals: np.ndarray
     subjects: list[str]
     labels: list[str]
+    trials: list[tuple[str, ...]]
     clocks: np.ndarray
 
 
@@ -119,13 +131,16 @@ class _Cut:
         self.windows: list[np.ndarray] = []
         self.subjects: list[str] = []
         self.labels: list[str] = []
-        self.num_short = self.num_short_rows = self.num_disorders = 0
+        self.num_short = self.num_short_rows = self.num_disorders = self.num_gaps = 0
+        self.longest = 0
+        self._clock_steps: list[float] = []
         self._rises, self._falls = np.ones(num_columns, bool), np.zeros(num_columns, bool)
 
     def add(self, rows: _Rows) -> None:
         """The recordings of a file."""
-        for start, stop in _bouts(rows):
+        for start, stop in self._recordings(rows):
             recording = rows.signals[start:stop]
+            self.longest = max(self.longest, stop - start)
             self.num_disorders += _num_disorders(rows.clocks[start:stop])
             if stop - start < self._wanted.length:
                 self.num_short, self.num_short_rows = self.num_short + 1, self.num_short_rows + stop - start
@@ -137,6 +152,19 @@ class _Cut:
             self.windows.append(windows)
             self.subjects += [rows.subjects[start]] * len(windows)
             self.labels += [rows.labels[start]] * len(windows)
+
+    def _recordings(self, rows: _Rows) -> Iterator[tuple[int, int]]:
+        """Where they begin and end: bouts, divided at gaps of the clock."""
+        for start, stop in _bouts(rows):
+            step, gaps = _step_and_gaps(rows.clocks[start:stop])
+            self._clock_steps += [] if step is None else [step]
+            self.num_gaps += len(gaps)
+            yield from pairwise([start, *(start + gaps).tolist(), stop])
+
+    @property
+    def clock_step(self) -> float:
+        """The median over recordings; NaN where no clock rises."""
+        return float(np.median(self._clock_steps)) if self._clock_steps else math.nan
 
     @property
     def only_rises(self) -> np.ndarray:
@@ -159,10 +187,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         cut.add(_read(file, wanted, named))
     where = files[0].source.where if len(files) > 1 else files[0].where
     if not cut.windows:
-        raise BadInput(
-            f"{where}: nobody does one thing for {wanted.length} rows, so that there is no window; choose a smaller "
-            "--window"
-        )
+        raise BadInput(_why_no_window(cut, wanted, where, label))
     names, classes = in_order(set(cut.subjects)), in_order(set(cut.labels))
     _refuse_names(names, classes, where)
     counted = [] if wanted.channels else list(compress(named, cut.only_rises))
@@ -182,11 +207,21 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         "subjects": subjects,
         # Here, for all windows have to be read for it.
         "digest": array_of_texts([digest_of(signals, labels, subjects)]),
+        "clock_step": np.array(cut.clock_step),
         "channels": array_of_texts(channels),
         "classes": array_of_texts(classes),
         "subject_names": array_of_texts(names),
         "remarks": array_of_texts([summary, *_remarks(cut, left_out, counted)]),
     }
+
+
+def _why_no_window(cut: _Cut, wanted: OwnFormat, where: str, label: str) -> str:
+    if cut.longest == 0:
+        return f"{where}: no row has a label (column {label}); fill it in, or name another column by --label-column"
+    return (
+        f"{where}: nobody does one thing for {wanted.length} rows in a row, so that there is no window: the longest "
+        f"recording has {cut.longest}; sort the rows by person and time, or choose a smaller --window"
+    )
 
 
 def _remarks(cut: _Cut, left_out: Sequence[str], counted: Sequence[str]) -> Iterator[str]:
@@ -196,6 +231,11 @@ def _remarks(cut: _Cut, left_out: Sequence[str], counted: Sequence[str]) -> Iter
         yield (
             f"Not read: {', '.join(counted)}, whose numbers never fall within a recording, like those of a clock or a "
             "counter; --channels names what is read."
+        )
+    if cut.num_gaps:
+        yield (
+            f"Divided at {cut.num_gaps:,} places where the clock jumps by more than {_GAP} of its usual steps: no "
+            "window reaches over them."
         )
     if cut.num_disorders:
         yield (
@@ -277,19 +317,23 @@ def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
         parts: list[np.ndarray] = []
         subjects: list[str] = []
         labels: list[str] = []
+        trials: list[tuple[str, ...]] = []
         clocks: list[np.ndarray] = []
-        clock_columns = [i for i, name in enumerate(header) if _is_clock(name) and i not in (subject, label, *columns)]
+        taken = (subject, label, *columns)
+        trial_columns = [i for i, name in enumerate(header) if plain_name(name) in _TRIALS and i not in taken]
+        clock_columns = [i for i, name in enumerate(header) if _is_clock(name) and i not in taken]
         advice = "mend it, or name the columns of signals by --channels"
         while some := list(islice(lines, ROWS_AT_ONCE)):
             parts.append(numbers(some, header, columns, file.where, decimal_comma, advice))
             subjects += [fields[subject].strip() for _, fields in some]
             labels += [fields[label].strip() for _, fields in some]
+            trials += [tuple(fields[column].strip() for column in trial_columns) for _, fields in some]
             clocks.append(_clocks(some, clock_columns, decimal_comma))
     if not parts:
         raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
     if "" in subjects:
         raise BadInput(f"{file.where}: row {subjects.index('') + 1} below the names has no subject; mend it")
-    return _Rows(np.concatenate(parts), subjects, labels, np.concatenate(clocks))
+    return _Rows(np.concatenate(parts), subjects, labels, trials, np.concatenate(clocks))
 
 
 def _clocks(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
@@ -307,10 +351,24 @@ def _num_disorders(clocks: np.ndarray) -> int:
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
+def _step_and_gaps(clocks: np.ndarray) -> tuple[float | None, np.ndarray]:
+    """The usual step of the steadiest clock of a recording, (n, K), and the rows, int64, before which it jumps.
+
+    None, and no rows, where no clock rises.
+    """
+    found = []
+    for steps in np.diff(clocks, axis=0).T:
+        rising = steps[steps > 0]
+        if len(rising):
+            step = float(np.median(rising))
+            found.append((step, np.flatnonzero(steps > _GAP * step) + 1))
+    return min(found, key=lambda one: len(one[1]), default=(None, np.empty(0, np.int64)))
+
+
 def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:
-    """Where runs of rows with one subject and one label begin and end; those without a label are left out."""
+    """Where runs of rows with one subject, label and trial begin and end; those without a label are left out."""
     start = 0
-    for (_, label), run in groupby(zip(rows.subjects, rows.labels, strict=True)):
+    for (_, label, _), run in groupby(zip(rows.subjects, rows.labels, rows.trials, strict=True)):
         stop = start + sum(1 for _ in run)
         if label:
             yield start, stop

@@ -91,6 +91,23 @@ def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_her
     assert float(table[0]["rest"]) + float(table[0]["run"]) == pytest.approx(1, abs=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("step", "says"), [("0.01", "100"), ("10", "100"), ("10000000", "100"), ("0.04", ""), ("1", "")]
+)
+def test_a_clock_that_speaks_for_another_rate_is_said(step, says, recordings, make_task):
+    """The clock is in seconds, milliseconds or nanoseconds, or counts rows; --rate says 25."""
+    header, *lines = (line.split(",") for line in recordings.read_text().splitlines())
+    clocked = [
+        ",".join(["time", *header[1:]]),
+        *(",".join([f"{i * float(step):.9g}", *line[1:]]) for i, line in enumerate(lines)),
+    ]
+    recordings.write_text("\n".join(clocked))
+    task = make_task("--data-dir", recordings, "--rate", 25, "--window", WINDOW, "--label-column", "label")
+    found = [remark for remark in task.remarks() if "--rate says" in remark]
+    assert len(found) == bool(says)
+    assert not found or f"{says} rows are a second, and --rate says 25" in found[0]
+
+
 def test_folds_are_made_of_people(own, run_here, tmp_path):
     run_here(*own, "--epochs", 1, "--folds", 2, "--save-dir", tmp_path / "folds")
     held_out = [

@@ -1,5 +1,6 @@
 """Human activity recognition: what people do, from signals of sensors that they wear."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -108,9 +109,16 @@ def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> Abstr
     )  # fmt: skip
 
 
+_CLOCK_UNITS = (1, 1e3, 1e6, 1e9)
+"""Of a second."""
+_SLOWEST_HZ = 3.0
+"""Of recordings: of the units of a clock one alone gives a rate between this and a thousand times as much."""
+
+
 def _seconds(rows: list[int | None], num_rows_later: int, rate_hz: float) -> list[str]:
     """When rows of a recording were measured; empty when it is not known."""
-    return ["" if row is None else f"{(row + num_rows_later) / rate_hz:.2f}" for row in rows]
+    digits = max(2, math.ceil(math.log10(rate_hz)))
+    return ["" if row is None else f"{(row + num_rows_later) / rate_hz:.{digits}f}" for row in rows]
 
 
 def _four_digits(probabilities: Tensor) -> list[str]:
@@ -229,12 +237,24 @@ class HarTask(Task):
         recordings = self._recordings
         tested = sorted({recordings.name_of(subject) for subject in recordings.subjects[recordings.is_test].tolist()})
         found = [*self._own.remarks, f"Held out for the test: {', '.join(tested)}."]
+        found += self._doubts_about_rate()
         shown = set(self._windows["train"].labels.tolist())
         unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
         if unseen:
             names = ", ".join(unseen)
             found.append(f"Nobody trained on does {names}: hold out others, by --test-subjects or --val-subjects.")
         return found
+
+    def _doubts_about_rate(self) -> list[str]:
+        step, rate_hz = self._own.clock_step, self.format.rate_hz
+        rates = [unit / step for unit in _CLOCK_UNITS]
+        told_hz = next((rate for rate in rates if _SLOWEST_HZ <= rate < 1e3 * _SLOWEST_HZ), rate_hz)
+        if step == 1 or 0.8 < told_hz / rate_hz < 1.25:  # a counter of rows tells no rate
+            return []
+        return [
+            f"Warning: by its clock, which rises by {step:g} from row to row, {told_hz:g} rows are a second, and "
+            f"--rate says {rate_hz:g}: times in the table of --predict depend on it."
+        ]
 
     def build_objective(self) -> HarObjective:
         config: HarFlags = self.config

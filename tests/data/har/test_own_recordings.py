@@ -129,6 +129,30 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
     assert said not in " ".join(load(write(tmp_path / "two.csv", two, ["millis", "second", *names[1:]])).remarks)
 
 
+def test_no_window_reaches_over_a_gap_or_from_one_trial_to_the_next(load, tmp_path):
+    """A clock with jitter, and one that starts anew with each trial."""
+    names = ["time_ms", "acc", "trial", "subject", "activity"]
+    rng = np.random.default_rng(0)
+    rows = [[20 * i + int(rng.integers(9)) + (9000 if i >= 17 else 0), i, "1", "p", "walk"] for i in range(40)]
+    rows += [[20 * i, 100 + i, str(1 + i // 15), "q", "sit"] for i in range(30)]
+    loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
+    first = loaded.recordings.signals[:, 0, 0].astype(int).tolist()
+    assert first == [0, 4, 17, 21, 25, 29, 100, 104, 115, 119]
+    assert "Divided at 1 places where the clock jumps by more than 10 of its usual steps" in " ".join(loaded.remarks)
+    assert loaded.clock_step == pytest.approx(20, abs=4)
+
+
+def test_why_there_is_no_window_is_said(load, tmp_path):
+    names = ["acc", "subject", "activity"]
+    apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
+    for rows, said in (
+        ([[i, "p", ""] for i in range(40)], r"no row has a label \(column activity\); .* by --label-column"),
+        (apart, r"the longest recording has 1; sort the rows by person and time, or choose a smaller --window"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
+
+
 def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path):
     names = ["activity_id", "Activity", "acc", "subject"]
     rows = [[i // 12 + 5, "ab"[i // 12], i % 3, "p"] for i in range(24)]
@@ -201,7 +225,7 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
          "mend it, or name the columns of signals by --channels"),
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but the header has 7"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the names has no subject"),
-        (lambda lines: lines[:9], "nobody does one thing for 10 rows, so that there is no window; choose a smaller"),
+        (lambda lines: lines[:9], "nobody does one thing for 10 rows in a row, so that there is no window"),
         (lambda lines: lines[:12], "has windows of walk alone, where two classes at least are needed"),
         (lambda lines: lines[:1], "has column names, but no rows"),
         (lambda lines: [], "is empty"),
