@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from trainer.commands.build import build_task, set_up_torch, start_parallel
@@ -27,6 +28,9 @@ from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
 from trainer.task import Task
+
+TOLD_WITHIN_S = 3.0
+"""So long others leave the process that tells the user, for torchrun ends all of them when the first one fails."""
 
 
 def run_process(
@@ -115,6 +119,7 @@ def read_command_line(
     if flags.several.wanted and environment is not None:
         problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
     if problems and not _tells_the_user(environment):
+        time.sleep(TOLD_WITHIN_S)
         raise Failure("\n".join(problems), EXIT_BAD_INPUT)
     refuse(problems)
     return flags, environment

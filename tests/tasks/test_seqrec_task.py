@@ -153,6 +153,21 @@ def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
         assert said in run_here(*argv, *more)[0]
 
 
+def test_weights_that_are_scored_with_other_flags_than_theirs_are_said(run_here, tmp_path):
+    data, run = tmp_path / "data.txt", tmp_path / "run"
+    rows = [(user, (3 * user + day) % 9, 978300000 + day) for user in range(8) for day in range(6)]
+    data.write_text("".join(f"{user} {item} {time}\n" for user, item, time in rows))
+    argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
+    argv += ["--save-dir", run]
+    run_here(*argv, "--epochs", 1, "--no-mask-seen", "--seed", 3)
+    out, _ = run_here(*argv, "--eval-only")
+    assert "Changed since the checkpoint: --seed 3 -> 0\n" in out
+    assert "Changed since the checkpoint: --no-mask-seen True -> False\n" in out
+    assert "Changed since" not in run_here("--config", run / "config.json", "--save-dir", run, "--eval-only")[0]
+    out, _ = run_here(*argv, "--epochs", 1, "--lr", 0.5)
+    assert "is finished" in out and "with --lr 0.001 instead of 0.5, " in out and "choose another --save-dir" in out
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(argv, command, tmp_path, signals_restored):
     same = [*argv, *EXACT, "--l2-emb", "0.01", *MHC]

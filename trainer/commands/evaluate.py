@@ -12,7 +12,7 @@ from trainer.checkpoint.weights import load_best_weights
 from trainer.commands.build import assemble_run, set_up_torch
 from trainer.commands.describe import describe_run
 from trainer.commands.flags import Flags
-from trainer.commands.resume import notes_on_data, refuse_other_data, undo_hint
+from trainer.commands.resume import notes_on_data, notes_on_flags, refuse_other_data, undo_hint
 from trainer.commands.trained import CPU, find_run, trained_objective
 from trainer.commands.weights import use_weights
 from trainer.logs.run_log import scores_text
@@ -93,6 +93,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
         with parallel.whole(run.learner.objective):
             task.check_weights(run.learner.objective)
         lines = [*describe_run(run, flags), f"Evaluating {label}.", *notes_on_data(run, state)]
+        lines += [] if trained.comes_with_task else notes_on_flags(run, state)
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
     if parallel.is_main:

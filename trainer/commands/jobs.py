@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.manifest import MANIFEST, read_manifest
-from trainer.checkpoint.records import RESULTS, metrics_of, read_config, read_json
+from trainer.checkpoint.records import RESULTS, metrics_of, read_json
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
-from trainer.commands.resume import changed_flags
+from trainer.commands.resume import changed_since_last_start
 from trainer.commands.state import read_state
 from trainer.common.errors import BadInput
 from trainer.config import refuse, shown
@@ -68,10 +68,7 @@ class Job:
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Flags that differ from those that the run was last started with, if it was: (then, now)."""
-        changed = changed_flags(read_config(self.directory).get("config", {}), self.config)
-        changed.pop("--save-dir", None)  # the folder may have been moved
-        changed.pop("--max-minutes", None)  # how much of a run there is to be, not which one
-        return changed
+        return changed_since_last_start(self.directory, self.config)
 
     @property
     def is_finished(self) -> bool:

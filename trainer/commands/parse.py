@@ -13,7 +13,7 @@ from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, 
 from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.task import Task
-from trainer.tasks import find_task
+from trainer.tasks import TASKS, find_task
 
 DESCRIPTION = {
     False: "Trains on one device. The same command again resumes an unfinished run.",
@@ -89,6 +89,8 @@ def parse(
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     of_several = () if several_devices else options(MultiDeviceFlags).values()
     elsewhere = {option.name: OF_SEVERAL_DEVICES for option in of_several}
+    if task_name in TASKS:
+        elsewhere |= _of_other_tasks(argv, group_types)
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
@@ -98,6 +100,16 @@ def parse(
     flags = Flags(*of_trainer, task, task_type, by_type.get(tool), origins, stated)  # type: ignore[call-arg]
     found = [*of_task, *found, *contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
+
+
+def _of_other_tasks(argv: Sequence[str], group_types: Sequence[type]) -> dict[str, str]:
+    """What is wrong with flags that only other tasks of the trainer have, which are imported where there are some."""
+    strange = names_given(argv) - {option.name for option in options(*group_types).values()} - {"--help"}
+    owners: dict[str, list[str]] = {}
+    for task, find in TASKS.items() if strange else ():
+        for option in options(find().Config).values():
+            owners.setdefault(option.name, []).append(task)
+    return {name: f"is for --task {' or '.join(owners[name])}; add that" for name in strange & owners.keys()}
 
 
 def _task_of(files: Sequence[ConfigFile]) -> str:

@@ -71,8 +71,9 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
         raise BadInput(f"{given}: might replace a file of the run in this folder; name a .csv, or a file elsewhere")
     for field in fields(task.config):
         path = getattr(task.config, field.name)
-        if isinstance(path, Path) and path.resolve() == target:
-            raise BadInput(f"{given}: would overwrite {flag_name(field.name)} {path} of the run; name another file")
+        if isinstance(path, Path) and path.resolve() in (target, *target.parents):
+            harm = "would overwrite" if path.resolve() == target else "would lie in"
+            raise BadInput(f"{given}: {harm} {flag_name(field.name)} {path} of the run; name another file")
 
 
 @torch.no_grad()

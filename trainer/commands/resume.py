@@ -212,11 +212,29 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     changed = {
         name: (then[name], value)
         for name, value in now.items()
-        if name in then and name not in START_FLAGS and then[name] != value
+        if name in then and name not in START_FLAGS and shown(then[name]) != shown(value)  # a tuple is a list in JSON
     }
     if "--task" in changed and is_same_task(*changed["--task"]):
         del changed["--task"]
     return changed
+
+
+def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """`changed_flags` of a run directory and a command line that make another run of it."""
+    changed = changed_flags(read_config(folder).get("config", {}), config)
+    changed.pop("--save-dir", None)  # the folder may have been moved
+    changed.pop("--max-minutes", None)  # how much of a run there is to be, not which one
+    return changed
+
+
+def notes_on_flags(run: Run, state: Mapping[str, Any]) -> list[str]:
+    """What the user should know where weights are scored with other flags of the task, or another seed, than theirs."""
+    changed = changed_flags(state.get("config", {}), run.facts["config"])
+    return [
+        f"Changed since the checkpoint: {name} {' -> '.join(map(shown, changed[name]))}"
+        for name in ("--seed", *flag_values(run.task.config))
+        if name in changed
+    ]
 
 
 def undo_hint(run: Run, state: Mapping[str, Any], otherwise: str = "give the flags that it was trained with") -> str:
