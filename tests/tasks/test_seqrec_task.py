@@ -165,7 +165,7 @@ def test_weights_that_are_scored_with_other_flags_than_theirs_are_said(run_here,
     assert "Changed since the checkpoint: --no-mask-seen True -> False\n" in out
     assert "Changed since" not in run_here("--config", run / "config.json", "--save-dir", run, "--eval-only")[0]
     out, _ = run_here(*argv, "--epochs", 1, "--lr", 0.5)
-    assert "is finished" in out and "with --lr 0.001 instead of 0.5, " in out and "choose another --save-dir" in out
+    assert "is finished" in out and "instead of 0.5" in out and "choose another --save-dir" in out
 
 
 @pytest.mark.slow
