@@ -1,6 +1,5 @@
 """A user's own recordings: CSV with a subject, a label and any channels, cut into windows."""
 
-import hashlib
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from data.files import DataFile, Folder, is_visible, reading_errors, shown, sour
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
 from trainer.common.errors import BadInput
-from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, texts_of_array
+from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
 _FORMAT_VERSION = 5
 _SUFFIXES = (".csv", ".tsv")
@@ -87,8 +86,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     files = [DataFile(Folder(path.parent), path.name)] if source is None else [
         file for file in source.files if _is_csv(file.name)
     ]  # fmt: skip
-    identity = repr((_FORMAT_VERSION, [file.stamp for file in files], wanted))
-    key = f"har_own-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    key = key_of("har_own", _FORMAT_VERSION, [file.stamp for file in files], wanted)
     arrays = cached_arrays(cache_dir, key, lambda: _build(files, wanted))
     recordings = HarRecordings(
         arrays["signals"],

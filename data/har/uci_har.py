@@ -16,7 +16,7 @@ from data.har.download import Progress, fetch
 from data.har.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
 from trainer.common.errors import BadInput
 from trainer.common.files import stamp
-from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.cache import Arrays, cached_arrays, key_of
 
 ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
@@ -62,7 +62,7 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
     Raises BadInput, naming file, line and column, when anything is missing or is not what the format says.
     """
     source = _find(path)
-    key = f"uci_har-{_digest(_FORMAT_VERSION, source.stamps())}"
+    key = key_of("uci_har", _FORMAT_VERSION, source.stamps())
     return HarRecordings.of_arrays(cached_arrays(cache_dir, key, lambda: _parse(source)))
 
 
@@ -88,7 +88,7 @@ def download_uci_har(
         target = path if path.suffix == ".zip" else path / f"{_TOP_FOLDER}.zip"
         fetch(addresses, target, lambda file: _verify(_Published(Zip(file, "the download")), sha256), progress)
         return
-    key = f"uci_har-verified-{_digest(there.stamps(), sorted(sha256.items()))}"
+    key = key_of("uci_har-verified", there.stamps(), sorted(sha256.items()))
     try:
         cached_arrays(cache_dir, key, lambda: _verify(there, sha256))
     except BadInput as error:
@@ -104,10 +104,6 @@ def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
         if found != expected:
             raise BadInput(f"{source.where(name)}: is not the published file (sha256 {found}, not {expected})")
     return {}
-
-
-def _digest(*identity: object) -> str:
-    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 class _Published:

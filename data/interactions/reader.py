@@ -1,6 +1,5 @@
 """Who interacted with what, when: reads files of interactions, a user's own and those of published data sets."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from data.files import DataFile, Folder, Source, shown, source_at
 from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.table import read_table
 from trainer.common.errors import BadInput
-from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, texts_of_array
+from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, key_of, texts_of_array
 
 _FORMAT_VERSION = 5
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
@@ -63,8 +62,7 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
     """
     file = find_file(path)
     k_core = max(k_core, 1)
-    identity = repr((_FORMAT_VERSION, file.stamp, k_core, columns))
-    key = f"interactions-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    key = key_of("interactions", _FORMAT_VERSION, file.stamp, k_core, columns)
     arrays = cached_arrays(cache_dir, key, lambda: _build(file, k_core, columns))
     return Interactions(
         arrays["offsets"],

@@ -9,7 +9,6 @@ user has the item; `kg_final`; optionally `item_index2entity_id.txt`, which has 
 in `.txt` or `.npy`; where there are both, `.npy` is read.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
 from trainer.common.errors import BadInput
-from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.cache import Arrays, cached_arrays, key_of
 
 _FORMAT_VERSION = 1
 _KGAT_FILES = ("train.txt", "test.txt")
@@ -65,8 +64,7 @@ def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, 
         return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays
 
     names = (*_KGAT_FILES, "valid.txt", *_RATINGS_FILES, *_GRAPH_FILES, *_LISTS)
-    identity = repr((_FORMAT_VERSION, files.stamps(names), settings))
-    key = f"knowledge_graph-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    key = key_of("knowledge_graph", _FORMAT_VERSION, files.stamps(names), settings)
     return Catalogue.of_arrays(cached_arrays(cache_dir, key, build))
 
 

@@ -1,6 +1,5 @@
 """Reads a corpus of recorded speech in whatever form it is published."""
 
-import hashlib
 import os
 import tempfile
 from collections import Counter
@@ -18,6 +17,7 @@ from data.speech.sources import Source, find, is_archive, opened
 from data.speech.text import normalise
 from trainer.common.errors import BadInput
 from trainer.common.files import ARCHIVE_ERRORS, MOST_SOUND, read_whole, refusing_disk_errors, stamp
+from trainer.loading.cache import key_of
 
 Unreadable = Literal["skip", "refuse"]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
@@ -49,7 +49,7 @@ def load_corpus(
     and when nothing is left.
     """
     path = find(path)
-    key = f"speech-{_digest(_FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, unreadable)}"
+    key = key_of("speech", _FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, unreadable)
 
     def build() -> Corpus:
         with opened(path, cache_dir) as source:
@@ -96,10 +96,6 @@ def _read_recording(file: Path, sample_rate: int) -> np.ndarray:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(f"--predict {file}: {reason}; give recordings that can be read") from None
     return to_int16(resample(samples, rate, sample_rate))
-
-
-def _digest(*identity: object) -> str:
-    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 def _stamps(path: Path, cache_dir: Path) -> list[object]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from data.files import shown
-from data.tabular.labels import Labels, class_numbers, named_column
+from data.tabular.labels import Labels, named_column
 from data.tabular.table import Column, Table
 from trainer.common.errors import BadInput
 
@@ -72,10 +72,6 @@ class Encoding:
             raise BadInput(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
         columns = [code.encode(named_column(table, code.name, "column")) for code in self.columns]
         return np.stack(columns, axis=1).astype(np.float32)
-
-    def label_numbers(self, table: Table) -> np.ndarray:
-        """The classes of a table with labels, (n,) int64; -1 for a row without, or with one that is no class."""
-        return class_numbers(named_column(table, self.label, "--label"), self.classes)
 
     def refuse_label(self, table: Table) -> None:
         """Raises BadInput for a table that is to be predicted, and holds what is predicted."""

@@ -31,7 +31,7 @@ class PathFinder:
         levels = [(attention, np.full(len(attention), -1))]
         for _ in range(MOST_HOPS - 1):
             levels.append(self._expanded(levels[-1][0]))
-        return [self._path(source, int(target), levels) for target in targets]
+        return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One hop on: the best attention of each node, 0 where none arrives, and the edge that brings it."""
@@ -44,7 +44,7 @@ class PathFinder:
         best[self._tail[edges]], by_edge[self._tail[edges]] = values, edges
         return best, by_edge
 
-    def _path(self, source: int, target: int, levels: list[tuple[np.ndarray, np.ndarray]]) -> list[int]:
+    def _path(self, target: int, levels: list[tuple[np.ndarray, np.ndarray]]) -> list[int]:
         """levels: for each number of hops but the last, what `_expanded` returned."""
         candidates = [(values[target], hops, int(edges[target])) for hops, (values, edges) in enumerate(levels)][1:]
         into = self._by_tail[self._into[target] : self._into[target + 1]]

@@ -100,10 +100,11 @@ class _FullSoftmax(torch.autograd.Function):
 
 
 def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the targets (B, T), and of the rows' negatives (B, T, k)."""
+    """Of the targets (B, T), and of the rows' negatives (B, T, k), in float32 or wider: many of them are added up."""
     states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
-    return positive, states @ F.embedding(negatives, table).transpose(-2, -1)
+    negative = states @ F.embedding(negatives, table).transpose(-2, -1)
+    return positive, negative.to(torch.promote_types(negative.dtype, torch.float32))
 
 
 def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
     path = save_windows(tmp_path / "walk.npy", windows * np.float32(9.80665))
     out, err = on_cpu("--predict", path, "--save-dir", trained, "--num-threads", 1)
     assert len(read_table(out)) == 14
-    assert len(err) == 1 and err[0].startswith(f"warning: --predict {path}: the median length of total_acc is 9.")
+    assert len(err) == 1 and err[0].startswith(f"Warning: --predict {path}: the median length of total_acc is 9.")
 
 
 # --- which run, and what it needs --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trainer.tasks.bar_chart import ROW, draw_bars
-from trainer.tasks.confusion_matrix import BLUE, WIDTH
+from trainer.tasks.drawing import BLUE, WIDTH
 
 URL = "http://rdf.freebase.com/ns/music.recording."
 

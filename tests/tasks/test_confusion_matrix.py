@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.tasks.confusion_matrix import BLUE, CELL, GAP, draw_confusion_matrix, drawable
+from trainer.tasks.confusion_matrix import CELL, draw_confusion_matrix
+from trainer.tasks.drawing import BLUE, GAP, drawable
 
 
 def cells(counts, classes):

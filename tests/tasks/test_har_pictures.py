@@ -9,7 +9,8 @@ import torch
 from data.har.windows import CLASSES, SIGNALS
 from trainer.loading.order import SampleKeys
 from trainer.tasks import har
-from trainer.tasks.confusion_matrix import BLUE, WIDTH, draw_confusion_matrix
+from trainer.tasks.confusion_matrix import draw_confusion_matrix
+from trainer.tasks.drawing import BLUE, WIDTH
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.har_pictures import (
     AXIS_COLOURS,

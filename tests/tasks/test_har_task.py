@@ -70,7 +70,7 @@ def test_default_command_learns(default_run):
     assert results["metrics"]["test/accuracy"] > 0.7
     assert sum(map(sum, results["confusion_matrix"])) == 1512
     assert set(results) >= {
-        "task", "metrics", "best", "num_parameters", "train_seconds", "samples_per_second", "world_size",
+        "task", "metrics", "best", "num_parameters", "train_seconds", "world_size",
         "global_batch_size", "seed",
     }  # fmt: skip
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, WHITE, WIDTH
+from trainer.tasks.drawing import BLACK, BLUE, GAP, WHITE, WIDTH
 from trainer.tasks.speech_pictures import (
     LABELS,
     LINE_HEIGHT,

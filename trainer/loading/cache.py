@@ -54,6 +54,11 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
 
 
+def key_of(name: str, *identity: object) -> str:
+    """That of an entry. name: of what it is. identity: what it depends on, in values whose `repr` says all of them."""
+    return f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}"
+
+
 def digest_of(*parts: np.ndarray | str) -> str:
     """Of arrays, with types and shapes, and texts: the same on any machine."""
     digest = hashlib.sha256()

@@ -1,14 +1,11 @@
-"""A picture of named shares as bars.
-
-Drawn with Pillow, which every installation has, because TensorBoard depends on it.
-"""
+"""A picture of named shares as bars."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, SMALL, WHITE, WIDTH, drawable, font
+from trainer.tasks.drawing import BLACK, BLUE, GAP, GREY, SMALL, WHITE, WIDTH, drawable, font
 
 ROW = SMALL + 2 * GAP
 """Pixels from one bar to the next."""

@@ -1,25 +1,15 @@
-"""A picture of how often which class was taken for which, for the tasks that come with the trainer and for others.
+"""A picture of how often which class was taken for which, for the tasks that come with the trainer and for others."""
 
-Drawn with Pillow, which every installation has, because TensorBoard depends on it.
-"""
-
-import unicodedata
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
-WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
-BLUE = (0, 114, 178)
+from trainer.tasks.drawing import BLACK, BLUE, GAP, GREY, LARGE, MEDIUM, PALE, SMALL, WHITE, WIDTH, drawable, font
 
-# In pixels. TensorBoard stretches or shrinks a picture to this width, without smoothing, so that small print stays
-# legible at this width only.
-WIDTH = 350
+# In pixels.
 CELL, WIDEST_MATRIX = 39, 1200
-LARGE, MEDIUM, SMALL = 15, 13, 11
-GAP = 4
 
 
 def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
@@ -74,15 +64,3 @@ def _draw_cell(draw: ImageDraw.ImageDraw, corner: tuple[float, float], count: in
         ink = WHITE if share > 0.5 else BLACK
         draw.text((x + CELL / 2, y + CELL * 0.34), f"{count}", ink, font(LARGE), anchor="mm")
         draw.text((x + CELL / 2, y + CELL * 0.75), f"{share:.0%}", ink, font(SMALL), anchor="mm")
-
-
-@cache
-def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """size: in pixels."""
-    return ImageFont.load_default(size)
-
-
-def drawable(text: str) -> str:
-    """In the letters that the font has: without accents, and others by their numbers, which tell them apart."""
-    letters = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-    return (letters or text).encode("ascii", "backslashreplace").decode()

@@ -62,7 +62,7 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def member_logits(self, batch: Batch) -> Tensor:
-        """(B, num_members, 6), from the signals, or from features of the frozen encoder where the batch brings them."""
+        """(B, num_members, C), from the signals, or from features of the frozen encoder where the batch brings them."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)
@@ -133,6 +133,8 @@ class HarTask(Task):
     defaults = {"epochs": 12}
     hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
     headline = ("loss", "accuracy", "macro_f1")
+    _doubts: Sequence[str] = ()
+    """About what `new_data` has read."""
 
     def splits(self) -> Mapping[str, KeyedDataset]:
         return self._splits
@@ -231,9 +233,9 @@ class HarTask(Task):
         return digest_of(self._own.digest, *(part.rows for part in self._windows.values()))
 
     def remarks(self) -> Sequence[str]:
-        """On how a user's own recordings were read."""
+        """On how a user's own recordings were read; on the units of others that are to be labelled."""
         if not self._has_own or self.data_facts is not None:
-            return ()
+            return self._doubts
         recordings = self._recordings
         tested = sorted({recordings.name_of(subject) for subject in recordings.subjects[recordings.is_test].tolist()})
         found = [*self._own.remarks, f"Held out for the test: {', '.join(tested)}."]
@@ -328,10 +330,9 @@ class HarTask(Task):
         return {"confusion_matrix": draw_confusion_matrix(sums["confusion"], self.format.classes)}
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """See `data.har.recording.read_new_windows`. Numbers in other units get a warning."""
+        """See `data.har.recording.read_new_windows`. Numbers in other units are remarked on."""
         windows = read_new_windows(path, self.format)
-        for doubt in [] if self._has_own else doubts_about_units(windows):
-            print(f"warning: --predict {path}: {doubt}", file=sys.stderr)
+        self._doubts = [] if self._has_own else [f"Warning: --predict {path}: {d}" for d in doubts_about_units(windows)]
         return windows
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:

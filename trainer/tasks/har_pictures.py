@@ -1,8 +1,4 @@
-"""A picture of windows, each under what it was taken for.
-
-Drawn with Pillow, which every installation has, because TensorBoard depends on it. No meaning hangs on telling red from
-green.
-"""
+"""A picture of windows, each under what it was taken for."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -12,14 +8,26 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from data.har.windows import SIGNALS, triplets_first
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, MEDIUM, PALE, SMALL, WHITE, WIDTH, drawable, font
+from trainer.tasks.drawing import (
+    BLACK,
+    BLUE,
+    GAP,
+    GREEN,
+    GREY,
+    MEDIUM,
+    PALE,
+    SMALL,
+    VERMILION,
+    WHITE,
+    WIDTH,
+    drawable,
+    font,
+)
 
 AXES = ("x", "y", "z")
 UCI_PANELS = ("acceleration", "rotation", "with gravity")
 MOST_PANELS = 6
 
-# Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
-VERMILION, GREEN = (213, 94, 0), (0, 158, 115)
 AXIS_COLOURS = (BLUE, VERMILION, GREEN)
 
 # In pixels.

@@ -1,6 +1,6 @@
 """A picture of utterances: what the model heard, and below it which symbol it took each moment for.
 
-Drawn with Pillow, which every installation has, because TensorBoard depends on it. Lightness alone tells values apart.
+Lightness alone tells values apart.
 """
 
 import textwrap
@@ -10,10 +10,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from trainer.tasks.confusion_matrix import BLACK, BLUE, GAP, GREY, PALE, SMALL, WHITE, WIDTH, drawable, font
+from trainer.tasks.drawing import BLACK, BLUE, GAP, GREY, PALE, SMALL, VERMILION, WHITE, WIDTH, drawable, font
 
-# Okabe and Ito, "Color universal design", 2008: told from blue by people with any kind of colour vision.
-VERMILION = (213, 94, 0)
 Colour = tuple[int, int, int]
 
 # In pixels.

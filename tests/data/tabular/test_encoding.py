@@ -89,8 +89,7 @@ def test_every_number_stays_finite(read, number) -> None:
         assert (encoded[rows] == 0).any() or len(rows) == 4
 
 
-def test_labels(read, encoding) -> None:
-    assert encoding.label_numbers(read("y,n\nyes,1\nno,1\n,1\nmaybe,1\n")).tolist() == [1, 0, -1, -1]
+def test_a_table_with_labels_is_not_predicted(read, encoding) -> None:
     encoding.refuse_label(read("n,t\n1,b\n"))
     with pytest.raises(BadInput, match=r"^--data-dir .*: has the column 'y', which is what is predicted; take it out$"):
         encoding.refuse_label(read(TRAIN))
