@@ -130,6 +130,8 @@ def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, 
 def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
     if not 2 <= len(first) <= 4 and any(choice.of(role) is None for role in ROLES):
         columns = f"{len(first)} column{'s' * (len(first) != 1)}"
+        if len(first) == 1:
+            columns += ", since no tab, ::, semicolon, comma or blank separates any"
         raise BadInput(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
             f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"

@@ -153,6 +153,18 @@ def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
         assert said in run_here(*argv, *more)[0]
 
 
+def test_a_hundred_negatives_of_few_items_are_doubted(make_task, tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text(
+        "".join(f"{user} {(3 * user + day) % 9} {978300000 + day}\n" for user in range(8) for day in range(6))
+    )
+    argv = ["--task", "seqrec", "--data-dir", data, "--k-core", 0]
+    said = "the true item is among them 11.1 times on average, and sampled_* say little"
+    assert said in " ".join(make_task(*argv).remarks())
+    assert said not in " ".join(make_task(*argv, "--eval-negatives", "unseen").remarks())
+    assert "say little" not in " ".join(make_task("--task", "seqrec").remarks())
+
+
 def test_weights_that_are_scored_with_other_flags_than_theirs_are_said(run_here, tmp_path):
     data, run = tmp_path / "data.txt", tmp_path / "run"
     rows = [(user, (3 * user + day) % 9, 978300000 + day) for user in range(8) for day in range(6)]

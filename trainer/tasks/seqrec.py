@@ -15,6 +15,7 @@ from data.interactions.histories import Histories
 from data.interactions.hold_out import HoldOut, SplitKind
 from data.interactions.reader import Interactions, load_interactions
 from data.interactions.sequences import (
+    NUM_EVALUATION_NEGATIVES,
     EvaluationNegatives,
     EvaluationSequences,
     Negatives,
@@ -53,6 +54,8 @@ _OF_MHC = ("mhc_expansion_rate", "mhc_init_gate", "mhc_sinkhorn_iters", "mhc_no_
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
 """Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
+_MANY_DRAWS = 0.5
+"""Of the true item among its own negatives, on average."""
 
 
 @dataclass
@@ -304,8 +307,18 @@ class SeqrecTask(Task):
         return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
-        """On columns of files, and items and users that are left out."""
-        return self._interactions.remarks if self._histories is None else self._histories.remarks
+        """On columns of files, items and users that are left out, and scores that mean little."""
+        if self._histories is not None:
+            return self._histories.remarks
+        remarks, draws = self._interactions.remarks, NUM_EVALUATION_NEGATIVES / self.num_items
+        if self.config.eval_negatives != "parity" or draws < _MANY_DRAWS:
+            return remarks
+        return [
+            *remarks,
+            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn of {self.num_items} items with repetition, so that "
+            f"the true item is among them {draws:.1f} times on average, and sampled_* say little; rely on the scores "
+            "among all items, or take --eval-negatives unseen.",
+        ]
 
     @cached_property
     def _splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:

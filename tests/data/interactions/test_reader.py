@@ -312,7 +312,7 @@ HEAD = "user item time\n"
         ("user item time\n", r"file.txt: is empty"),
         (HEAD + "1 2 3\n\n1 2\n", r"line 4: '1 2': 2 columns instead of 3"),
         (HEAD + "1 2 3\n1 2 3 4\n", r"line 3: '1 2 3 4': 4 columns instead of 3"),
-        ("7\n", r"line 1: '7': 1 column, not `user item`"),
+        ("7\n", r"line 1: '7': 1 column, since no tab, .* separates any, not `user item`"),
         ("1 2 3 4 5\n", r"line 1: '1,2,3,4,5': 5 columns, not `user item`.* --user-column and --item-column"),
         (HEAD + "1 2 soon\n", r"line 2: '1 2 soon': 'soon' is not a time: a number, or a date such as 2024-05-31"),
         ("1,2,978300000\n1,2,\n", r"line 2: '1 2 ': '' is not a time"),
