@@ -315,8 +315,8 @@ class SeqrecTask(Task):
             return remarks
         return [
             *remarks,
-            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn of {self.num_items} items with repetition, so that "
-            f"the true item is among them {draws:.1f} times on average, and sampled_* say little; rely on the scores "
+            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn of {self.num_items} items with repetition: the "
+            f"true item is among them {draws:.1f} times on average, and sampled_* say little; rely on the scores "
             "among all items, or take --eval-negatives unseen.",
         ]
 
