@@ -26,10 +26,10 @@ from tests.faults.faulty_group import (
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, torchrun
 from trainer.loop.step_results import StepResults
+from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.heartbeat import Heartbeat
-from trainer.parallel.phase import CurrentPhase
 
 slow = pytest.mark.slow
 UNCOMPARED = ["--lockstep-every", 0]  # of ranks whose gradients are not exchanged
@@ -263,7 +263,7 @@ WAITED_S, BROKEN = 120.0, None
 @pytest.fixture
 def diagnosis():
     """Of rank 0."""
-    phase = CurrentPhase()
+    phase = CurrentActivity()
     phase.name, phase.step = "backward", 7
     return GroupDiagnosis(phase, None, 0, MEMBERS, {"--hang-timeout-s": WAITED_S}, reports_lost_store=False)
 

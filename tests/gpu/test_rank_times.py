@@ -7,12 +7,12 @@ import torch
 
 from tests.helpers.imagined_gpu import on_imagined_gpus
 from trainer.loop.rank_times import DeviceClock
-from trainer.parallel.phase import CurrentPhase
+from trainer.parallel.activity import CurrentActivity
 
 
 @on_imagined_gpus(2, may_wait=True)
 def test_periods_follow_one_another():
-    phase = CurrentPhase()
+    phase = CurrentActivity()
     phase.enter("optimizer")
     clock = DeviceClock(phase, torch.device("cuda", 1))
     for pause_s in (0.02, 0.05):

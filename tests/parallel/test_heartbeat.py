@@ -6,18 +6,18 @@ import pytest
 from torch.distributed import HashStore
 
 from trainer.parallel import heartbeat
+from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.errors import Failure
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.neighbours import Neighbours
-from trainer.parallel.phase import CurrentPhase
 
 
 @pytest.fixture
 def start():
     monitors = []
 
-    def monitor(store, rank, world_size=2, phase=None):
-        monitors.append(HeartbeatMonitor(store, rank, world_size, phase or CurrentPhase(), Neighbours({})))
+    def monitor(store, rank, world_size=2, activity=None):
+        monitors.append(HeartbeatMonitor(store, rank, world_size, activity or CurrentActivity(), Neighbours({})))
         return monitors[-1]
 
     yield monitor
@@ -38,19 +38,19 @@ def test_the_first_report_of_an_end_is_that_of_all(start):
 
 def test_a_ping_is_answered_by_who_is_alive(start, monkeypatch):
     monkeypatch.setattr(heartbeat, "ANSWER_WITHIN_S", 1.5)
-    store, phase = HashStore(), CurrentPhase()
+    store, activity = HashStore(), CurrentActivity()
     asking = start(store, 0, world_size=3)
     gone = start(store, 1, world_size=3)
-    start(store, 2, world_size=3, phase=phase)
+    start(store, 2, world_size=3, activity=activity)
     while not store.check(["heartbeat 1"]):
         time.sleep(0.02)
     gone.close()
-    phase.enter("forward")
-    phase.step = 7
+    activity.enter("forward")
+    activity.step = 7
     found = asking.ping()
     assert [found[rank].answers_ping for rank in range(3)] == [True, False, True]
-    assert (found[2].phase, found[2].number) == ("forward at optimizer step 7", 1)
-    assert found[1].phase == "start-up"
+    assert (found[2].activity, found[2].number) == ("forward at optimizer step 7", 1)
+    assert found[1].activity == "start-up"
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_for_ever(start, monkeypatch):

@@ -34,14 +34,14 @@ def slow(function, seconds):
 
 
 def test_clock_leaves_the_run_as_it_was(run):
-    parallel, plain = run.parallel, run.parallel.phase
+    parallel, plain = run.parallel, run.parallel.activity
     run.log.start_stretch = slow(run.log.start_stretch, 0.05)
     started = time.perf_counter()
     with watched(run) as clock:
         train_steps(run, 3)
         steps = clock.stop()
         wall_ms = 1e3 * (time.perf_counter() - started)
-    assert parallel.phase is plain and plain.step == 3
+    assert parallel.activity is plain and plain.step == 3
     assert not {"to_device", "seed_dropout", "start_sum", "gradient_sync"} & vars(parallel).keys()
     assert "step" not in vars(run.learner.precision) and "step" not in vars(run.log) and "enter" not in vars(plain)
     assert steps.shape == (3, len(PHASES))

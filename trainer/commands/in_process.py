@@ -1,4 +1,4 @@
-"""A run inside a process that goes on afterwards: everything global that it changes is put back."""
+"""A run inside a process that goes on afterwards: what it changes globally is put back, but the compiler's settings."""
 
 import os
 import random

@@ -29,7 +29,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     totals = {phase: own.reduced(run.parallel) for phase, own in run.progress.totals.items()}
     # As after a resume, so that an unbroken run adds up in the same order.
     _share(run, run.progress, totals)
-    run.parallel.phase.enter("saving")
+    run.parallel.activity.enter("saving")
     state = run.parallel.full_state(run.learner.objective, run.learner.optimizers)
     weights = state["model"]
     run.learner.ema.put_into(state, run.parallel.full_weights)

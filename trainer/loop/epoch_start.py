@@ -16,7 +16,7 @@ def start_epoch(run: Run) -> None:
     method = type(task).on_epoch_start
     if method is Task.on_epoch_start:
         return
-    run.parallel.phase.enter("the start of the epoch")
+    run.parallel.activity.enter("the start of the epoch")
     with torch.no_grad(), run.parallel.whole(learner.objective), learner.precision.autocast(device.type):
         task.on_epoch_start(learner.objective, run.progress.position.epoch, run.log.progress)
     digests = run.parallel.gather(_digest(learner.objective))

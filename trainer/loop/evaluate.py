@@ -22,7 +22,7 @@ def start_evaluation(run: Run) -> None:
     objective = run.learner.objective
     if type(objective).start_evaluation is Objective.start_evaluation:
         return
-    run.parallel.phase.enter("the start of the evaluation")
+    run.parallel.activity.enter("the start of the evaluation")
     with run.parallel.whole(objective), run.learner.precision.autocast(run.parallel.device.type):
         objective.start_evaluation()
 
@@ -46,7 +46,7 @@ def evaluate(run: Run, split: str) -> Sums:
     with learner.ema.applied():
         start_evaluation(run)
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
-            run.parallel.phase.enter("evaluation")
+            run.parallel.activity.enter("evaluation")
             for (part, weight), outputs in evaluate_within_memory(run, batch, forward):
                 sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
                 totals.add(counted(sums, weight), weight)

@@ -57,7 +57,7 @@ def train_within_memory(run: Run, window: Window, step: Callable[[Sequence[Weigh
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
-            if run.parallel.phase.name == OPTIMIZER:
+            if run.parallel.activity.name == OPTIMIZER:
                 raise _hopeless(run, "for the moments of the optimizer") from None
         # Outside of the handler, because the frames of the exception hold what is to be freed.
         _forget_attempt(run)
@@ -94,7 +94,7 @@ def _halve(run: Run, phase: int) -> None:
     """Goes on with half the samples per forward of all phases, since one has no room, and says so."""
     before, (batches, limit) = run.batches[phase], _with_half(run, phase)
     after = batches[phase]
-    account = f"out of memory in {run.parallel.phase} with {before.batch_size} samples per forward"
+    account = f"out of memory in {run.parallel.activity} with {before.batch_size} samples per forward"
     change = _change(before, after)
     if run.parallel.is_launched:
         raise RestartNeeded(
@@ -129,8 +129,8 @@ def _change(before: BatchSplit, after: BatchSplit) -> str:
 
 def _hopeless(run: Run, what: str) -> BadInput:
     return BadInput(
-        f"out of memory in {run.parallel.phase} {what}: a smaller --batch-size cannot help; {advice(run)}; or take a "
-        "smaller model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
+        f"out of memory in {run.parallel.activity} {what}: a smaller --batch-size cannot help; {advice(run)}; or take "
+        "a smaller model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
     )
 
 
@@ -163,12 +163,12 @@ def evaluate_within_memory(
         smaller = _half(run, before)
         limit = replace(run.memory_limit, eval_batch_size=smaller)
         if run.parallel.exchanges_in_forward:
-            account = f"out of memory in {run.parallel.phase} with {before} samples per forward"
+            account = f"out of memory in {run.parallel.activity} with {before} samples per forward"
             change = f"the same command goes on from the last checkpoint with {smaller}"
             raise RestartNeeded(f"{account}: {change}", asdict(limit))
         _remember(run, limit)
         run.log.say(
-            f"Out of memory in {run.parallel.phase} with {before} samples per forward: going on with {smaller}. "
+            f"Out of memory in {run.parallel.activity} with {before} samples per forward: going on with {smaller}. "
             f"--eval-batch-size {smaller} spares the attempt."
         )
 
@@ -196,7 +196,7 @@ def rehearse(run: Run) -> None:
 
 def _first_too_large(run: Run) -> int | None:
     """The first phase whose largest micro-batch finds no room on some process."""
-    run.parallel.phase.enter("the rehearsal of the largest batch")
+    run.parallel.activity.enter("the rehearsal of the largest batch")
     gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
     with kept_buffers(run.learner.objective), torch.random.fork_rng(gpus):
         failures = [not _fits(run, phase) for phase in range(len(run.task.phases))]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from trainer.loop.step_results import GROUP_SIZE
+from trainer.parallel.activity import EXCHANGE, CurrentActivity
 from trainer.parallel.base import Parallel
-from trainer.parallel.phase import EXCHANGE, CurrentPhase
 
 OWN = ("data loading", "forward", "backward")
 """Phases in which nobody waits for another process."""
@@ -41,8 +41,8 @@ class RankTimes:
     def begin(self) -> None:
         """Before the first step of this process."""
         if self._parallel.world_size > 1:
-            device, phase = self._parallel.device, self._parallel.phase
-            self._clock = HostClock(phase) if device.type == "cpu" else DeviceClock(phase, device)
+            device, activity = self._parallel.device, self._parallel.activity
+            self._clock = HostClock(activity) if device.type == "cpu" else DeviceClock(activity, device)
 
     def after_step(self, step: int) -> None:
         """step: optimizer steps done."""
@@ -53,13 +53,13 @@ class RankTimes:
     def numbers_to_add(self, step: int) -> tuple[float, ...]:
         """What goes along with the exchange that starts after so many steps; see `compare`.
 
-        Seconds in the phases of SENT, in a place of this process's own among zeros.
+        Seconds in the activities of SENT, in a place of this process's own among zeros.
         """
         if self._clock is None or not self._taken or self._taken[0] + self._clock.delay > step:
             return ()
         self._taken.popleft()
         seconds, rank, world_size = self._clock.read(), self._parallel.rank, self._parallel.world_size
-        own = [seconds.get(phase, 0.0) for phase in SENT]
+        own = [seconds.get(activity, 0.0) for activity in SENT]
         return (*[0.0] * rank * len(SENT), *own, *[0.0] * (world_size - 1 - rank) * len(SENT))
 
     def compare(self, sums: Sequence[float]) -> list[str]:
@@ -79,27 +79,27 @@ class RankTimes:
         """times: (processes, SENT) seconds of a step."""
         own = times[:, : len(OWN)]
         usual = np.quantile(own, 0.5, axis=0, method="lower")
-        phase = int(np.argmax(own[rank] - usual))
+        activity = int(np.argmax(own[rank] - usual))
         total, usual_total = 1e3 * own[rank].sum(), 1e3 * np.quantile(own.sum(1), 0.5, method="lower")
         return (
             f"Rank {rank} ({member}) is slow: a step takes it {total:.3g} ms apart from waiting, where the median is "
             f"{usual_total:.3g} ms, over the last {NUM_REPORTS * REPORT_EVERY} steps (--straggler-factor "
-            f"{self._factor:g}). Most of it in {OWN[phase]}: {1e3 * own[rank, phase]:.3g} ms instead of "
-            f"{1e3 * usual[phase]:.3g}. The rank that waits longest waits {1e3 * times[:, -1].max():.3g} ms a step."
+            f"{self._factor:g}). Most of it in {OWN[activity]}: {1e3 * own[rank, activity]:.3g} ms instead of "
+            f"{1e3 * usual[activity]:.3g}. The rank that waits longest waits {1e3 * times[:, -1].max():.3g} ms a step."
         )
 
 
 class HostClock:
-    """Seconds of the training thread in each phase."""
+    """Seconds of the training thread in each activity."""
 
     delay = 0
     """Steps from `stop` to the moment at which `read` makes nobody wait."""
 
-    def __init__(self, phase: CurrentPhase) -> None:
+    def __init__(self, activity: CurrentActivity) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._stopped: deque[Mapping[str, float]] = deque()
-        self._name, self._since = phase.name, time.perf_counter()
-        phase.on_border = self._enter
+        self._name, self._since = activity.name, time.perf_counter()
+        activity.on_border = self._enter
 
     def _enter(self, name: str) -> None:
         now = time.perf_counter()
@@ -121,12 +121,12 @@ class DeviceClock:
 
     delay = GROUP_SIZE
 
-    def __init__(self, phase: CurrentPhase, device: torch.device) -> None:
+    def __init__(self, activity: CurrentActivity, device: torch.device) -> None:
         self._device = device
         self._borders: list[tuple[str, torch.cuda.Event]] = []
         self._stopped: deque[list[tuple[str, torch.cuda.Event]]] = deque()
-        self._enter(phase.name)
-        phase.on_border = self._enter
+        self._enter(activity.name)
+        activity.on_border = self._enter
 
     def _enter(self, name: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -146,9 +146,9 @@ class DeviceClock:
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
-    """Those that take more than so many times the median in every report, all phases together.
+    """Those that take more than so many times the median in every report, all activities together.
 
-    own: (reports, processes, phases) seconds. Of an even number of processes the median is the faster of the middle
+    own: (reports, processes, activities) seconds. Of an even number of processes the median is the faster of the middle
     two, so that of two the slow one can be told.
     """
     seconds = own.sum(2)

@@ -93,7 +93,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     """Trains on one global batch, and logs and saves what is due. agreed: what all processes say of it."""
     progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
     start, total_weight = progress.position, agreed.weight
-    run.parallel.phase.step = progress.step + 1
+    run.parallel.activity.step = progress.step + 1
     learning_rate = run.learning_rate_of(step)
     if total_weight > 0:
         run.learner.set_learning_rate(phase, learning_rate)
@@ -154,12 +154,12 @@ def train_step(
         is_last = i == len(window) - 1
         # Gradients travel to the other processes in the last backward of the window only.
         with parallel.gradient_sync(net, enabled=is_last):
-            parallel.phase.enter("forward")
+            parallel.activity.enter("forward")
             with learner.batch_norm.of_samples(len(batch["weight"]) if weight > 0 else 0):
                 part = counted(net(parallel.to_device(batch), phase), weight)
             if is_last:
                 learner.batch_norm.start_agreement(parallel)
-            parallel.phase.enter("backward")
+            parallel.activity.enter("backward")
             if is_last:
                 parallel.mark_exchange(part["loss"])
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
@@ -167,7 +167,7 @@ def train_step(
             value = value.detach() if value.requires_grad else value
             sums[name] = sums[name] + value if name in sums else value
     learner.batch_norm.agree()
-    parallel.phase.enter(OPTIMIZER)
+    parallel.activity.enter(OPTIMIZER)
     learner.last_step.changes()
     outcome = learner.precision.step(
         learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.whole_norm

@@ -69,7 +69,7 @@ def training_windows(run: Run) -> Iterator[Window]:
     steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
     batches = run.loaders["train"](keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
     for step in steps:
-        run.parallel.phase.enter("data loading")
+        run.parallel.activity.enter("data loading")
         started = time.perf_counter()
         num_batches = num_micro_batches(step.end - step.start, world_size, sizes[step.phase])
         micro_batches = [weighted(next(batches)) for _ in range(num_batches)]
@@ -92,7 +92,7 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
     shard = run.parallel.rank, run.parallel.world_size
     batches = iter(run.loaders[split](evaluation_keys(num_samples, shard, size)))
     while True:
-        run.parallel.phase.enter("data loading of the evaluation")
+        run.parallel.activity.enter("data loading of the evaluation")
         batch = next(batches, None)
         if batch is None:
             return

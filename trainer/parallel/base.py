@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from trainer.common.errors import BadInput
 from trainer.common.process import own_name
 from trainer.loading.batches import Batch
+from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.devices import device_label
 from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
-from trainer.parallel.phase import CurrentPhase
 from trainer.task import Objective
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Parallel:
     ranks that have one copy of the parameters between them. is_launched: whether a launcher waits for the exit status
     of this process, and starts it again with the others, without whom it cannot try a step again. tells_signal: whether
     that launcher is this trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this
-    process has all that a checkpoint holds, and is to save it when it has lost others. phase: what this process is
+    process has all that a checkpoint holds, and is to save it when it has lost others. activity: what this process is
     doing; the loop says so.
     """
 
@@ -52,8 +52,8 @@ class Parallel:
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self.use(devices)
-        self.phase = CurrentPhase()
-        self.diagnosis = Diagnosis(self.phase)
+        self.activity = CurrentActivity()
+        self.diagnosis = Diagnosis(self.activity)
 
     def use(self, devices: Sequence[torch.device]) -> None:
         """Feeds these devices from now on. The first one is torch's current GPU, for what names none."""
@@ -128,7 +128,7 @@ class Parallel:
         return nullcontext()
 
     def mark_exchange(self, loss: Tensor) -> None:
-        """Before the backward in which gradients travel: has `phase` see where this process has done its own part."""
+        """Before the backward in which gradients travel: has `activity` see where this process has done its part."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over processes of a CPU tensor; the same bits on every process."""

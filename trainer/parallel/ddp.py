@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.common.errors import BadInput, reason
+from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.descriptors import make_room
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
@@ -24,7 +25,6 @@ from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.outline import empty_like, mapped, without_weights
-from trainer.parallel.phase import EXCHANGE
 from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
 
@@ -93,10 +93,10 @@ class Distributed(Parallel):
                 if space == own_space and other != rank
             }
         )
-        monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.phase, self._neighbours)
+        monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.activity, self._neighbours)
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
-        self.diagnosis = GroupDiagnosis(self.phase, monitor, rank, names, limits_s, reports_lost_store)
+        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, limits_s, reports_lost_store)
         monitor.on_silence = self.diagnosis.consider_silence
         self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
@@ -180,9 +180,9 @@ class Distributed(Parallel):
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
         gradients = bucket.buffer()
         limit_s = self._flags.hang_timeout_s if self._is_prompt else self._flags.dist_timeout_s
-        self.phase.on_border(EXCHANGE)
+        self.activity.on_border(EXCHANGE)
         sum_directly(gradients, self.rank, self.world_size, timedelta(seconds=limit_s))
-        self.phase.on_border(self.phase.name)
+        self.activity.on_border(self.activity.name)
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
         averaged.set_result(gradients.div_(self.world_size))
         return averaged
@@ -192,24 +192,24 @@ class Distributed(Parallel):
 
     def mark_exchange(self, loss: Tensor) -> None:
         # What is queued as the backward begins comes before DistributedDataParallel waits for the last gradients.
-        mark = partial(self.phase.on_border, EXCHANGE)
+        mark = partial(self.activity.on_border, EXCHANGE)
         loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
 
     def sum(self, values: Tensor) -> Tensor:
-        self.phase.enter(EXCHANGE)
+        self.activity.enter(EXCHANGE)
         values = values.clone()
         dist.all_reduce(values, group=self._step_group)
         return values
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
         # In the loop a window's sum starts when the step before it is done.
-        if self.phase.step > 0 and not self._is_prompt:
+        if self.activity.step > 0 and not self._is_prompt:
             self._expect_promptness()
         tensor = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(tensor, group=self._step_group, async_op=True)
 
         def wait() -> Sequence[float]:
-            self.phase.enter(EXCHANGE)
+            self.activity.enter(EXCHANGE)
             work.wait()
             return tensor.tolist()
 
@@ -227,26 +227,26 @@ class Distributed(Parallel):
     def meet(self) -> None:
         # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
         if self.backend == "nccl":
-            self.phase.enter(EXCHANGE)
+            self.activity.enter(EXCHANGE)
             dist.barrier(group=self._step_group)
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
         work = dist.all_reduce(values, async_op=True)
 
         def wait() -> None:
-            self.phase.enter(EXCHANGE)
+            self.activity.enter(EXCHANGE)
             work.wait()
 
         return wait
 
     def gather(self, value: T) -> list[T]:
-        self.phase.enter(EXCHANGE)
+        self.activity.enter(EXCHANGE)
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._host_group)
         return values
 
     def gather_on_main(self, value: T) -> list[T]:
-        self.phase.enter(EXCHANGE)
+        self.activity.enter(EXCHANGE)
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, values, dst=0, group=self._host_group)
         return values or []
@@ -257,7 +257,7 @@ class Distributed(Parallel):
             self.diagnosis.monitor.may_force_end = False
             answer[:] = result_or_refusal(function)
             self.diagnosis.monitor.may_force_end = True
-        self.phase.enter(EXCHANGE if self.is_main else "waiting for rank 0")
+        self.activity.enter(EXCHANGE if self.is_main else "waiting for rank 0")
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
         result, refusal = answer
         if refusal is not None:
@@ -272,7 +272,7 @@ class Distributed(Parallel):
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
     def sync_buffers(self, objective: nn.Module) -> None:
-        self.phase.enter(EXCHANGE)
+        self.activity.enter(EXCHANGE)
         for buffer in objective.buffers():
             # Of others NCCL refuses to send the numbers, and gloo sends other ones.
             whole = buffer.contiguous()
@@ -282,7 +282,7 @@ class Distributed(Parallel):
 
     def _from_main(self, value: Tensor) -> Tensor:
         """The main process's value on this process's device. Of the others' only shape and type count."""
-        self.phase.enter(EXCHANGE)
+        self.activity.enter(EXCHANGE)
         whole = value.to(self.device).contiguous() if self.is_main else empty_like(value, self.device)
         if whole.numel():
             dist.broadcast(whole, src=0)

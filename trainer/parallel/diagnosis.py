@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from trainer.common.errors import BadInput, reason
+from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error
 from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
-from trainer.parallel.phase import CurrentPhase
 
 GOES_ON = "the same command goes on from the last checkpoint"
 GAVE_UP = "Application timeout caused pair closure"
@@ -23,12 +23,12 @@ GAVE_UP = "Application timeout caused pair closure"
 class Diagnosis:
     """Of a run of one process.
 
-    phase: what this process is doing. exit_status: of this process, once it has failed among others. has_checkpoints:
-    whether the same command goes on after a process is lost, and the user should know. prints: whether the user learns
-    of it here, and not by an exception from whoever called.
+    activity: what this process is doing. exit_status: of this process, once it has failed among others.
+    has_checkpoints: whether the same command goes on after a process is lost, and the user should know. prints: whether
+    the user learns of it here, and not by an exception from whoever called.
     """
 
-    phase: CurrentPhase
+    activity: CurrentActivity
     has_checkpoints: bool = field(default=True, kw_only=True)
     prints: bool = field(default=True, kw_only=True)
     exit_status: int | None = field(default=None, init=False)
@@ -52,7 +52,7 @@ class Diagnosis:
         """What to raise instead of an exception, once the user knows of it; see `explaining`."""
         if isinstance(error, BadInput) or not isinstance(error, Exception):
             return error
-        failure = Failure(f"failed in {self.phase}: {reason(error)}")
+        failure = Failure(f"failed in {self.activity}: {reason(error)}")
         if self.prints:
             print_error(str(failure), error)
         return failure
@@ -107,7 +107,7 @@ class GroupDiagnosis(Diagnosis):
 
     @property
     def _patience_s(self) -> float:
-        return self.limits_s["--hang-timeout-s" if self.phase.step > 0 else "--dist-timeout-s"]
+        return self.limits_s["--hang-timeout-s" if self.activity.step > 0 else "--dist-timeout-s"]
 
     def stuck_after_s(self) -> float:
         """How long this process's interpreter may rest: the others have by then said that they miss it."""
@@ -137,7 +137,7 @@ class GroupDiagnosis(Diagnosis):
             return Failure("")  # the user wants the process to end at once
         if isinstance(error, RestartNeeded):
             return Failure(f"{self._name(self.rank)} is {error}", EXIT_AGAIN, error.memory_limit)
-        return Failure(f"{self._name(self.rank)} failed in {self.phase}: {reason(error)}")
+        return Failure(f"{self._name(self.rank)} failed in {self.activity}: {reason(error)}")
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
         heartbeats = self.monitor.ping()
@@ -162,27 +162,27 @@ class GroupDiagnosis(Diagnosis):
         elif waited_s is None or self.rank in late:  # no other is behind it: they do not make the same exchanges
             what = "lost the connection to another rank" if waited_s is None else "waited in vain"
             ahead = "".join(
-                f", {self._name(rank)} in {beat.phase}" for rank, beat in answers.items() if beat.number > least
+                f", {self._name(rank)} in {beat.activity}" for rank, beat in answers.items() if beat.number > least
             )
-            return f"{self._name(self.rank)} {what} in {self.phase}, and all ranks are alive{ahead}: {error}"
+            return f"{self._name(self.rank)} {what} in {self.activity}, and all ranks are alive{ahead}: {error}"
         else:
             accounts = [
-                f"{self._name(rank)} is late: in {beat.phase} for {beat.seconds:.0f} s ({self.members[rank]})"
+                f"{self._name(rank)} is late: in {beat.activity} for {beat.seconds:.0f} s ({self.members[rank]})"
                 for rank, beat in late.items()
             ]
         if waited_s is None:
             return "; ".join([*accounts, *[GOES_ON] * self.has_checkpoints])
         limit = next((f" ({flag} {limit_s:g})" for flag, limit_s in self.limits_s.items() if limit_s == waited_s), "")
-        return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.phase}{limit}"])
+        return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
         """The same when the store itself is gone: it was kept by rank 0, unless the launcher keeps it."""
         lost = f"{self._account_of_silent(0, waited_s)}, and with it the notes about the others"
-        return "; ".join([lost, f"rank {self.rank} was in {self.phase}", *[GOES_ON] * self.has_checkpoints])
+        return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[GOES_ON] * self.has_checkpoints])
 
     def _account_of_silent(self, rank: int, waited_s: float | None, last: Heartbeat | None = None) -> str:
         how = "is gone" if waited_s is None else "gives no sign of life"
-        seen = f", noted {max(0.0, time.time() - last.sent):.0f} s ago in {last.phase}" if last is not None else ""
+        seen = f", noted {max(0.0, time.time() - last.sent):.0f} s ago in {last.activity}" if last is not None else ""
         return f"{self._name(rank)} {how} ({self.members[rank]}){seen}"
 
     def _name(self, rank: int) -> str:

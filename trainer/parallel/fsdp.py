@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.common.errors import BadInput
+from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.outline import mapped
-from trainer.parallel.phase import EXCHANGE
 from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Sharded(Distributed):
 
     @contextmanager
     def whole(self, objective: Objective) -> Iterator[None]:
-        self.phase.enter(EXCHANGE)
+        self.activity.enter(EXCHANGE)
         self._is_whole = True
         units = _units(objective)
         for unit in units:

@@ -13,9 +13,9 @@ from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 
+from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.errors import Failure, exit_at_once
 from trainer.parallel.neighbours import Neighbours
-from trainer.parallel.phase import CurrentPhase
 
 TICK_S = 0.5
 TICKS_PER_BEAT = 10
@@ -29,12 +29,12 @@ PING, NUM_REPORTERS, END_REPORT = "ping", "number of reporters", "end report"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank was doing. phase, number: see `CurrentPhase`. seconds: for how long then.
+    """What a rank was doing. activity, number: see `CurrentActivity`. seconds: for how long then.
 
     sent: in seconds since 1970. answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
     """
 
-    phase: str
+    activity: str
     number: int
     seconds: float
     sent: float
@@ -49,11 +49,11 @@ class HeartbeatMonitor:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, phase: CurrentPhase, neighbours: Neighbours
+        self, store: dist.Store, rank: int, world_size: int, activity: CurrentActivity, neighbours: Neighbours
     ) -> None:
         self._store = store
         self._rank, self._world_size = rank, world_size
-        self._phase = phase
+        self._activity = activity
         self._neighbours = neighbours
         self._closed = threading.Event()
         self.may_force_end = True
@@ -141,6 +141,6 @@ class HeartbeatMonitor:
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()
 
     def _send_heartbeat(self, is_pinged: bool) -> None:
-        phase = self._phase
-        beat = Heartbeat(str(phase), phase.number, time.monotonic() - phase.since, time.time(), is_pinged)
+        activity = self._activity
+        beat = Heartbeat(str(activity), activity.number, time.monotonic() - activity.since, time.time(), is_pinged)
         self._store.set(f"heartbeat {self._rank}", json.dumps(astuple(beat)))

@@ -11,7 +11,7 @@ import torch
 
 from trainer.loop import memory
 from trainer.loop.run import Run
-from trainer.parallel.phase import EXCHANGE
+from trainer.parallel.activity import EXCHANGE
 from trainer.profiling.meters import ms_between, now
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
@@ -38,7 +38,7 @@ class PhaseClock:
     """
 
     def __init__(self, run: Run, spans: bool = False) -> None:
-        self._device, self._loop = run.parallel.device, run.parallel.phase
+        self._device, self._loop = run.parallel.device, run.parallel.activity
         self._spans = spans
         self._span = ExitStack()
         self._borders: list[tuple[str, int, Any]] = []
@@ -81,14 +81,14 @@ def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
     device, after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
     """
     clock = PhaseClock(run, spans)
-    enter = run.parallel.phase.enter
+    enter = run.parallel.activity.enter
 
     def entered(phase: str) -> None:
         enter(phase)
         clock.enter(_PHASE_OF.get(phase, REST))
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(run.parallel.phase, "enter", entered))
+        stack.enter_context(replaced(run.parallel.activity, "enter", entered))
         for owner, name, within, after in (
             (run.parallel, "seed_dropout", REST, REST),
             (run.parallel, "to_device", COPY, FORWARD),

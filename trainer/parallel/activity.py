@@ -6,12 +6,12 @@ from collections.abc import Callable
 EXCHANGE = "the exchange with the other ranks"
 
 
-class CurrentPhase:
+class CurrentActivity:
     """Set by the training thread and read by another one; plain attributes, so that a step hardly notices.
 
     step: the optimizer step under way, from 1; 0 before the first. name: a noun, such as "forward". since: when it was
-    entered, on the monotonic clock. number: phases entered so far; every process of a run enters the same ones in turn,
-    so the least number is the one that is late.
+    entered, on the monotonic clock. number: activities entered so far; every process of a run enters the same ones in
+    turn, so the least number is the one that is late.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class CurrentPhase:
         self.since = time.monotonic()
         self.number = 0
         self.on_border: Callable[[str], None] = lambda name: None
-        """Called where a phase begins, and where within a backward this process begins to wait for others, or ends."""
+        """Called where one begins, and where within a backward this process begins to wait for others, or ends."""
 
     def enter(self, name: str) -> None:
         self.name = name
