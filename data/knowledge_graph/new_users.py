@@ -54,7 +54,7 @@ class Recommendations:
         num_left = catalogue.num_items - self._seen.sizes[users]
         if len(users) and num_left.min() < num_places:
             user = users[num_left.argmin()]
-            raise BadInput(f"--top {num_places}: user {user} has only {num_left.min()} items left; choose fewer")
+            raise BadInput(f"--top-k {num_places}: user {user} has only {num_left.min()} items left; choose fewer")
 
     def __len__(self) -> int:
         return len(self.users) * self.num_places

@@ -21,7 +21,7 @@ _USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)
 """Those before belong to splits.py."""
 
 
-class Interactions:
+class BprSamples:
     """As many samples as training interactions: a user, an item that the user has, and one that the user has not."""
 
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:

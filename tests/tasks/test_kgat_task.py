@@ -152,7 +152,7 @@ def test_recommends_what_a_user_has_not_with_the_path_that_explains_it(data, run
     users = tmp_path / "users.csv"
     users.write_text("user\n4\n0\n")
     predict = ["--task", "kgat", "--predict", users, "--save-dir", tmp_path / "run", "--dtype", "float64"]
-    short, _ = run_here(*predict, "--top", 3)
+    short, _ = run_here(*predict, "--top-k", 3)
     out, _ = run_here(*predict)
     assert [line for line in out.splitlines() if line.split(",")[1] in ("rank", "1", "2", "3")] == short.splitlines()
     table = list(csv.DictReader(out.splitlines()))
@@ -252,7 +252,7 @@ def test_no_more_is_recommended_than_a_user_has_left(data, run_here, tmp_path):
     run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--epochs", 1, "--save-dir", tmp_path / "run")
     (tmp_path / "users.txt").write_text("3\n")
     predict = ["--task", "kgat", "--predict", tmp_path / "users.txt", "--save-dir", tmp_path / "run"]
-    _, err = run_here(*predict, "--top", NUM_ITEMS, status=2)
+    _, err = run_here(*predict, "--top-k", NUM_ITEMS, status=2)
     num_left = int(re.search(r"user 3 has only (\d+) items left", err)[1])
-    out, _ = run_here(*predict, "--top", num_left)
+    out, _ = run_here(*predict, "--top-k", num_left)
     assert "inf" not in out and len(out.splitlines()) == 1 + num_left

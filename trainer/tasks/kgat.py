@@ -16,7 +16,7 @@ from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.edges import Edges, collaborative_graph
 from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
-from data.knowledge_graph.samples import Interactions, Triples, UsersToRank
+from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
 from models.graph.aggregators import Aggregation
 from models.graph.bprmf import BPRMF
@@ -56,7 +56,7 @@ class KgatFlags(FlagGroup):
     """Task: recommendation with a knowledge graph (--task kgat)
 
     --predict takes users: a text or CSV file with one user id a line, with or without the header `user`. The table has
-    the --top items of each, their scores, and of --model kgat the path of highest attention to each.
+    the --top-k items of each, their scores, and of --model kgat the path of highest attention to each.
     """
 
     data_dir: Path | None = flag(
@@ -108,7 +108,7 @@ class KgatFlags(FlagGroup):
     ks: tuple[int, ...] = flag(
         (10, 20, 50), "cut-offs of the metrics; selects by recall@20, else the first", at_least=1
     )
-    top: int = flag(10, "--predict: items for each user", at_least=1)
+    top_k: int = flag(10, "--predict: items for each user", at_least=1)
 
     def problems(self) -> list[str]:
         found = []
@@ -188,7 +188,7 @@ class KgatTask(Task):
         "epochs": 40,
         "max_grad_norm": 0.0,
     }
-    predict_flags = ("data_dir", "top")
+    predict_flags = ("data_dir", "top_k")
     hold_out_flags = ("val_share", "select_on_test")
 
     def __init__(self, config: KgatFlags, seed: int, cache_dir: Path) -> None:
@@ -235,7 +235,7 @@ class KgatTask(Task):
     @cached_property
     def _datasets(self) -> Mapping[str, KeyedDataset]:
         datasets: dict[str, KeyedDataset] = {
-            "cf": Interactions(self.catalogue, self.seed, self.config.draw),
+            "cf": BprSamples(self.catalogue, self.seed, self.config.draw),
             "val": UsersToRank(self.catalogue, "val"),
             "test": UsersToRank(self.catalogue, "test"),
         }
@@ -349,7 +349,7 @@ class KgatTask(Task):
     def new_data(self, path: Path) -> KeyedDataset:
         """See `data.knowledge_graph.new_users`."""
         users = read_users(path, self.catalogue)
-        return Recommendations(users, self.config.top, self.catalogue)
+        return Recommendations(users, self.config.top_k, self.catalogue)
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """A line for each user and rank: the item, its score, and of KGAT the path of highest attention."""
@@ -357,7 +357,7 @@ class KgatTask(Task):
         distinct, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         scores = objective.scores(distinct)
         hide(scores, batch["seen"][count.cumsum(0) - 1])
-        best = scores.topk(self.config.top)
+        best = scores.topk(self.config.top_k)
         users, items = batch["user"].tolist(), best.indices[row, batch["place"]].tolist()
         columns: dict[str, Sequence[Any]] = {
             "user": users,

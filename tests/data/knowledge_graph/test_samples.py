@@ -8,7 +8,7 @@ import pytest
 
 from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.edges import Edges, collaborative_graph
-from data.knowledge_graph.samples import Interactions, Triples, UsersToRank
+from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
 from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
 
@@ -32,10 +32,10 @@ def assert_uniform(drawn: np.ndarray, expected: list[int]) -> None:
     assert chi_square < freedom + 6 * np.sqrt(2 * freedom) + 3
 
 
-def datasets(catalogue, seed: int = 0) -> dict[str, Interactions | Triples]:
+def datasets(catalogue, seed: int = 0) -> dict[str, BprSamples | Triples]:
     return {
-        "users": Interactions(catalogue, seed),
-        "interactions": Interactions(catalogue, seed, "interactions"),
+        "users": BprSamples(catalogue, seed),
+        "interactions": BprSamples(catalogue, seed, "interactions"),
         "triples": Triples(collaborative_graph(catalogue), seed),
     }
 
@@ -55,7 +55,7 @@ def test_a_sample_is_the_same_in_every_batch(catalogue, name) -> None:
 
 @pytest.mark.parametrize("draw", ["users", "interactions"])
 def test_negatives_are_uniform_among_the_other_items(catalogue, draw) -> None:
-    samples = many_epochs(Interactions(catalogue, 0, draw), 300)
+    samples = many_epochs(BprSamples(catalogue, 0, draw), 300)
     for user in range(catalogue.num_users):
         own = catalogue.train.of(user).tolist()
         of_user = samples["user"] == user
@@ -67,7 +67,7 @@ def test_negatives_are_uniform_among_the_other_items(catalogue, draw) -> None:
 
 
 def test_users_take_turns(catalogue) -> None:
-    dataset = Interactions(catalogue, 0)
+    dataset = BprSamples(catalogue, 0)
     assert len(dataset) == len(catalogue.train)
     users = np.flatnonzero(catalogue.train.sizes).tolist()
     drawn = [take(dataset, np.arange(len(dataset)), epoch)["user"] for epoch in range(200)]
@@ -80,7 +80,7 @@ def test_users_take_turns(catalogue) -> None:
 
 
 def test_each_interaction_is_a_sample(catalogue) -> None:
-    dataset = Interactions(catalogue, 0, "interactions")
+    dataset = BprSamples(catalogue, 0, "interactions")
     batch = take(dataset, np.arange(len(dataset)))
     np.testing.assert_array_equal(batch["user"], catalogue.train.users)
     np.testing.assert_array_equal(batch["positive"], catalogue.train.items)
@@ -154,7 +154,7 @@ def test_who_leaves_no_negative_is_named(catalogue) -> None:
     with pytest.raises(
         BadInput, match=r"^--data-dir: user 3 has all 17 items in training, so that there is no negative"
     ):
-        Interactions(greedy, 0)
+        BprSamples(greedy, 0)
     three = np.arange(3, dtype=np.int32)
     edges = Edges(np.full(3, 1, np.int32), three, np.full(3, 2, np.int32), num_nodes=3, num_relations=4)
     with pytest.raises(BadInput, match=r"^--data-dir: relation 2 joins node 1 to all 3 nodes"):
