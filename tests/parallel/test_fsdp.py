@@ -96,10 +96,10 @@ def test_goes_on_in_any_form_in_mid_epoch(start, one_device):
     resume = "--resume-from"
     sharded = start("fsdp", resume, one_device / "checkpoint_0_0_10.pth", form="fsdp", world_size=3)
     assert_same(sharded, one_device)
-    assert_same(sharded, one_device, "checkpoint_1_0_5.pth")
-    copied = start("ddp", resume, sharded / "checkpoint_1_0_5.pth", form="ddp", world_size=2)
+    assert_same(sharded, one_device, "checkpoint_1_0_5_1.pth")
+    copied = start("ddp", resume, sharded / "checkpoint_1_0_5_1.pth", form="ddp", world_size=2)
     assert_same(copied, one_device)
-    again = start("again", resume, copied / "checkpoint_1_0_15.pth")
+    again = start("again", resume, copied / "checkpoint_1_0_15_1.pth")
     assert_same(again, one_device)
 
 
