@@ -42,6 +42,7 @@ def test_batch_size_command_says_that_the_data_bounds_the_smallest(profile_here)
     assert "--min-batch-size 50: the training data has 40 samples; all are tried.\nbatch of 40: " in out
 
 
+@pytest.mark.slow
 def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
     arguments = ["--task", SLEEPY, *ANY_BATCH[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out

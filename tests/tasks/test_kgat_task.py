@@ -213,6 +213,7 @@ def test_a_graph_is_needed_where_the_model_uses_it(data, run_here, tmp_path):
     run_here(*RUN, "--data-dir", tmp_path, "--model", "lightgcn", "--save-dir", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_recall_hardly_depends_on_amp(run_here, tmp_path):
     run_here("--task", "kgat", "--epochs", 15, "--num-threads", 1, "--save-dir", tmp_path / "run")
     recalls = []
