@@ -169,10 +169,13 @@ def numbers(
     lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], label: str, decimal_comma: bool,
     advice: str = "repair the file",
 ) -> np.ndarray:  # fmt: skip
-    """Some columns of some lines, (rows, C) float32. Raises BadInput, with line and column and the advice."""
+    """Some columns of some lines, (rows, C) float32. Raises BadInput, with line and column.
+
+    advice: what to do where a field is no number.
+    """
     values = _numbers(lines, len(header), columns, decimal_comma)
     if values is None or not np.isfinite(values).all():
-        raise BadInput(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma)}; {advice}")
+        raise BadInput(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma, advice)}")
     return values
 
 
@@ -189,14 +192,17 @@ def _numbers(lines: Sequence[Line], num_columns: int, columns: Sequence[int], de
         return None
 
 
-def _what_is_wrong(lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool) -> str:
-    """Says slowly and precisely what is wrong with the first line that is."""
+def _what_is_wrong(
+    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool, advice: str
+) -> str:
+    """Says slowly and precisely what is wrong with the first line that is, and what to do."""
     for number, fields in lines:
         if len(fields) != len(header):
-            return f"line {number}: {len(fields)} columns, but the header has {len(header)}"
+            return f"line {number}: {len(fields)} columns, but the header has {len(header)}; mend that line"
         for i in columns:
             values = _numbers([(number, fields)], len(header), [i], decimal_comma)
             if values is None or not np.isfinite(values).all():
                 kind = "a number" if values is None else "a finite number"
-                return f"line {number}, column {i + 1} ({header[i]}): {fields[i][:_NUM_SHOWN]!r} is not {kind}"
+                shown = fields[i][:_NUM_SHOWN]
+                return f"line {number}, column {i + 1} ({header[i]}): {shown!r} is not {kind}; {advice}"
     raise AssertionError("nothing is wrong with these lines")
