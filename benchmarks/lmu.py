@@ -141,7 +141,7 @@ def main() -> None:
         "time loop": TimeLoop(recurrent),
         "recurrent": lambda x: recurrent(x)[0],
         "whole memory": WholeMemory(),
-        "parallel": lambda x: parallel(x)[0],
+        "parallel": parallel,
         "parallel, last step": parallel.last,
     }
     pairs = [

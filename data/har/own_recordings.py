@@ -350,17 +350,20 @@ def _num_disorders(clocks: np.ndarray) -> int:
 
 
 def _step_and_gaps(clocks: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """The usual step of the steadiest clock of a recording, (n, K), and the rows, int64, before which it jumps.
+    """By how much the finest clock of a recording, (n, K), rises a row, and the rows, int64, before which it jumps.
 
     None, and no rows, where no clock rises.
     """
-    found = []
+    found: list[tuple[int, float | None, np.ndarray]] = [(0, None, np.empty(0, np.int64))]
     for steps in np.diff(clocks, axis=0).T:
         rising = steps[steps > 0]
         if len(rising):
-            step = float(np.median(rising))
-            found.append((step, np.flatnonzero(steps > _GAP * step) + 1))
-    return min(found, key=lambda one: len(one[1]), default=(None, np.empty(0, np.int64)))
+            is_gap = steps > _GAP * np.median(rising)
+            # A clock that is coarser than the rows stands still in between.
+            step = float(steps[(steps >= 0) & ~is_gap].mean())
+            found.append((len(rising), step, np.flatnonzero(is_gap) + 1))
+    _, step_of_finest, gaps = max(found, key=lambda one: (one[0], -len(one[2])))
+    return step_of_finest, gaps
 
 
 def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:

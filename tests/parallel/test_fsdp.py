@@ -263,7 +263,7 @@ def test_others_get_outlines_of_weights_and_everything_else():
     state = {
         "model": weights,
         "optimizers": {"train": [{"state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.ones(3)}}}]},
-        "totals": {"train": {"loss": torch.ones(2)}},
+        "totals": {"model": {"loss": torch.ones(2)}},
         "step": 7,
     }
     got = without_weights(TrainedRun("the weights", state, Path("run"))).state
@@ -272,7 +272,7 @@ def test_others_get_outlines_of_weights_and_everything_else():
     )  # fmt: skip
     moments = got["optimizers"]["train"][0]["state"][0]
     assert (moments["exp_avg"].is_meta, moments["step"].item()) == (True, 2)
-    assert torch.equal(got["totals"]["train"]["loss"], torch.ones(2))
+    assert torch.equal(got["totals"]["model"]["loss"], torch.ones(2))
     assert (got["step"], state["model"]) == (7, weights)
 
 

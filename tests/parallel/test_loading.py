@@ -16,7 +16,9 @@ WORLD_SIZE = 2
 def trained(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9)]
+    model.counts = nn.Buffer(torch.full((4,), seed, dtype=torch.int16))  # a type that gloo does not carry
+    model[2].weight.data = model[2].weight.data.T.contiguous().T  # another order in memory
+    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.AdamW(model[2].parameters(), fused=True)]
     model(torch.randn(7, 3)).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -35,7 +37,9 @@ def in_process(environment, folder):
     sent = [state["model"]["0.weight"], state["optimizers"]["train"][0]["state"][0]["exp_avg"]]
     parallel.load_weights(state["model"], model)
     parallel.load_moments(state["optimizers"], {"train": optimizers})
-    found = state_of(model, optimizers) | {"step": state["step"], "sums": state["sums"]}
+    moments = [optimizers[1].state[p]["exp_avg"] for p in model[2].parameters()]
+    same_strides = [p.stride() == kept.stride() for p, kept in zip(model[2].parameters(), moments, strict=True)]
+    found = state_of(model, optimizers) | {"step": state["step"], "sums": state["sums"], "same_strides": same_strides}
     torch.save(found | {"travelled": [not value.is_meta for value in sent]}, folder / f"rank{environment.rank}.pt")
     parallel.close()
     return 0
@@ -59,7 +63,7 @@ def found(tmp_path_factory):
 def test_all_have_what_the_main_process_has_read(found):
     expected = state_of(*trained(seed=7))
     for own in found:
-        assert own["step"] == 3
+        assert own["step"] == 3 and own["same_strides"] == [True, True]
         assert torch.equal(own["sums"], torch.ones(2))
         tensors, wanted = (flat([each["model"], each["optimizers"]]) for each in (own, expected))
         assert len(tensors) == len(wanted) > 15

@@ -15,6 +15,7 @@ from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.errors import Failure
 from trainer.profiling import check, machine, processes
 
 
@@ -102,7 +103,7 @@ def test_a_device_that_cannot_be_used_is_not_taken_for_the_others_being_late(alo
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
     monkeypatch.setattr(Distributed, "use", busy)
-    with pytest.raises(RuntimeError, match=r"^CUDA error: all"):
+    with pytest.raises(Failure, match=r"^rank 0 of 1 failed in start-up: RuntimeError: CUDA error: all"):
         Distributed(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()
 

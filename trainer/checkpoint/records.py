@@ -28,17 +28,18 @@ def read_json(path: Path, say: Callable[[str], None] = lambda line: None) -> dic
 
 
 def as_json(content: Any) -> str:
-    """For JSON, which knows no NaN and no infinity: null stands for them."""
-    return json.dumps(_without_nan(content), indent=2, allow_nan=False) + "\n"
+    """The text of a file."""
+    return json.dumps(without_nan(content), indent=2, allow_nan=False) + "\n"
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """For JSON, which knows no NaN and no infinity: None stands for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _without_nan(item) for name, item in value.items()}
+        return {name: without_nan(item) for name, item in value.items()}
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return [_without_nan(item) for item in value] if is_list else value
+    return [without_nan(item) for item in value] if is_list else value
 
 
 def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:

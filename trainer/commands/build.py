@@ -12,7 +12,7 @@ import torch
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import sealed
-from trainer.checkpoint.records import CONFIG, RESULTS, delete
+from trainer.checkpoint.records import CONFIG, RESULTS, delete, without_nan
 from trainer.checkpoint.snapshot import snapshot
 from trainer.commands.code_identity import identify_code
 from trainer.commands.describe import describe_environment, describe_run
@@ -269,7 +269,7 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: 
     if starts_over(directory, flags):
         directory.start_over()
     delete(directory.path / RESULTS)
-    directory.write_json(CONFIG, sealed(facts))
+    directory.write_json(CONFIG, sealed(without_nan(facts)))
     with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
         run.log = RunLog(_logged(run), run.task.headline, loggers)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import delete, read_json
+from trainer.checkpoint.records import delete, metrics_of, read_json, without_nan
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
@@ -131,8 +131,9 @@ class SeveralRuns:
         """
         summary = summarise_runs([job.entry() for job in self.jobs])
         before = read_json(self.flags.checkpoint.save_dir / SUMMARY)
-        if before.get("runs") == summary["runs"]:
-            return before
+        if before.get("runs") == without_nan(summary["runs"]):
+            scored = before.get("ensemble")
+            return summary | {"ensemble": scored and metrics_of({"metrics": scored})}
         ensemble = None
         if self.flags.several.folds == 0 and self.flags.run.test:
             ensemble = ensemble_metrics(self.flags, self.task, [job.directory for job in self.jobs], stop)

@@ -13,7 +13,7 @@ from trainer.parallel.activity import EXCHANGE, CurrentActivity
 from trainer.parallel.base import Parallel
 
 OWN = ("data loading", "forward", "backward")
-"""Phases in which nobody waits for another process."""
+"""Activities in which nobody waits for another process."""
 SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
 """Optimizer steps."""

@@ -250,6 +250,7 @@ class Parallel:
             for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
                 _refuse_other_shapes(phase, its_saved["state"], optimizer)
                 optimizer.load_state_dict(self.own_moments(_with_settings_of(its_own, its_saved), optimizer))
+                _lay_out_as_parameters(optimizer)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -301,6 +302,14 @@ def _refuse_other_shapes(phase: str, saved: Mapping[int, Mapping[str, Any]], opt
                     "which is not that of its parameter; start over with --fresh, or begin with the weights alone: "
                     "--init-from, in another --save-dir"
                 )
+
+
+def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Fused optimizers go through parameter and moments by their place in memory: both are to have the same strides."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items() if not is_sharded(parameter) else ():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _shapes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:

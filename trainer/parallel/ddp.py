@@ -4,8 +4,8 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from trainer.parallel.descriptors import make_room
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.outline import empty_like, mapped, without_weights
@@ -72,17 +72,15 @@ class Distributed(Parallel):
         rank = environment.rank
         with ExitStack() as on_failure:
             on_failure.callback(_leave_group)
+            with self._told_by_main():
+                make_room(environment.world_size)
             store, members = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
             self._hosts = [host for host, *_ in members]
             same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
             self.local_world_size = environment.local_world_size or len(same_host)
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
-            try:
-                self.use([self.together(lambda: _rank_device(local_rank, gpus))])
-                if self.backend == "nccl":
-                    self._refuse_shared_gpus()
-            except BadInput as error:
-                raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+            with self._told_by_main():
+                self._take_device(local_rank, gpus)
             on_failure.pop_all()
         names = [f"process {process} on {host}" for host, process, _ in members]
         own_space = members[rank][2]
@@ -100,11 +98,29 @@ class Distributed(Parallel):
         monitor.on_silence = self.diagnosis.consider_silence
         self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
+    @contextmanager
+    def _told_by_main(self) -> Iterator[None]:
+        """Around what raises one BadInput on all processes."""
+        try:
+            yield
+        except BadInput as error:
+            raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+
+    def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
+        """Raises BadInput on all processes; Failure, of which the user is told, where one cannot use its device."""
+        try:
+            self.use([self.together(lambda: _rank_device(local_rank, gpus))])
+            if self.backend == "nccl":
+                self._refuse_shared_gpus()
+        except RuntimeError as error:  # of CUDA, or since another process has left for that
+            problem = f"rank {self.rank} of {self.world_size} failed in start-up: {reason(error)}"
+            print_error(problem)
+            raise Failure(problem) from None
+
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
         """Joins the others. Raises BadInput, on every process, when they do not come."""
         rank, world_size = self.rank, self.world_size
         try:
-            make_room(world_size)
             store = self._join(environment, backend)
             return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
         except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
@@ -281,11 +297,11 @@ class Distributed(Parallel):
                 buffer.copy_(whole)
 
     def _from_main(self, value: Tensor) -> Tensor:
-        """The main process's value on this process's device. Of the others' only shape and type count."""
+        """The main process's value on this process's device, contiguous. Of the others' only shape and type count."""
         self.activity.enter(EXCHANGE)
         whole = value.to(self.device).contiguous() if self.is_main else empty_like(value, self.device)
         if whole.numel():
-            dist.broadcast(whole, src=0)
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # of some types gloo sends none
         return whole
 
     def load_on_main(self, function: Callable[[], T]) -> T:

@@ -25,14 +25,17 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return [mapped(item, function) for item in value] if isinstance(value, list) else value
 
 
-def without_weights(value: Any, is_weight: bool = False) -> Any:
-    """What the main process loaded, with outlines of its weights and moments; single numbers stay."""
-    if isinstance(value, Tensor):
-        return empty_like(value, torch.device("meta")) if is_weight and value.dim() else value
-    if isinstance(value, dict):
-        return {name: without_weights(item, is_weight or name in ENTRIES_OF_WEIGHTS) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_weights(item, is_weight) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: without_weights(getattr(value, field.name)) for field in fields(value)})
-    return value
+def without_weights(loaded: Any) -> Any:
+    """What the main process loaded, with outlines of its weights and moments; single numbers stay.
+
+    loaded: the entries of a checkpoint, or a dataclass that holds them.
+    """
+    if is_dataclass(loaded) and not isinstance(loaded, type):
+        return replace(loaded, **{field.name: without_weights(getattr(loaded, field.name)) for field in fields(loaded)})
+    if not isinstance(loaded, dict):
+        return loaded
+    return {name: mapped(item, _outline) if name in ENTRIES_OF_WEIGHTS else item for name, item in loaded.items()}
+
+
+def _outline(value: Tensor) -> Tensor:
+    return empty_like(value, torch.device("meta")) if value.dim() else value

@@ -142,6 +142,15 @@ def test_no_window_reaches_over_a_gap_or_from_one_trial_to_the_next(load, tmp_pa
     assert loaded.clock_step == pytest.approx(20, abs=4)
 
 
+def test_the_finest_clock_tells_gaps(load, tmp_path):
+    """A day that begins amid a recording, and a clock of tenths of a second beside 50 rows a second."""
+    names = ["date", "time", "acc", "subject", "activity"]
+    rows = [[20240531 + (i >= 20), i // 5 / 10 + 500 * (i >= 20), i, "pq"[i >= 40], "ab"[i >= 40]] for i in range(80)]
+    loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
+    assert "Divided at 1 places" in " ".join(loaded.remarks)
+    assert loaded.clock_step == pytest.approx(0.02, rel=0.2)
+
+
 def test_why_there_is_no_window_is_said(load, tmp_path):
     names = ["acc", "subject", "activity"]
     apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
