@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trainer.checkpoint.directory import METRICS
-from trainer.checkpoint.records import RESULTS, metrics_of, read_json
+from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import TRAINER_GROUPS, ExportFlags, Flags, PredictFlags, SeveralFlags
@@ -27,6 +27,7 @@ from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.state import STATE
 from trainer.commands.trained import trained_model
 from trainer.common.errors import BadInput
+from trainer.common.json_numbers import with_nan
 from trainer.config import arguments_of, refuse
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
@@ -71,7 +72,7 @@ class SavedRun:
     @property
     def metrics(self) -> dict[str, float]:
         """Those of results.json, by names such as "test/loss"; empty before the end."""
-        return metrics_of(self.results)
+        return with_nan(self.results.get("metrics", {}))
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, plain_name, reading_utf8
+from data.csv_lines import CsvTable, csv_table, in_order, plain_name, reading_utf8
 from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
+from data.har.clocks import GAP, clocks_of, is_clock, num_disorders, step_and_gaps
 from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
 from data.har.windows import HarRecordings, triplets_first
 from trainer.common.errors import BadInput
@@ -25,12 +26,8 @@ _LABELS = ("label", "activity", "class")
 _TRIALS = ("trial", "session")
 """Columns that say, where they change, that another recording begins."""
 _NOT_SIGNALS = (*_SUBJECTS, *_LABELS, *_TRIALS, "index", "row", "sample", "unnamed0", "", "id")
-_CLOCKS = ("t", "ts", "utc", "unix", "clock")
-_OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
-"""Columns that are left out where the channels are not named: what a subject, an activity or a row is called besides,
-and clocks, which tell the activity by when it was recorded; of the last, names that hold such a word."""
-_GAP = 10
-"""Of the usual step of a clock: a longer one is a gap between recordings."""
+"""Columns that are left out where the channels are not named, beside clocks: what a subject, an activity or a row is
+called besides."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 """Columns of the table of `--predict`, which has one for each class too."""
 
@@ -139,7 +136,7 @@ class _Cut:
         for start, stop in self._recordings(rows):
             recording = rows.signals[start:stop]
             self.longest = max(self.longest, stop - start)
-            self.num_disorders += _num_disorders(rows.clocks[start:stop])
+            self.num_disorders += num_disorders(rows.clocks[start:stop])
             if stop - start < self._wanted.length:
                 self.num_short, self.num_short_rows = self.num_short + 1, self.num_short_rows + stop - start
                 continue
@@ -154,7 +151,7 @@ class _Cut:
     def _recordings(self, rows: _Rows) -> Iterator[tuple[int, int]]:
         """Where they begin and end: bouts, divided at gaps of the clock."""
         for start, stop in _bouts(rows):
-            step, gaps = _step_and_gaps(rows.clocks[start:stop])
+            step, gaps = step_and_gaps(rows.clocks[start:stop])
             self._clock_steps += [] if step is None else [step]
             self.num_gaps += len(gaps)
             yield from pairwise([start, *(start + gaps).tolist(), stop])
@@ -232,7 +229,7 @@ def _remarks(cut: _Cut, left_out: Sequence[str], counted: Sequence[str]) -> Iter
         )
     if cut.num_gaps:
         yield (
-            f"Divided at {cut.num_gaps:,} places where the clock jumps by more than {_GAP} of its usual steps: no "
+            f"Divided at {cut.num_gaps:,} places where the clock jumps by more than {GAP} of its usual steps: no "
             "window reaches over them."
         )
     if cut.num_disorders:
@@ -259,15 +256,10 @@ def _columns(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str], l
     if wanted.channels:
         return list(wanted.channels), [], own
     others = [name for name in table.header if name not in own]
-    channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS and not _is_clock(name)]
+    channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS and not is_clock(name)]
     if not channels:
         raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(table.header)}")
     return channels, [name for name in others if name not in channels], own
-
-
-def _is_clock(name: str) -> bool:
-    plain = plain_name(name)
-    return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
 
 
 @contextmanager
@@ -319,51 +311,19 @@ def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
         clocks: list[np.ndarray] = []
         taken = (subject, label, *columns)
         trial_columns = [i for i, name in enumerate(header) if plain_name(name) in _TRIALS and i not in taken]
-        clock_columns = [i for i, name in enumerate(header) if _is_clock(name) and i not in taken]
+        clock_columns = [i for i, name in enumerate(header) if is_clock(name) and i not in taken]
         advice = "mend it, or name the columns of signals by --channels"
         while some := list(islice(lines, ROWS_AT_ONCE)):
             parts.append(numbers(some, header, columns, file.where, decimal_comma, advice))
             subjects += [fields[subject].strip() for _, fields in some]
             labels += [fields[label].strip() for _, fields in some]
             trials += [tuple(fields[column].strip() for column in trial_columns) for _, fields in some]
-            clocks.append(_clocks(some, clock_columns, decimal_comma))
+            clocks.append(clocks_of(some, clock_columns, decimal_comma))
     if not parts:
         raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
     if "" in subjects:
         raise BadInput(f"{file.where}: row {subjects.index('') + 1} below the names has no subject; mend it")
     return _Rows(np.concatenate(parts), subjects, labels, trials, np.concatenate(clocks))
-
-
-def _clocks(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """(lines, columns) float64, NaN for what is no number."""
-    texts = [[fields[column] for column in columns] for _, fields in lines]
-    if decimal_comma:
-        texts = [[text.replace(",", ".") for text in row] for row in texts]
-    values = [[float(text) if is_number(text) else np.nan for text in row] for row in texts]
-    return np.array(values).reshape(len(lines), len(columns))
-
-
-def _num_disorders(clocks: np.ndarray) -> int:
-    """How often the steadiest of the clocks of a recording goes back, (n, K), but not to a new start."""
-    goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
-    return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
-
-
-def _step_and_gaps(clocks: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """By how much the finest clock of a recording, (n, K), rises a row, and the rows, int64, before which it jumps.
-
-    None, and no rows, where no clock rises.
-    """
-    found: list[tuple[int, float | None, np.ndarray]] = [(0, None, np.empty(0, np.int64))]
-    for steps in np.diff(clocks, axis=0).T:
-        rising = steps[steps > 0]
-        if len(rising):
-            is_gap = steps > _GAP * np.median(rising)
-            # A clock that is coarser than the rows stands still in between.
-            step = float(steps[(steps >= 0) & ~is_gap].mean())
-            found.append((len(rising), step, np.flatnonzero(is_gap) + 1))
-    _, step_of_finest, gaps = max(found, key=lambda one: (one[0], -len(one[2])))
-    return step_of_finest, gaps
 
 
 def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:

@@ -138,26 +138,29 @@ def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):
 EXACT = ["--dropout", "0", "--dtype", "float64", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
 
 
+def write_small(path, item_of=lambda number: number):
+    """Eight users with six of nine items each, one a second."""
+    rows = [(user, item_of((3 * user + day) % 9), 978300000 + day) for user in range(8) for day in range(6)]
+    path.write_text("".join(f"{user} {item} {time}\n" for user, item, time in rows))
+
+
 def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
     """Of the same items, and as many; and the same ones split in another way."""
     data, said = tmp_path / "data.txt", "What is trained on and what is held out are not those of the checkpoint"
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
     argv += ["--epochs", 1, "--save-dir", tmp_path / "run"]
-    rows = [(user, (3 * user + day) % 9, day) for user in range(8) for day in range(6)]
-    data.write_text("".join(f"{user} {item} {978300000 + day}\n" for user, item, day in rows))
+    write_small(data)
     assert said not in run_here(*argv)[0]
     assert said not in run_here(*argv, "--epochs", 2)[0]
     assert said in run_here(*argv, "--epochs", 3, "--split", "time")[0]
-    data.write_text("".join(f"{user} {8 - item} {978300000 + day}\n" for user, item, day in rows))
+    write_small(data, item_of=lambda number: 8 - number)
     for more in (["--epochs", 4], ["--eval-only"]):
         assert said in run_here(*argv, *more)[0]
 
 
 def test_a_hundred_negatives_of_few_items_are_doubted(make_task, tmp_path):
     data = tmp_path / "data.txt"
-    data.write_text(
-        "".join(f"{user} {(3 * user + day) % 9} {978300000 + day}\n" for user in range(8) for day in range(6))
-    )
+    write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--k-core", 0]
     said = "true item is among them 11.1 times on average, and sampled_* say little"
     assert said in " ".join(make_task(*argv).remarks())
@@ -167,8 +170,7 @@ def test_a_hundred_negatives_of_few_items_are_doubted(make_task, tmp_path):
 
 def test_weights_that_are_scored_with_other_flags_than_theirs_are_said(run_here, tmp_path):
     data, run = tmp_path / "data.txt", tmp_path / "run"
-    rows = [(user, (3 * user + day) % 9, 978300000 + day) for user in range(8) for day in range(6)]
-    data.write_text("".join(f"{user} {item} {time}\n" for user, item, time in rows))
+    write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
     argv += ["--save-dir", run]
     run_here(*argv, "--epochs", 1, "--no-mask-seen", "--seed", 3)

@@ -12,7 +12,7 @@ import torch
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import sealed
-from trainer.checkpoint.records import CONFIG, RESULTS, delete, without_nan
+from trainer.checkpoint.records import CONFIG, RESULTS, delete
 from trainer.checkpoint.snapshot import snapshot
 from trainer.commands.code_identity import identify_code
 from trainer.commands.describe import describe_environment, describe_run
@@ -30,6 +30,7 @@ from trainer.commands.resume import (
 from trainer.commands.weights import initialise
 from trainer.common.errors import BadInput
 from trainer.common.files import refusing_disk_errors
+from trainer.common.json_numbers import without_nan
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.manifest import MANIFEST, read_manifest
-from trainer.checkpoint.records import RESULTS, metrics_of, read_json
+from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
-from trainer.commands.resume import changed_since_last_start
+from trainer.commands.resume import changed_since_last_start, differences
 from trainer.commands.state import read_state
 from trainer.common.errors import BadInput
+from trainer.common.json_numbers import with_nan
 from trainer.config import refuse, shown
 from trainer.logs.console import say
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, num_cores, pick_device
@@ -92,10 +93,10 @@ class Job:
 
     def tell_changes(self) -> None:
         """For one that was finished before, with other flags."""
-        changes = [f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in self.changed.items()]
-        if changes:
+        others = differences(self.changed)
+        if others:
             say(
-                f"{self.directory} was finished before, with {', '.join(changes)}; to train it anew choose another "
+                f"{self.directory} was finished before, with {others}; to train it anew choose another "
                 "--save-dir, or add --fresh"
             )
 
@@ -103,7 +104,7 @@ class Job:
         """What summary.json says of it once it is finished; "directory" is below that of all runs."""
         results = read_json(self.directory / RESULTS)
         which = {"directory": self.name, "seed": self.seed, "fold": self.fold}
-        return {**which, "metrics": metrics_of(results), "train_seconds": results["train_seconds"]}
+        return {**which, "metrics": with_nan(results["metrics"]), "train_seconds": results["train_seconds"]}
 
     def failure_message(self, status: int) -> str:
         """What it had to say when it failed, under its name."""

@@ -23,6 +23,7 @@ START_FLAGS = (
     "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--job-id", "--eval-only"
 )  # fmt: skip
 _SHOWN_WIDTH = 60
+_CHANGED = "Changed since the checkpoint"
 _verdict = itemgetter("value", "is_best")
 """Of a checkpoint: the monitored metric, None where there was no validation, and whether it was the best so far."""
 
@@ -161,9 +162,8 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     notes += notes_on_data(run, state)
-    changes = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changed.items()]
-    changes += code_changes(state["code"], run.facts["code"])
-    notes += [f"Changed since the checkpoint: {change}" for change in changes]
+    notes += _notes_on_changes(changed)
+    notes += [f"{_CHANGED}: {change}" for change in code_changes(state["code"], run.facts["code"])]
     then, now = state["environment"], run.facts["environment"]
     wholes = run.facts["global_batch_sizes"]
     if then["num_devices"] != now["num_devices"] and wholes == state["global_batch_sizes"]:
@@ -227,14 +227,20 @@ def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[st
     return changed
 
 
+def differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Of flags (then, now), in a sentence about what was then; empty where there are none."""
+    return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())
+
+
 def notes_on_flags(run: Run, state: Mapping[str, Any]) -> list[str]:
     """What the user should know where weights are scored with other flags of the task, or another seed, than theirs."""
     changed = changed_flags(state.get("config", {}), run.facts["config"])
-    return [
-        f"Changed since the checkpoint: {name} {' -> '.join(map(shown, changed[name]))}"
-        for name in ("--seed", *flag_values(run.task.config))
-        if name in changed
-    ]
+    own = {"--seed", *flag_values(run.task.config)}
+    return _notes_on_changes({name: values for name, values in changed.items() if name in own})
+
+
+def _notes_on_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    return [f"{_CHANGED}: {name} {shown(then)} -> {shown(now)}" for name, (then, now) in changed.items()]
 
 
 def undo_hint(run: Run, state: Mapping[str, Any], otherwise: str = "give the flags that it was trained with") -> str:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import delete, metrics_of, read_json, without_nan
+from trainer.checkpoint.records import delete, read_json
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.commands.train import own_job
 from trainer.common.errors import BadInput
+from trainer.common.json_numbers import with_nan, without_nan
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
 from trainer.parallel.launch import Launcher
@@ -133,7 +134,7 @@ class SeveralRuns:
         before = read_json(self.flags.checkpoint.save_dir / SUMMARY)
         if before.get("runs") == without_nan(summary["runs"]):
             scored = before.get("ensemble")
-            return summary | {"ensemble": scored and metrics_of({"metrics": scored})}
+            return summary | {"ensemble": scored and with_nan(scored)}
         ensemble = None
         if self.flags.several.folds == 0 and self.flags.run.test:
             ensemble = ensemble_metrics(self.flags, self.task, [job.directory for job in self.jobs], stop)

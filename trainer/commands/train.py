@@ -12,10 +12,9 @@ from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import score
 from trainer.commands.flags import Flags
-from trainer.commands.resume import brings_another_run, changed_since_last_start
+from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
 from trainer.commands.state import RunState, recorded
 from trainer.common.files import DISK_FULL, refusing_disk_errors
-from trainer.config import shown
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.loop.run import Run
 from trainer.loop.train import train
@@ -82,8 +81,7 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
         bounds = [flags.run.length_flag] if run.is_through else []
         bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
-        changed = changed_since_last_start(path, run.facts["config"])
-        others = ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())
+        others = differences(changed_since_last_start(path, run.facts["config"]))
         print(
             f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. To train on "
             f"raise {' and '.join(bounds)}, to start over add --fresh, for another run choose another --save-dir."

@@ -1,12 +1,12 @@
 """The run directory's own logs: train.log, val.log and metrics.jsonl."""
 
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from trainer.common.files import replace_text
+from trainer.common.json_numbers import without_nan
 from trainer.logs.logger import LoggedRun, Logger, Record
 
 DATA_WAIT = "data_wait_seconds"
@@ -26,8 +26,7 @@ class FileLogger(Logger):
 
     def metrics(self, record: Record) -> None:
         where = {} if record.position is None else {"epoch": record.position.epoch, "samples": record.position.samples}
-        # JSON knows no NaN and no infinity.
-        numbers = {name: value if math.isfinite(value) else None for name, value in record.values.items()}
+        numbers = without_nan(record.values)
         numbers.pop(DATA_WAIT, None)
         self._metrics.write(json.dumps({"event": record.event, "step": record.step, **where, **numbers}) + "\n")
         if record.event in ("step", "result"):

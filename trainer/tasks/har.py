@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.har.augmentation import Augmentation
+from data.har.clocks import told_rate_hz
 from data.har.own_recordings import OwnRecordings, are_own, load_own_recordings
 from data.har.recording import doubts_about_units, read_new_windows
 from data.har.synthetic import load_synthetic_har
@@ -107,12 +108,6 @@ def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> Abstr
         file, "write", total=num_bytes, unit="B", unit_scale=True, leave=False, dynamic_ncols=True,
         disable=not sys.stderr.isatty(),
     )  # fmt: skip
-
-
-_CLOCK_UNITS = (1, 1e3, 1e6, 1e9)
-"""Of a second."""
-_SLOWEST_HZ = 3.0
-"""Of recordings: of the units of a clock one alone gives a rate between this and a thousand times as much."""
 
 
 def _seconds(rows: list[int | None], num_rows_later: int, rate_hz: float) -> list[str]:
@@ -249,9 +244,8 @@ class HarTask(Task):
 
     def _doubts_about_rate(self) -> list[str]:
         step, rate_hz = self._own.clock_step, self.format.rate_hz
-        rates = [unit / step for unit in _CLOCK_UNITS]
-        told_hz = next((rate for rate in rates if _SLOWEST_HZ <= rate < 1e3 * _SLOWEST_HZ), rate_hz)
-        if step == 1 or 0.8 < told_hz / rate_hz < 1.25:  # a counter of rows tells no rate
+        told_hz = told_rate_hz(step)
+        if told_hz is None or 0.8 < told_hz / rate_hz < 1.25:
             return []
         return [
             f"Warning: by its clock, which rises by {step:g} from row to row, {told_hz:g} rows are a second, and "

@@ -301,7 +301,10 @@ class SpeechTask(Task):
         """Of the names, lengths and texts of the recordings, not of the audio itself, and of how they are split."""
         corpus = self.corpus
         return digest_of(
-            corpus.offsets, *corpus.names, *corpus.transcripts, *(part.indices for part in self._splits.values())
+            corpus.offsets,
+            "\n".join(corpus.names),
+            "\n".join(corpus.transcripts),
+            *(part.indices for part in self._splits.values()),
         )
 
     @cached_property
