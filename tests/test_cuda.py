@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda"),
 ]
 RIGHT_OR_WRONG = ("exact", "poisoned", "snapshot", "resumed", "scarce", "ranks", "profiled")
 

@@ -135,7 +135,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 def long_one(setting: Setting) -> Size:
     """A large model with the batch whose bare step comes closest to 20 ms from below."""
-    size, most = Size(*setting.pick((4096, 8, 64, 300), (16, 2, 4, 40))), setting.pick(16384, 8)
+    size, most = Size(*setting.pick((4096, 8, 64, 200), (16, 2, 4, 40))), setting.pick(16384, 8)
     while size.batch_size < most:
         larger = replace(size, batch_size=2 * size.batch_size)
         if bare_step_s(setting, larger) > LONG_STEP_S:
@@ -157,7 +157,7 @@ def bare_step_s(setting: Setting, size: Size, num_steps: int = 10) -> float:
 
 
 def compare(setting: Setting, report: Report, name: str, size: Size) -> None:
-    num_epochs = setting.pick(4 if size.width > 1000 else 51, 3)  # a checkpoint after each
+    num_epochs = setting.pick(4 if size.width > 1000 else 31, 3)  # a checkpoint after each
     argv = [
         "--task", f"{ROOT / 'benchmarks' / 'on_gpu' / 'loop.py'}:Layers", "--epochs", num_epochs, "--eval-every", 1000,
         "--width", size.width, "--num-layers", size.num_layers, "--num-train", size.num_rows,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from models.layers.dropout import dropout_mask
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+for _of_torch in ("Sparse CSR tensor support is in beta state", "Sparse invariant checks are implicitly disabled"):
+    warnings.filterwarnings("ignore", message=_of_torch)
 
 
 class CSR(NamedTuple):

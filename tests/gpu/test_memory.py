@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import WEIGHTED
+from tests.conftest import TINY, WEIGHTED
 from tests.gpu.runs import EXACT, assert_same, run, tiny
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from trainer.commands import build
@@ -67,6 +67,15 @@ def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
     build.rehearse = without_memory
     run(cache_dir, "--task", WEIGHTED, *WIDE, "--device", "cuda", "--save-dir", tmp_path, status=2)
     assert "with a single sample per forward" in GPUS.printed()
+
+
+@on_imagined_gpus()
+def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
+    """The weights have found room, and what a forward keeps beside them does not."""
+    width = 4000
+    GPUS.limit_memory(25 * width * 8)  # weights: 11; what five positions of two samples give: 10 a layer
+    run(cache_dir, *TINY, "--width", width, *EXACT, "--device", "cuda", "--save-dir", tmp_path, status=2)
+    assert "out of memory in start-up with 2 samples per forward" in GPUS.printed()
 
 
 @pytest.mark.slow

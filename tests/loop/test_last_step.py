@@ -78,7 +78,8 @@ def test_before_training_nothing_is_known():
     assert LastStep(torch.device("cpu")).find() is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
 def test_a_gpu_that_waits(monkeypatch):
     """Behind a kernel that takes a second, as behind an exchange that never ends."""
     monkeypatch.setattr(last_step, "DRAINS_WITHIN_S", 0.05)

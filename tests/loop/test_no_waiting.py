@@ -171,11 +171,13 @@ def test_a_waiting_copy_is_noticed():
     assert len(copies.waited_for) == 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
 def test_cuda_never_makes_the_host_wait(argv, amp, cache_dir):
-    run = run_of([*argv, "--amp", amp, "--epochs", "100"], SingleDevice(torch.device("cuda", 0)), cache_dir)
+    steps_enough = ["--batch-size", "8"]
+    run = run_of([*argv, *steps_enough, "--amp", amp], SingleDevice(torch.device("cuda", 0)), cache_dir)
     try:
         train_steps(run, EndsAfter(GPU_STEPS, SETTLING_STEPS, lambda: torch.cuda.set_sync_debug_mode("error")))
     finally:

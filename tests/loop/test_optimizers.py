@@ -273,7 +273,8 @@ def test_a_sparse_gradient_is_clipped_by_the_norm_of_its_rows(step, max_grad_nor
     else:
         embedding.weight.grad = embedding.weight.grad.coalesce()
         grads = [embedding.weight.grad.values(), dense.grad]
-        assert _step_on_device([sgd], grads, expected.norm(), max_grad_norm)
+        applied, _ = _step_on_device([sgd], grads, expected.norm(), max_grad_norm)
+        assert applied
     moved = before - torch.cat([p.detach().flatten() for p in params])
     factor = max_grad_norm / expected.norm() if max_grad_norm else 1.0
     torch.testing.assert_close(moved, expected * factor, rtol=1e-4, atol=1e-6)
@@ -286,8 +287,8 @@ def test_on_a_device_an_optimizer_without_fused_kernels_is_not_called_for_a_bad_
     for weight in weights:
         weight.grad = torch.ones(2)
     weights[0].grad[0] = torch.nan if bad else 1.0
-    applied = _step_on_device(optimizers, [w.grad for w in weights], weights[0].grad.norm(), 1.0)
-    assert bool(applied) != bad
+    outcome = _step_on_device(optimizers, [w.grad for w in weights], weights[0].grad.norm(), 1.0)
+    assert tuple(map(bool, outcome)) == (not bad, bad)
     assert all(torch.equal(weight, torch.ones(2)) == bad for weight in weights)
     assert all(bool(optimizer.state) != bad for optimizer in optimizers)
 

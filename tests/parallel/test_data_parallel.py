@@ -26,8 +26,8 @@ def test_replicas_enter_autocast_in_their_threads(tmp_path):
     assert 0 < difference < 0.1
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and -m cuda")
 def test_real_data_parallel_equals_one_gpu(tmp_path):
     same_batch = ("--global-batch-size", "12")
     one, _ = trained(SingleDevice(torch.device("cuda", 0)), tmp_path / "one", *same_batch)

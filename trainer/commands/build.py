@@ -42,7 +42,7 @@ from trainer.loop.contract import check_batch, check_blocks, check_single_sample
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
-from trainer.loop.memory import rehearse
+from trainer.loop.memory import refusing_lack_of_memory, rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups
 from trainer.loop.precision import choose_precision, in_precision
@@ -194,11 +194,13 @@ def prepare_training(run: Run, flags: Flags) -> None:
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for index, phase in enumerate(task.phases):
-        example = example_batch(task, index, 2 * run.parallel.num_replicas)
-        learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
-        check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
-        with refusing_compilation() if flags.blocks.compile else nullcontext():
-            try_phase(learner, run.parallel, phase, example)
+        per_forward = min(2, run.batches[index].batch_size)
+        example = example_batch(task, index, per_forward * run.parallel.num_replicas)
+        with refusing_lack_of_memory(run, per_forward):
+            learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
+            check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
+            with refusing_compilation() if flags.blocks.compile else nullcontext():
+                try_phase(learner, run.parallel, phase, example)
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         run.parallel.check_optimizers(learner.optimizers[phase])
 

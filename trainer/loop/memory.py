@@ -5,7 +5,8 @@ The step rule is exact for any split of a global batch, so the run learns what i
 
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TypeVar
 
@@ -37,6 +38,17 @@ _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out
 def lacks_memory(error: RuntimeError) -> bool:
     """Whether it says that the device, or what computes on it, found no room."""
     return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
+
+
+@contextmanager
+def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None]:
+    """Around the first use of the device by a model. Raises BadInput where it has no room, even for so few samples."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        raise _hopeless(run, f"with {samples_per_forward} samples per forward") from None
 
 
 # --- training ----------------------------------------------------------------------------------------------------
