@@ -290,6 +290,7 @@ def global_state():
         "fills": torch.utils.deterministic.fill_uninitialized_memory,
         "benchmark": torch.backends.cudnn.benchmark,
         "tf32": torch.backends.cudnn.allow_tf32,
+        "attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "dtype": torch.get_default_dtype(),
         "torch": torch.get_rng_state().tolist(),
         "numpy": str(np.random.get_state()),
@@ -324,6 +325,7 @@ def test_the_process_is_as_it_was(end, acts, tmp_path):
         sys.path.insert(0, str(tmp_path))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # as on a GPU
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = True, False
+        torch.backends.cuda.enable_cudnn_sdp(False)
         {"finished": int, "interrupted": interrupt, "failed": fail, "refused": int}[end]()
 
     acts(change_everything, 1)

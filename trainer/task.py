@@ -356,7 +356,7 @@ class Task(ABC):
 
         epoch: as in `order`. Those of the last epoch are tried before training, to find out whether they fit into
         memory. By default any, which is right where all samples are equally large; only then does cuDNN measure which
-        of its algorithms is fastest for their shape.
+        of its algorithms is fastest for their shape, and compute attention, for which it plans anew for every shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 

@@ -22,14 +22,15 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
         flags, problems = parse(["--task", task, "--cache-dir", str(tmp_path), *more], False)
         assert not problems
         set_up_torch(flags, start_parallel(flags, None))
-        return cudnn.benchmark, cudnn.allow_tf32, os.environ[WORKSPACE]
+        return cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled(), cudnn.allow_tf32, os.environ[WORKSPACE]
 
     for cudnn.benchmark in (False, True):
         with process_restored():
             # cuBLAS reads its setting once: the first run of a process has that of a later, deterministic one.
-            assert told("har") == (True, False, ":4096:8")
-            assert told("har", "--deterministic") == (False, False, ":4096:8")
-            # Utterances of other lengths in every batch: no shape comes again.
-            assert told("speech") == (False, False, ":4096:8")
-        assert cudnn.allow_tf32 and WORKSPACE not in os.environ
+            assert told("har") == (True, True, False, ":4096:8")
+            assert told("har", "--deterministic") == (False, True, False, ":4096:8")
+            # Utterances of other lengths, tables of other sizes in every batch: no shape comes again.
+            for task in ("speech", "tabular"):
+                assert told(task) == (False, False, False, ":4096:8")
+        assert cudnn.allow_tf32 and torch.backends.cuda.cudnn_sdp_enabled() and WORKSPACE not in os.environ
     assert cudnn.benchmark

@@ -41,6 +41,7 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_tf32_of_cudnn, _set_tf32_of_cudnn),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
 )

@@ -304,6 +304,15 @@ class TabularTask(Task):
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
+    def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
+        """The synthetic tables with the most cells. The problems that a user's table makes have one size."""
+        tables = self.splits()["train"]
+        return (
+            tables.largest(epoch, count)
+            if isinstance(tables, PriorTables)
+            else super().largest_samples(phase, epoch, count)
+        )
+
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """The loss terms of a problem are its queries. Counts of rows or columns that need no mask are left out."""
         batch = super().collate(samples, keys)

@@ -35,15 +35,30 @@ class PriorTables:
         return self._num_tables
 
     def __getitems__(self, keys: SampleKeys) -> Arrays:
-        numbers = keys.index.astype(np.int64) + (keys.epoch * self._num_tables if self._fresh_each_epoch else 0)
-        groups, group_of_table = np.unique(numbers // self._settings.tables_per_shape, return_inverse=True)
-        places = [np.flatnonzero(group_of_table == i) for i in range(len(groups))]
-        shapes = [self._settings.shape(self._seed, int(group)) for group in groups]
+        numbers = self._numbers(keys.index, keys.epoch)
+        shapes, shape_of_table = self._shapes(numbers)
+        places = [np.flatnonzero(shape_of_table == i) for i in range(len(shapes))]
         parts = [
             draw_tables(self._settings, self._seed, numbers[place], shape)
             for place, shape in zip(places, shapes, strict=True)
         ]
         return parts[0] if len(parts) == 1 else _padded(parts, places)
+
+    def largest(self, epoch: int, count: int) -> np.ndarray:
+        """So many tables of an epoch, those with the most cells first: (count,) int64 samples."""
+        shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
+        cells = np.array(
+            [(num_context + num_queries) * num_features for num_context, num_queries, num_features in shapes]
+        )
+        return np.argsort(-cells[shape_of_table], kind="stable")[:count]
+
+    def _numbers(self, index: np.ndarray, epoch: int) -> np.ndarray:
+        return index.astype(np.int64) + (epoch * self._num_tables if self._fresh_each_epoch else 0)
+
+    def _shapes(self, numbers: np.ndarray) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+        """Those that these tables have, and which of them each one has."""
+        groups, group_of_table = np.unique(numbers // self._settings.tables_per_shape, return_inverse=True)
+        return [self._settings.shape(self._seed, int(group)) for group in groups], group_of_table
 
 
 def write_tables(tables: PriorTables, path: Path) -> None:

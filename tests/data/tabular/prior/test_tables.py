@@ -163,3 +163,17 @@ def test_a_table_of_one_class_is_drawn_again(monkeypatch):
     monkeypatch.setattr(tables, "_attempt", attempt)
     batch = draw_tables(SETTINGS, 0, np.array([8, 3, 6, 1]), (40, 24, 3))
     assert batch["context"].tolist() == [8.0, 303.0, 206.0, 101.0]
+
+
+def test_the_largest_tables_of_an_epoch_are_found():
+    tables = PriorTables(SETTINGS, 3, 40, fresh_each_epoch=True)
+    for epoch in (0, 2):
+        cells = np.array([table["context"].size + table["queries"].size for table in each_alone(tables, epoch)])
+        largest = tables.largest(epoch, 6)
+        assert len(set(largest)) == 6
+        assert cells[largest].tolist() == sorted(cells)[: -6 - 1 : -1]
+    assert len(tables.largest(0, 1000)) == 40
+
+
+def each_alone(tables, epoch):
+    return [take(tables, [i], epoch) for i in range(len(tables))]
