@@ -92,7 +92,7 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
         # Trying all algorithms for a shape pays where that shape comes again, and may end otherwise the next time.
         is_one_shape = flags.task_type.largest_samples is Task.largest_samples
         torch.backends.cudnn.benchmark = is_one_shape and not is_deterministic
-        # For each new shape cuDNN builds a plan of its attention, by the half second; torch's own kernels take any.
+        # For each new shape cuDNN plans its attention anew, which takes longer than many steps; others take any.
         torch.backends.cuda.enable_cudnn_sdp(is_one_shape)
         torch.backends.cudnn.allow_tf32 = False  # as in matrix products: of float32 all digits
 

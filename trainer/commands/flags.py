@@ -55,7 +55,7 @@ class RunFlags(FlagGroup):
     seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
     num_workers: int = flag(
         0, "data-loading processes per rank, and as many more for evaluation once it begins; 0 loads in the trainer, "
-        "which is fastest for data in memory", at_least=0,
+        "which is fastest where a batch is only gathered from memory", at_least=0,
     )  # fmt: skip
     cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
