@@ -90,7 +90,10 @@ class Precision:
             coefficient = torch.full((), factor if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
             coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
-        loss.backward(self.scaler.scale(coefficient).to(loss.dtype))
+        start = self.scaler.scale(coefficient).to(loss.dtype)
+        # The loss times it would be two operators more; for one given to `backward` torch would import its algebra.
+        loss.register_hook(lambda _: start)
+        loss.backward()
 
     def step(
         self,
