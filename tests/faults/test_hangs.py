@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,15 @@ def test_an_exception_of_the_main_process(faulty_run):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bad_input_of_one_rank_is_told_once(rank, faulty_run):
     run = faulty_run(f"refuse forward {rank}")
+    assert_one_message(run, "the data ran away")
+    assert run.status == 2
+    assert (run.state["state"], run.state["message"]) == ("refused", "the data ran away")
+
+
+@slow
+def test_bad_input_is_told_though_the_main_process_is_stuck(faulty_run):
+    """As behind an exchange on its device, which the other one does not join."""
+    run = faulty_run("sleep forward 0,refuse forward 1")
     assert_one_message(run, "the data ran away")
     assert run.status == 2
     assert (run.state["state"], run.state["message"]) == ("refused", "the data ran away")
@@ -265,7 +275,8 @@ def diagnosis():
     """Of rank 0."""
     phase = CurrentActivity()
     phase.name, phase.step = "backward", 7
-    return GroupDiagnosis(phase, None, 0, MEMBERS, {"--hang-timeout-s": WAITED_S}, reports_lost_store=False)
+    monitor = SimpleNamespace()
+    return GroupDiagnosis(phase, monitor, 0, MEMBERS, {"--hang-timeout-s": WAITED_S}, reports_lost_store=False)
 
 
 def answer(number, seconds=1.0):

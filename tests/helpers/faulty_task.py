@@ -1,7 +1,8 @@
 """The task of tests/helpers/weighted_task.py on which a fault befalls one rank.
 
-LOCKSTEP_FAULT: "WHAT WHERE RANK", for example "raise forward 1". It happens in the third training batch, or in the
-first one of an evaluation; once, where LOCKSTEP_FAULT_NOTE names a file that is made then.
+LOCKSTEP_FAULT: "WHAT WHERE RANK", for example "raise forward 1", or several, separated by commas, one for a rank. It
+happens in the third training batch, or in the first one of an evaluation; once, where LOCKSTEP_FAULT_NOTE names a file
+that is made then.
 """
 
 import ctypes
@@ -25,9 +26,12 @@ FAULTY_BATCH = 3
 
 class Fault:
     def __init__(self) -> None:
-        self.what, self.where, rank = (os.environ.get("LOCKSTEP_FAULT") or "none nowhere 0").split()
         own_rank = dist.get_rank() if dist.is_initialized() else 0
-        self.is_here = own_rank == int(rank)
+        faults = [fault.split() for fault in (os.environ.get("LOCKSTEP_FAULT") or "none nowhere 0").split(",")]
+        self.is_here = False
+        for what, where, rank in faults:
+            if int(rank) == own_rank:
+                self.what, self.where, self.is_here = what, where, True
         self.calls = 0
 
     def at(self, where):

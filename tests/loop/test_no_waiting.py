@@ -176,8 +176,8 @@ def test_a_waiting_copy_is_noticed():
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
 def test_cuda_never_makes_the_host_wait(argv, amp, cache_dir):
-    steps_enough = ["--batch-size", "8"]
-    run = run_of([*argv, *steps_enough, "--amp", amp], SingleDevice(torch.device("cuda", 0)), cache_dir)
+    enough_steps_of_an_epoch = ["--batch-size", "8"]
+    run = run_of([*argv, *enough_steps_of_an_epoch, "--amp", amp], SingleDevice(torch.device("cuda", 0)), cache_dir)
     try:
         train_steps(run, EndsAfter(GPU_STEPS, SETTLING_STEPS, lambda: torch.cuda.set_sync_debug_mode("error")))
     finally:

@@ -195,7 +195,14 @@ def prepare_training(run: Run, flags: Flags) -> None:
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
+    learner.optimizers.update(
+        {
+            phase: build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
+            for phase in task.phases
+        }
+    )
     for index, phase in enumerate(task.phases):
+        run.parallel.check_optimizers(learner.optimizers[phase])
         per_forward = min(2, run.batches[index].batch_size)
         example = example_batch(task, index, per_forward * run.parallel.num_replicas)
         with refusing_lack_of_memory(run, per_forward):
@@ -203,8 +210,6 @@ def prepare_training(run: Run, flags: Flags) -> None:
             check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
                 try_phase(learner, run.parallel, phase, example)
-        learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
-        run.parallel.check_optimizers(learner.optimizers[phase])
 
 
 def assemble_run(

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
 """The phase in which smaller micro-batches do not help: what they take is free again by then."""
+SINGLE = "with a single sample per forward"
 
 
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory")
@@ -38,17 +39,6 @@ _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out
 def lacks_memory(error: RuntimeError) -> bool:
     """Whether it says that the device, or what computes on it, found no room."""
     return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
-
-
-@contextmanager
-def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None]:
-    """Around the first use of the device by a model. Raises BadInput where it has no room, even for so few samples."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not lacks_memory(error):
-            raise
-        raise _hopeless(run, f"with {samples_per_forward} samples per forward") from None
 
 
 # --- training ----------------------------------------------------------------------------------------------------
@@ -130,7 +120,7 @@ def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimi
 
 def _half(run: Run, size: int) -> int:
     if size == 1:
-        raise _hopeless(run, "with a single sample per forward")
+        raise _hopeless(run, SINGLE)
     return -(-size // 2)
 
 
@@ -139,10 +129,12 @@ def _change(before: BatchSplit, after: BatchSplit) -> str:
     return f"{after.batch_size}, and {steps} for the same global batch of {after.global_batch_size}"
 
 
-def _hopeless(run: Run, what: str) -> BadInput:
+def _hopeless(run: Run, what: str, batch_size: str = "a smaller --batch-size cannot help") -> BadInput:
+    rank, world_size = run.parallel.rank, run.parallel.world_size
+    where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
     return BadInput(
-        f"out of memory in {run.parallel.activity} {what}: a smaller --batch-size cannot help; {advice(run)}; or take "
-        "a smaller model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
+        f"{where}out of memory in {run.parallel.activity} {what}: {batch_size}; {advice(run)}; or take a smaller "
+        "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
     )
 
 
@@ -186,6 +178,19 @@ def evaluate_within_memory(
 
 
 # --- before the first step ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None]:
+    """Around the first forward and backward, of so few samples. Raises BadInput where these find no room."""
+    run.parallel.activity.enter("the first forward and backward")
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        several = f"with {samples_per_forward} samples per forward", "--batch-size 1 tries a single one"
+        raise _hopeless(run, *several if samples_per_forward > 1 else (SINGLE,)) from None
 
 
 def rehearse(run: Run) -> None:

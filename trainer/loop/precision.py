@@ -91,7 +91,7 @@ class Precision:
         else:
             coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
         start = self.scaler.scale(coefficient).to(loss.dtype)
-        # The loss times it would be two operators more; for one given to `backward` torch would import its algebra.
+        # The loss times it would be two operators more, and loss.backward(start) would import sympy.
         loss.register_hook(lambda _: start)
         loss.backward()
 
@@ -163,7 +163,7 @@ def _step_on_host(
 ) -> tuple[bool, bool]:
     """Looks at the norm, and does what is needed. A gradient that is short enough is not multiplied by one.
 
-    Returns whether the step was applied, and whether not.
+    Returns whether the step was applied, and whether it was left out: on a device both are wanted as tensors.
     """
     norm = grad_norm.numpy()[()]  # a number of the gradient's own precision
     if not np.isfinite(norm):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainer.common.errors import BadInput, reason
 from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error
+from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error, print_refusal
 from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
 
 GOES_ON = "the same command goes on from the last checkpoint"
@@ -78,8 +78,16 @@ class GroupDiagnosis(Diagnosis):
     failed_itself: bool = field(default=False, init=False)
     _has_missed: bool = field(default=False, init=False)
 
+    def __post_init__(self) -> None:
+        self.before_forced_end(lambda failure: None)
+
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        self.monitor.before_forced_end = record
+        def conclude(failure: Failure) -> None:
+            if failure.status == EXIT_BAD_INPUT and self.rank == 0:  # whose training thread would have told the user
+                print_refusal(BadInput(str(failure)))
+            record(failure)
+
+        self.monitor.before_forced_end = conclude
 
     def explain(self, error: BaseException) -> BaseException:
         self.monitor.may_force_end = False

@@ -305,7 +305,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """The synthetic tables with the most cells. The problems that a user's table makes have one size."""
+        """Neighbours among the synthetic tables. The problems that a user's table makes have one size."""
         tables = self.splits()["train"]
         return (
             tables.largest(epoch, count)

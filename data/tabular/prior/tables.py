@@ -45,18 +45,18 @@ class PriorTables:
         return parts[0] if len(parts) == 1 else _padded(parts, places)
 
     def largest(self, epoch: int, count: int) -> np.ndarray:
-        """So many tables of an epoch, those with the most cells first: (count,) int64 samples."""
+        """So many neighbours, those of an epoch with the most cells as a padded batch: (count,) int64 samples."""
         shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
-        cells = np.array(
-            [(num_context + num_queries) * num_features for num_context, num_queries, num_features in shapes]
-        )
-        return np.argsort(-cells[shape_of_table], kind="stable")[:count]
+        count = min(count, self._num_tables)
+        windows = np.lib.stride_tricks.sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
+        num_context, num_queries, num_features = windows.max(axis=-1).T
+        return np.argmax((num_context + num_queries) * num_features) + np.arange(count)
 
     def _numbers(self, index: np.ndarray, epoch: int) -> np.ndarray:
         return index.astype(np.int64) + (epoch * self._num_tables if self._fresh_each_epoch else 0)
 
     def _shapes(self, numbers: np.ndarray) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """Those that these tables have, and which of them each one has."""
+        """The different shapes of these tables, and of each table which of them it has."""
         groups, group_of_table = np.unique(numbers // self._settings.tables_per_shape, return_inverse=True)
         return [self._settings.shape(self._seed, int(group)) for group in groups], group_of_table
 
