@@ -189,8 +189,10 @@ def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None
     except RuntimeError as error:
         if not lacks_memory(error):
             raise
-        several = f"with {samples_per_forward} samples per forward", "--batch-size 1 tries a single one"
-        raise _hopeless(run, *several if samples_per_forward > 1 else (SINGLE,)) from None
+        if samples_per_forward == 1:
+            raise _hopeless(run, SINGLE) from None
+        what = f"with {samples_per_forward} samples per forward"
+        raise _hopeless(run, what, "--batch-size 1 tries a single one") from None
 
 
 def rehearse(run: Run) -> None:
