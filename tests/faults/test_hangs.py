@@ -197,7 +197,7 @@ def test_a_rank_that_dies_while_the_device_is_waited_for_is_named(environment, t
     statuses = forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, False), timeout_s=100)
     assert statuses == [75, -signal.SIGKILL], output.read_text()
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: rank 1 of 2 gives no sign of life (process ")
+    assert error.startswith("error: rank 1 of 2 is gone (process ")
     state = json.loads((tmp_path / "run" / "state.json").read_text())
     assert (state["state"], f"error: {state['message']}") == ("failed", error)
 

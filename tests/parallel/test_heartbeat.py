@@ -1,5 +1,8 @@
 """What the processes of a run say to each other through the store at which they met."""
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,8 +19,9 @@ from trainer.parallel.neighbours import Neighbours
 def start():
     monitors = []
 
-    def monitor(store, rank, world_size=2, activity=None):
-        monitors.append(HeartbeatMonitor(store, rank, world_size, activity or CurrentActivity(), Neighbours({})))
+    def monitor(store, rank, world_size=2, activity=None, neighbours=None):
+        parts = activity or CurrentActivity(), neighbours or Neighbours({})
+        monitors.append(HeartbeatMonitor(store, rank, world_size, *parts))
         return monitors[-1]
 
     yield monitor
@@ -60,3 +64,21 @@ def test_a_store_that_does_not_answer_is_not_waited_for_for_ever(start, monkeypa
 
     monkeypatch.setattr(heartbeat, "REPORT_WITHIN_S", 0.2)
     assert start(Silent(), 0).report_end(lambda: Failure("the sky fell")) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs descriptors of processes")
+@pytest.mark.parametrize("told_by", [None, "closed 1", heartbeat.END_REPORT])
+def test_a_neighbour_that_ends_without_a_word_is_missed(told_by, start, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LEAVE_WITHIN_S", 0.6)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store, losses = HashStore(), []
+    monitor = start(store, 0, neighbours=Neighbours({1: process.pid}))
+    monitor.may_force_end, monitor.on_loss = False, lambda: losses.append(None)
+    time.sleep(1.5)
+    assert not losses
+    if told_by is not None:
+        store.set(told_by, "")
+    process.kill()
+    process.wait()
+    time.sleep(2.0)
+    assert bool(losses) == (told_by is None)

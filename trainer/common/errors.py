@@ -15,4 +15,7 @@ def reason(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
         return lines[-1].strip()
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+    told = lines[0]
+    if "Last error:" in lines[1:-1]:  # of NCCL: the cause stands below it
+        told = f"{told}: {lines[lines.index('Last error:') + 1].strip()}"
+    return f"{type(error).__name__}: {told}".removesuffix(": ")

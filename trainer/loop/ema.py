@@ -44,23 +44,27 @@ class ExponentialMovingAverage:
         updates = self._updates.get(phase, 0)
         average, params = own_parts([self._average[p] for p in trained]), own_parts(trained)
         if isinstance(applied, Tensor):
-            self._updates[phase] = self._update_without_waiting(average, params, updates, applied)
+            if not isinstance(updates, Tensor):
+                updates = torch.full((), updates, dtype=torch.float64, device=applied.device)
+                self._updates[phase] = updates
+            self._update_without_waiting(average, params, updates, applied)
         elif applied:
             decay = min(self._decay, (1 + updates) / (10 + updates))
             get_ema_multi_avg_fn(decay)(average, params, updates)
             self._updates[phase] = updates + 1
 
     def _update_without_waiting(
-        self, average: list[Tensor], params: list[Tensor], updates: int | Tensor, applied: Tensor
-    ) -> Tensor:
-        """The same where the host does not know whether: the number of updates is kept on the device."""
-        if not isinstance(updates, Tensor):
-            updates = torch.full((), updates, dtype=torch.float64, device=applied.device)
+        self, average: list[Tensor], params: list[Tensor], updates: Tensor, applied: Tensor
+    ) -> None:
+        """The same where the host does not know whether: the number of updates is kept on the device.
+
+        It changes in place, as all that a rescue reads: whenever that is, it is of the last step that is done.
+        """
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
         changes = torch._foreach_sub(params, average)
         torch._foreach_mul_(changes, weight.to(changes[0].dtype))
         torch._foreach_add_(average, changes)
-        return updates + applied
+        updates += applied
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -32,8 +32,8 @@ OPTIMIZER = "the optimizer"
 SINGLE = "with a single sample per forward"
 
 
-_OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory")
-"""What cuBLAS, cuDNN and the driver say, whose errors have no type of their own."""
+_OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
+"""What cuBLAS, cuDNN, the driver and NCCL say, whose errors have no type of their own."""
 
 
 def lacks_memory(error: RuntimeError) -> bool:

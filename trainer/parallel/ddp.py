@@ -34,8 +34,8 @@ CLOSE_WITHIN_S = 5.0
 MAIN_LEAVES_WITHIN_S = 20.0
 """So long the others wait for the end of the main process after a failure: within the 30 s that torchrun gives."""
 
-NCCL_PATIENCE = 2
-"""So many times `--dist-timeout-s` its kernels may wait for others."""
+NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
+"""Its kernels may wait so many times as long as ranks are patient with each other, and so many seconds more."""
 
 Member = tuple[str, int, str]
 """A process as the others know it: its host, its id, and within what that is one."""
@@ -95,7 +95,7 @@ class Distributed(Parallel):
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, limits_s, reports_lost_store)
-        monitor.on_silence = self.diagnosis.consider_silence
+        monitor.on_silence, monitor.on_loss = self.diagnosis.consider_silence, self.diagnosis.consider_loss
         self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
     @contextmanager
@@ -138,14 +138,23 @@ class Distributed(Parallel):
         # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again, nor
         # the next run of the same ones.
         store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
-        # NCCL ends a process that has waited too long itself, and explains nothing: the ranks miss each other before.
-        patience = NCCL_PATIENCE if self.backend == "nccl" else 1
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience * timeout)
+        limit = timedelta(seconds=self._device_timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
         # process does for all, which may take long.
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
         self._step_group = dist.new_group(backend="gloo", timeout=timeout)
         return store
+
+    @property
+    def _device_timeout_s(self) -> float:
+        """Of exchanges between devices.
+
+        NCCL ends a process that has waited too long itself, and explains nothing: the ranks miss each other before.
+        """
+        if self.backend != "nccl":
+            return self._flags.dist_timeout_s
+        return NCCL_PATIENCE * max(self._flags.dist_timeout_s, self._flags.hang_timeout_s) + NCCL_MARGIN_S
 
     def _refuse_shared_gpus(self) -> None:
         """NCCL would do it in the middle of the first exchange, in its own words."""

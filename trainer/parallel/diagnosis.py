@@ -128,15 +128,23 @@ class GroupDiagnosis(Diagnosis):
 
         A training thread that waits for its GPU, whose kernels wait for that rank, would not notice.
         """
-        if silent_s > self._patience_s + 2 * BEAT_S and not self._has_missed:
+        if silent_s > self._patience_s + 2 * BEAT_S:
+            self._report_missed(silent_s, "silence")
+
+    def consider_loss(self) -> None:
+        """The same where a process of this machine has ended and nobody has noticed in what he was doing."""
+        self._report_missed(None, "a process has ended")
+
+    def _report_missed(self, waited_s: float | None, why: str) -> None:
+        def report() -> None:
+            answer = self.monitor.report_end(lambda: self._loss(waited_s, why))
+            if answer is not None and answer[1]:
+                print_error(str(answer[0]))
+
+        if not self._has_missed:
             self._has_missed = True
             # Not by the monitor's own thread, which has to answer the ping.
-            threading.Thread(target=self._report_silence, args=(silent_s,), name="silence", daemon=True).start()
-
-    def _report_silence(self, silent_s: float) -> None:
-        answer = self.monitor.report_end(lambda: self._loss(silent_s, "silence"))
-        if answer is not None and answer[1]:
-            print_error(str(answer[0]))
+            threading.Thread(target=report, name="missed", daemon=True).start()
 
     def _own_failure(self, error: BaseException) -> Failure:
         if isinstance(error, BadInput):

@@ -55,7 +55,7 @@ class Sharded(Distributed):
         names = ("replicate", "shard")
         is_flat = shape[0] == 1
         self._mesh = init_device_mesh(self.device.type, shape[is_flat:], mesh_dim_names=names[is_flat:])
-        self._set_timeouts(flags.dist_timeout_s)
+        self._set_timeouts(self._device_timeout_s)
         self._is_whole = False
 
     def _set_timeouts(self, limit_s: float) -> None:

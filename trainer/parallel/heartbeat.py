@@ -62,6 +62,8 @@ class HeartbeatMonitor:
         """Called when this process is ended because its training thread does not notice."""
         self.on_silence: Callable[[float], None] = lambda silent_s: None
         """Called at each beat with the seconds for which the next rank, which this one watches, has sent none."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called while a process of this machine is gone that nobody reports, as where all others wait for a GPU."""
         self._send_heartbeat(is_pinged=False)  # at once, so that nobody dies unseen before the first of the thread
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -112,7 +114,7 @@ class HeartbeatMonitor:
     # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ticks_since_end = silent_beats = 0
+        ticks_since_end = ticks_since_loss = silent_beats = 0
         seen = b""
         with suppress(Exception):  # a store that is gone says nothing, and its process is missed elsewhere
             for tick in itertools.count():
@@ -126,13 +128,21 @@ class HeartbeatMonitor:
                     before, seen = seen, self._heartbeat_of_next()
                     silent_beats = silent_beats + 1 if seen == before else 0
                     self.on_silence(silent_beats * BEAT_S)
-                is_over = self.may_force_end and self._store.check([END_REPORT])
+                has_ended = self._store.check([END_REPORT])
+                ticks_since_loss = ticks_since_loss + 1 if not has_ended and self._misses_a_neighbour() else 0
+                if ticks_since_loss * TICK_S > LEAVE_WITHIN_S:
+                    self.on_loss()
+                is_over = self.may_force_end and has_ended
                 ticks_since_end = ticks_since_end + 1 if is_over else 0
                 if ticks_since_end * TICK_S > LEAVE_WITHIN_S:
                     failure = self._reported()
                     with suppress(Exception):
                         self.before_forced_end(failure)
                     exit_at_once(failure.status)
+
+    def _misses_a_neighbour(self) -> bool:
+        gone = filter(self._neighbours.is_gone, range(self._world_size))
+        return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
         """Another one at each call before the next rank's first, and after its last."""
