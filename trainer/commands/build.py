@@ -195,14 +195,10 @@ def prepare_training(run: Run, flags: Flags) -> None:
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
-    learner.optimizers.update(
-        {
-            phase: build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
-            for phase in task.phases
-        }
-    )
-    for index, phase in enumerate(task.phases):
+    for phase in task.phases:  # before any forward: what says that memory is short tells of their moments too
+        learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         run.parallel.check_optimizers(learner.optimizers[phase])
+    for index, phase in enumerate(task.phases):
         per_forward = min(2, run.batches[index].batch_size)
         example = example_batch(task, index, per_forward * run.parallel.num_replicas)
         with refusing_lack_of_memory(run, per_forward):

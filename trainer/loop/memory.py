@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
 """The phase in which smaller micro-batches do not help: what they take is free again by then."""
-SINGLE = "with a single sample per forward"
+_SINGLE = "with a single sample per forward"
 
 
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
@@ -120,7 +120,7 @@ def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimi
 
 def _half(run: Run, size: int) -> int:
     if size == 1:
-        raise _hopeless(run, SINGLE)
+        raise _hopeless(run, _SINGLE)
     return -(-size // 2)
 
 
@@ -190,7 +190,7 @@ def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None
         if not lacks_memory(error):
             raise
         if samples_per_forward == 1:
-            raise _hopeless(run, SINGLE) from None
+            raise _hopeless(run, _SINGLE) from None
         what = f"with {samples_per_forward} samples per forward"
         raise _hopeless(run, what, "--batch-size 1 tries a single one") from None
 

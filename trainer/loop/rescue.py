@@ -120,9 +120,8 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
     step, is_in_next = before
     is_gpu = device.type == "cuda"
     if is_gpu:
-        torch.cuda.set_device(
-            device
-        )  # of this thread, which otherwise comes back to the first one, maybe another job's
+        # Of this thread, which would otherwise come back to the first one, perhaps another job's.
+        torch.cuda.set_device(device)
     # What the run's own stream has still to do waits for the lost process, and is garbage once that is given up.
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext():
         if is_in_next:

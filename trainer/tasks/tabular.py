@@ -307,11 +307,9 @@ class TabularTask(Task):
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
         """Neighbours among the synthetic tables. The problems that a user's table makes have one size."""
         tables = self.splits()["train"]
-        return (
-            tables.largest(epoch, count)
-            if isinstance(tables, PriorTables)
-            else super().largest_samples(phase, epoch, count)
-        )
+        if isinstance(tables, PriorTables):
+            return tables.largest(epoch, count)
+        return super().largest_samples(phase, epoch, count)
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """The loss terms of a problem are its queries. Counts of rows or columns that need no mask are left out."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from data.tabular.prior.causes import draw_causes
 from data.tabular.prior.columns import draw_columns
@@ -48,7 +49,7 @@ class PriorTables:
         """So many neighbours, those of an epoch with the most cells as a padded batch: (count,) int64 samples."""
         shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
         count = min(count, self._num_tables)
-        windows = np.lib.stride_tricks.sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
+        windows = sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
         num_context, num_queries, num_features = windows.max(axis=-1).T
         return np.argmax((num_context + num_queries) * num_features) + np.arange(count)
 
