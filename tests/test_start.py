@@ -10,13 +10,16 @@ from tests.conftest import ROOT, WEIGHTED
 RUNS = """
 import sys
 from trainer.cli import main
+from trainer.parallel.environment import RankEnvironment
 
 if "tensorboard" in sys.modules:  # which the main process alone needs, and only to train
     sys.exit("the command line has imported tensorboard")
 for run in sys.argv[1].split(","):
     for epochs in "12":  # the second time it is resumed: moments are loaded
-        argv = ["--epochs", epochs, "--save-every-steps", "2", *run.split(), "--save-dir", f"{sys.argv[2]}/{run[-4:]}"]
-        status = main(argv, several_devices=False)
+        folder = f"{sys.argv[2]}/{run[-4:]}"
+        argv = ["--epochs", epochs, "--save-every-steps", "2", *run.split(), "--save-dir", folder]
+        rank = RankEnvironment(0, 1, init_method=f"file://{folder}-{epochs}") if "--multi-gpu" in run else None
+        status = main(argv, several_devices=rank is not None, environment=rank)
         useless = {"torch._dynamo", "torch._inductor", "sympy", "models.sequential", "tqdm.auto", "trainer.api"}
         found = useless & sys.modules.keys()
         if status or found:
@@ -27,9 +30,12 @@ for run in sys.argv[1].split(","):
 def test_a_run_imports_neither_a_compiler_nor_algebra(environment, tmp_path):
     """To its end, with saves and all; each would take longer than all else between `import torch` and a step."""
     small = f"--task {WEIGHTED} --optimizer"
-    runs = ["--batch-size 512 --num-threads 1", f"{small} sgd --momentum 0.9"] + [f"{small} muon"] * hasattr(
-        torch.optim, "Muon"
-    )
+    runs = [
+        "--batch-size 512 --num-threads 1",
+        f"{small} sgd --momentum 0.9",
+        *[f"{small} muon"] * hasattr(torch.optim, "Muon"),
+        f"--multi-gpu ddp --device cpu {small} adamw",
+    ]
     command = [sys.executable, "-c", RUNS, ",".join(runs), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.outline import empty_like, mapped, without_weights
+from trainer.parallel.reducer import DistributedDataParallel
 from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
 
@@ -183,7 +184,7 @@ class Distributed(Parallel):
             )
         if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        wrapped = nn.parallel.DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
@@ -198,7 +199,7 @@ class Distributed(Parallel):
 
     def settle(self, net: nn.Module) -> None:
         # The next forward would do it, and wait for a rank that finds no room for its batch.
-        if isinstance(net, nn.parallel.DistributedDataParallel):
+        if isinstance(net, DistributedDataParallel):
             net.reducer._rebuild_buckets()
 
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
