@@ -29,6 +29,7 @@ from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_sess
 from trainer.loop.step_results import StepResults
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.ddp import Distributed
+from trainer.parallel.device_probe import DeviceProbe
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.heartbeat import Heartbeat
 
@@ -171,6 +172,7 @@ def let_the_device_wait(meets):
     def expect_of_nccl(self):
         expect(self)
         self.backend = "nccl" if meets else "gloo"
+        self.diagnosis.device_probe = DeviceProbe(self.activity, partial(time.sleep, 600))
 
     def wait_for_device(self, wait):
         time.sleep(600 if wait and next(asked) == 3 else 0)
@@ -187,6 +189,18 @@ def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_
     assert forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, True), timeout_s=60) == [75, 75]
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: rank 1 of 2 is late: in forward at optimizer step 3 for ")
+
+
+@slow
+def test_devices_that_wait_for_ever_though_all_ranks_are_there(environment, tmp_path):
+    argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
+    output = tmp_path / "out"
+    hang = partial(let_the_device_wait, True)
+    assert forks.run_group(argv, 2, environment | NO_GPU, output, hang, timeout_s=100) == [75, 75], output.read_text()
+    (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
+    expected = r"error: rank \d of 2 waited in vain in .* at optimizer step 3, and all ranks are alive: its GPU .*"
+    assert re.fullmatch(expected, error), error
+    assert "The state after optimizer step 3 is saved" in output.read_text()
 
 
 @slow

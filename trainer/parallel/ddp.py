@@ -18,6 +18,7 @@ from trainer.common.errors import BadInput, reason
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.descriptors import make_room
+from trainer.parallel.device_probe import DeviceProbe, await_gpu
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
@@ -95,8 +96,10 @@ class Distributed(Parallel):
         monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.activity, self._neighbours)
         limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
-        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, limits_s, reports_lost_store)
-        monitor.on_silence, monitor.on_loss = self.diagnosis.consider_silence, self.diagnosis.consider_loss
+        is_nccl = self.backend == "nccl"
+        probe = DeviceProbe(self.activity, partial(await_gpu, self.device)) if is_nccl else None
+        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, limits_s, reports_lost_store, probe)
+        monitor.on_beat, monitor.on_loss = self.diagnosis.consider_others, self.diagnosis.consider_loss
         self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
     @contextmanager
@@ -140,6 +143,9 @@ class Distributed(Parallel):
         # the next run of the same ones.
         store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
         limit = timedelta(seconds=self._device_timeout_s)
+        if self.backend == "nccl":
+            # Its watchdog would abort this process at an error of the GPU, before the training thread can say which.
+            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
         # process does for all, which may take long.

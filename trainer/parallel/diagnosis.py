@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from trainer.common.errors import BadInput, reason
 from trainer.parallel.activity import CurrentActivity
+from trainer.parallel.device_probe import DeviceProbe
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error, print_refusal
 from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
 
@@ -66,8 +67,8 @@ class GroupDiagnosis(Diagnosis):
     """Of a run of several processes: one of them reports why it ends, and all end by that report.
 
     members: a few words about each rank's process. limits_s: how long others are waited for, by the flags that say so.
-    reports_lost_store: whether this process speaks for the others when they cannot agree who does. failed_itself:
-    whether it has failed, and not missed another one.
+    reports_lost_store: whether this process speaks for the others when they cannot agree who does. device_probe: of a
+    device that waits for the others itself. failed_itself: whether this process has failed, and not missed another one.
     """
 
     monitor: HeartbeatMonitor
@@ -75,6 +76,7 @@ class GroupDiagnosis(Diagnosis):
     members: Sequence[str]
     limits_s: Mapping[str, float]
     reports_lost_store: bool
+    device_probe: DeviceProbe | None = None
     failed_itself: bool = field(default=False, init=False)
     _has_missed: bool = field(default=False, init=False)
 
@@ -123,13 +125,19 @@ class GroupDiagnosis(Diagnosis):
         patience_s = self._patience_s if self.monitor.may_force_end else self.limits_s["--dist-timeout-s"]
         return patience_s + 3 * BEAT_S
 
-    def consider_silence(self, silent_s: float) -> None:
-        """Reports the end of the next rank once it has been silent for too long; the monitor then ends this process.
+    def consider_others(self, silent_s: float) -> None:
+        """Reports what a training thread that waits for its GPU, whose kernels wait for others, would not notice.
 
-        A training thread that waits for its GPU, whose kernels wait for that rank, would not notice.
+        That is a next rank that has been silent for too long, and an exchange that does not end though all are there.
+        The monitor then ends this process.
         """
-        if silent_s > self._patience_s + 2 * BEAT_S:
+        limit_s = self._patience_s + 2 * BEAT_S
+        if silent_s > limit_s:
             self._report_missed(silent_s, "silence")
+        elif self.device_probe is not None and (stuck_s := self.device_probe.stuck_s(limit_s)):
+            self._report_missed(
+                stuck_s, f"its GPU has not come to an end for {stuck_s:.0f} s; NCCL_DEBUG=INFO tells more"
+            )
 
     def consider_loss(self) -> None:
         """The same where a process of this machine has ended and nobody has noticed in what he was doing."""

@@ -60,8 +60,8 @@ class HeartbeatMonitor:
         """Whether the training thread may be given up on: not while it does what all wait for, nor when it leaves."""
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
         """Called when this process is ended because its training thread does not notice."""
-        self.on_silence: Callable[[float], None] = lambda silent_s: None
-        """Called at each beat with the seconds for which the next rank, which this one watches, has sent none."""
+        self.on_beat: Callable[[float], None] = lambda silent_s: None
+        """Called with the seconds for which the next rank, which this one watches, has sent no heartbeat."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called while a process of this machine is gone that nobody reports, as where all others wait for a GPU."""
         self._send_heartbeat(is_pinged=False)  # at once, so that nobody dies unseen before the first of the thread
@@ -127,7 +127,7 @@ class HeartbeatMonitor:
                 if tick % TICKS_PER_BEAT == 0:
                     before, seen = seen, self._heartbeat_of_next()
                     silent_beats = silent_beats + 1 if seen == before else 0
-                    self.on_silence(silent_beats * BEAT_S)
+                    self.on_beat(silent_beats * BEAT_S)
                 has_ended = self._store.check([END_REPORT])
                 ticks_since_loss = ticks_since_loss + 1 if not has_ended and self._misses_a_neighbour() else 0
                 if ticks_since_loss * TICK_S > LEAVE_WITHIN_S:
