@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
 from trainer.parallel.signals import STOP_SIGNALS
 
@@ -14,6 +16,7 @@ def test_a_process_that_a_test_starts_ignores_no_stop_signal():
     assert started.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_nor_where_pytest_was_told_to_ignore_them():
     def ignore():
         for number in STOP_SIGNALS:

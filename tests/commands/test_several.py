@@ -111,6 +111,7 @@ def test_finished_ones_print_their_table_again_without_training(seeds, har, cli)
     assert {path: path.stat().st_mtime_ns for path in directory.glob("seed-*/**/*")} == before
 
 
+@pytest.mark.slow
 def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har, cli, cache_dir, tmp_path):
     argv = [*har, "--folds", 2, "--save-dir", tmp_path]
     out = command("main.py", *argv).stdout

@@ -50,6 +50,7 @@ def test_measures_a_step(tmp_path, cache_dir):
     assert "forward" in GPUS.printed() and list((tmp_path / "trace").iterdir())
 
 
+@pytest.mark.slow
 @on_imagined_gpus(2, may_wait=True)
 def test_checks_the_machine(tmp_path, cache_dir):
     assert profile(["check", "--device", "cuda", "--save-dir", str(tmp_path), "--backend", "gloo"]) in (0, 1)

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from tests.helpers.tabled_task import Rows
@@ -25,6 +26,7 @@ def test_micro_batches_share_the_mask_of_their_step(run_here, tmp_path):
     assert not torch.allclose(weights(tmp_path / "own-whole"), weights(tmp_path / "own-parts"), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_processes_share_the_mask_of_their_step(run_here, command, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path / "one")
     command("main_multi_gpu.py", *RUN, *TWO, "--save-dir", tmp_path / "two")

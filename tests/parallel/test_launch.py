@@ -317,6 +317,7 @@ def rest(environment):
     return 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_processes_start_is_no_traceback(monkeypatch, capfd):
     """As in a terminal, it comes to all of them, which are about to import torch."""
     start, handler = launching.Launcher.start, signal.getsignal(signal.SIGINT)
