@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tests.conftest import ROOT, WEIGHTED
@@ -40,3 +41,25 @@ def test_a_run_imports_neither_a_compiler_nor_algebra(environment, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Resuming after optimizer step") == len(runs)
+
+
+IMPORTED_MEANWHILE = """
+import sys
+import torch
+from trainer.parallel.ddp_module import _default_settings_of_compiler
+
+with _default_settings_of_compiler():
+    assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer" and "torch._dynamo" not in sys.modules
+assert "torch._dynamo" not in sys.modules
+with _default_settings_of_compiler():
+    import torch._dynamo
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+"""
+
+
+@pytest.mark.slow
+def test_a_compiler_that_is_imported_while_a_model_is_wrapped_works(environment):
+    """As by another thread. And what stands for it has the default of torch."""
+    subprocess.run([sys.executable, "-c", IMPORTED_MEANWHILE], cwd=ROOT, env=environment, check=True, timeout=180)

@@ -4,10 +4,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.parallel import device_probe
 from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.device_probe import DeviceProbe
+from trainer.parallel.device_probe import DeviceProbe, await_gpu
 
 PATIENCE_S = 100
 
@@ -50,7 +51,7 @@ def stuck_s(device, monkeypatch):
 
 def test_a_device_that_never_comes_to_its_end(device, stuck_s):
     assert [stuck_s(second) for second in (5, 49, 51, 90, 100, 101)] == [0] * 6
-    assert stuck_s(102) == 102
+    assert stuck_s(102) == 51
     assert device.num_asked == 1
 
 
@@ -74,7 +75,7 @@ def test_a_device_that_is_stuck_after_it_has_answered(device, stuck_s):
     device.done.set()
     assert stuck_s(150) == 0
     device.done.clear()
-    assert [stuck_s(second) for second in (155, 205, 206)] == [0, 0, 206]
+    assert [stuck_s(second) for second in (155, 205, 206)] == [0, 0, 51]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -85,3 +86,12 @@ def test_a_device_that_fails_is_left_to_the_training_thread(device, stuck_s, mon
     monkeypatch.setattr(device, "wait", fail)
     device.done.set()
     assert [stuck_s(second) for second in (60, 120, 180)] == [0] * 3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
+def test_a_gpu_is_waited_for():
+    torch.cuda._sleep(2 * 10**9)
+    assert not torch.cuda.default_stream().query()
+    await_gpu(torch.device("cuda", 0))
+    assert torch.cuda.default_stream().query()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer.common.errors import BadInput, reason
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
+from trainer.parallel.ddp_module import LightDistributedDataParallel
 from trainer.parallel.descriptors import make_room
 from trainer.parallel.device_probe import DeviceProbe, await_gpu
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
@@ -26,7 +27,6 @@ from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.outline import empty_like, mapped, without_weights
-from trainer.parallel.reducer import DistributedDataParallel
 from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
 
@@ -143,9 +143,6 @@ class Distributed(Parallel):
         # the next run of the same ones.
         store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
         limit = timedelta(seconds=self._device_timeout_s)
-        if self.backend == "nccl":
-            # Its watchdog would abort this process at an error of the GPU, before the training thread can say which.
-            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
         # process does for all, which may take long.
@@ -190,7 +187,7 @@ class Distributed(Parallel):
             )
         if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        wrapped = DistributedDataParallel(
+        wrapped = LightDistributedDataParallel(
             net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
@@ -205,7 +202,7 @@ class Distributed(Parallel):
 
     def settle(self, net: nn.Module) -> None:
         # The next forward would do it, and wait for a rank that finds no room for its batch.
-        if isinstance(net, DistributedDataParallel):
+        if isinstance(net, LightDistributedDataParallel):
             net.reducer._rebuild_buckets()
 
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

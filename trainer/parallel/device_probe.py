@@ -1,4 +1,4 @@
-"""Tells a host that waits for a device at work from one whose device waits for ever, as in an exchange between GPUs."""
+"""Notices a device that does not come to its end, as in an exchange between GPUs that hangs."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from trainer.parallel.activity import CurrentActivity
 
 
 class DeviceProbe:
-    """Asks whether the device comes to the end of what it has been given.
+    """Asks whether the device has done what it was given.
 
     It asks from a thread of its own, which the device may keep for ever, and only once the training thread has been in
     one activity for long: a step has nothing to do with it.
@@ -26,8 +26,11 @@ class DeviceProbe:
         self._asked = 0.0
 
     def stuck_s(self, patience_s: float) -> float:
-        """The seconds that the activity lasts, if they are more than the patience, for half of which the device has not
-        answered; otherwise 0. To be called every few seconds."""
+        """For how long the device is known to be stuck; to be called every few seconds.
+
+        0 unless the training thread has been in one activity for longer than the patience, in seconds, and the device
+        has not answered for half of it.
+        """
         now = time.monotonic()
         lasts_s = now - self._activity.since
         if lasts_s < patience_s / 2:
@@ -36,7 +39,8 @@ class DeviceProbe:
             self._asked = now
             self._thread = threading.Thread(target=self._ask, name="device probe", daemon=True)
             self._thread.start()
-        return lasts_s if lasts_s > patience_s and now - self._asked > patience_s / 2 else 0.0
+        silent_s = now - self._asked
+        return silent_s if lasts_s > patience_s and silent_s > patience_s / 2 else 0.0
 
     def _ask(self) -> None:
         with suppress(RuntimeError):  # of a device that has failed: the training thread will hear of it

@@ -67,8 +67,9 @@ class GroupDiagnosis(Diagnosis):
     """Of a run of several processes: one of them reports why it ends, and all end by that report.
 
     members: a few words about each rank's process. limits_s: how long others are waited for, by the flags that say so.
-    reports_lost_store: whether this process speaks for the others when they cannot agree who does. device_probe: of a
-    device that waits for the others itself. failed_itself: whether this process has failed, and not missed another one.
+    reports_lost_store: whether this process speaks for the others when they cannot agree who does. device_probe: tells
+    whether this process's device is stuck; None where the training thread itself waits in exchanges. failed_itself:
+    whether this process has failed, and not missed another one.
     """
 
     monitor: HeartbeatMonitor
@@ -128,24 +129,23 @@ class GroupDiagnosis(Diagnosis):
     def consider_others(self, silent_s: float) -> None:
         """Reports what a training thread that waits for its GPU, whose kernels wait for others, would not notice.
 
-        That is a next rank that has been silent for too long, and an exchange that does not end though all are there.
-        The monitor then ends this process.
+        That is a next rank that has been silent for too long, and a GPU that is stuck though all ranks are alive. The
+        monitor then ends this process.
         """
-        limit_s = self._patience_s + 2 * BEAT_S
-        if silent_s > limit_s:
-            self._report_missed(silent_s, "silence")
-        elif self.device_probe is not None and (stuck_s := self.device_probe.stuck_s(limit_s)):
-            self._report_missed(
-                stuck_s, f"its GPU has not come to an end for {stuck_s:.0f} s; NCCL_DEBUG=INFO tells more"
-            )
+        # What the main process does for all may take the longer of the limits.
+        patience_s = max(self.limits_s.values()) + 2 * BEAT_S
+        if silent_s > self._patience_s + 2 * BEAT_S:
+            self._report_missed(lambda: self._loss(silent_s, "silence"))
+        elif self.device_probe is not None and (stuck_s := self.device_probe.stuck_s(patience_s)):
+            self._report_missed(lambda: self._stuck(stuck_s))
 
     def consider_loss(self) -> None:
         """The same where a process of this machine has ended and nobody has noticed in what he was doing."""
-        self._report_missed(None, "a process has ended")
+        self._report_missed(lambda: self._loss(None, "a process has ended"))
 
-    def _report_missed(self, waited_s: float | None, why: str) -> None:
+    def _report_missed(self, compose: Callable[[], Failure]) -> None:
         def report() -> None:
-            answer = self.monitor.report_end(lambda: self._loss(waited_s, why))
+            answer = self.monitor.report_end(compose)
             if answer is not None and answer[1]:
                 print_error(str(answer[0]))
 
@@ -166,6 +166,19 @@ class GroupDiagnosis(Diagnosis):
     def _loss(self, waited_s: float | None, error: str) -> Failure:
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
+
+    def _stuck(self, stuck_s: float) -> Failure:
+        """stuck_s: for how long this process's device has not answered."""
+        heartbeats = self.monitor.ping()
+        silent = self._silent(heartbeats)
+        if silent:
+            return Failure(self.diagnose(stuck_s, "", heartbeats), lost=silent)
+        where = ", ".join(f"{self._name(rank)} in {beat.activity}" for rank, beat in sorted(heartbeats.items()))
+        return Failure(
+            f"the GPU of {self._name(self.rank)} has not done within {stuck_s:.0f} s what it was given, and all ranks "
+            f"are alive ({where}); NCCL_DEBUG=INFO tells more",
+            lost=silent,
+        )
 
     def _silent(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         answers = [rank for rank, beat in heartbeats.items() if beat.answers_ping]

@@ -61,7 +61,7 @@ class HeartbeatMonitor:
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
         """Called when this process is ended because its training thread does not notice."""
         self.on_beat: Callable[[float], None] = lambda silent_s: None
-        """Called with the seconds for which the next rank, which this one watches, has sent no heartbeat."""
+        """Called at each beat with the seconds for which the next rank, which this one watches, has sent none."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called while a process of this machine is gone that nobody reports, as where all others wait for a GPU."""
         self._send_heartbeat(is_pinged=False)  # at once, so that nobody dies unseen before the first of the thread
