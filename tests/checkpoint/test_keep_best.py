@@ -205,7 +205,7 @@ def listed_best(run):
     guide = (ROOT / "docs" / "multi_gpu_guide.md").read_text()
     command = re.search(r"```bash\n(python -c [^`]*manifest.json[^`]*)```", guide)[1]
     done = subprocess.run(
-        ["bash", "-c", command.replace("checkpoints/run", str(run)).replace("python", sys.executable, 1)],
+        ["bash", "-c", command.replace("checkpoints/har", str(run)).replace("python", sys.executable, 1)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()

@@ -95,14 +95,18 @@ def test_a_run_of_the_task_is_preferred(task, points, on_cpu, tmp_path):
     assert f"Evaluating the weights of optimizer step 1 in {tmp_path / 'run'}." in out
 
 
-def test_a_run_of_another_task_does_not_count_where_nobody_named_it(task, points, on_cpu, tmp_path, monkeypatch):
-    shutil.copytree(tmp_path / "made", tmp_path / "checkpoints" / "run")
-    expected, _ = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "none", "--num-threads", 1)
-    named = ["--save-dir", tmp_path / "checkpoints" / "run"]
-    _, err = on_cpu("--task", task, "--predict", points, *named, status=2)
+def test_a_run_of_another_task_is_refused(task, points, on_cpu, tmp_path):
+    _, err = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "made", status=2)
     assert len(err) == 1 and "leave it out" in err[0]
+
+
+def test_runs_of_each_task_have_a_folder_of_their_own(task, points, on_cpu, tmp_path, monkeypatch):
+    shutil.copytree(tmp_path / "made", tmp_path / "checkpoints" / "Spirals")
+    expected, _ = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "none", "--num-threads", 1)
     monkeypatch.chdir(tmp_path)
     assert on_cpu("--task", task, "--predict", points, "--num-threads", 1)[0] == expected
+    on_cpu("--task", task, *SMALL, "--max-steps", 1)
+    assert (tmp_path / "checkpoints" / "WithWeights" / "best.pth").is_file()
 
 
 def test_a_config_that_trains_nothing_is_scored(task, on_cpu, tmp_path):

@@ -12,8 +12,10 @@ from trainer import SampleKeys
 
 def test_a_torch_dataset():
     pictures = torch.arange(24.0).view(4, 2, 3)
-    task = SimpleNamespace(x=pictures, y=torch.arange(4), seed=1)
-    train = recipe("A torch Dataset")["splits"](task)["train"]
+    task = SimpleNamespace(x=pictures, y=torch.arange(4), test_x=pictures[:2], test_y=torch.arange(2), seed=1)
+    splits = recipe("A torch Dataset")["splits"](task)
+    assert len(splits["test"]) == 2
+    train = splits["train"]
     index = np.array([3, 0, 1, 2])
     epochs = [train.__getitems__(SampleKeys(index, epoch)) for epoch in range(10)]
     for batch in epochs:

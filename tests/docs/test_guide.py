@@ -159,7 +159,9 @@ def shell(environment):
 def finished_run(tmp_path_factory, shell):
     """What `main.py` leaves in its folder, for commands that look at a run."""
     folder = folder_with_program(tmp_path_factory.mktemp("run"))
-    assert train("main.py", ["--log-interval", "1"], folder, shell) == 0, (folder / "printed").read_text()
+    assert train("main.py", ["--log-interval", "1", "--save-dir", "checkpoints/har"], folder, shell) == 0, (
+        folder / "printed"
+    ).read_text()
     return folder
 
 

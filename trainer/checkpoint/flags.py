@@ -12,7 +12,10 @@ from trainer.task import Task
 class CheckpointFlags(FlagGroup):
     """The run directory: saving, resuming, evaluating"""
 
-    save_dir: Path = flag(Path("checkpoints/run"), "everything of this run; an unfinished run in it is resumed")
+    save_dir: Path = flag(
+        Path("checkpoints/har"),
+        "everything of this run; an unfinished run in it is resumed; if not given, named after the task",
+    )
     save_every_steps: int = flag(0, "also save every so many steps; 0 is off", at_least=0)
     save_every_minutes: float = flag(
         0.0, "also save when so much time has passed since the last checkpoint; 0 is off", at_least=0

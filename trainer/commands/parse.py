@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
 from trainer.commands.flags import TRAINER_GROUPS, Flags, RunFlags, contradictions
 from trainer.common.errors import BadInput
@@ -82,7 +83,7 @@ def parse(
     if task_type is not None:
         _check_config(task_name, task_type, group_types)
         group_types.append(task_type.Config)
-        layers.add(_task_defaults(task_type))
+        layers.add({"save_dir": _own_folder(task_name, task_type), **_task_defaults(task_type)})
     for file in files:
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
@@ -135,6 +136,11 @@ def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
         return checked_defaults([group for group in TRAINER_GROUPS if group is not ConfigFlags], task_type.defaults)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
+
+
+def _own_folder(task_name: str, task_type: type[Task]) -> Path:
+    """Where runs of a task are unless the user says otherwise: one of another task could not go on there."""
+    return CheckpointFlags.save_dir.parent / (task_name if task_name in TASKS else task_type.__name__)
 
 
 @dataclass

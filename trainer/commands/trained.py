@@ -26,17 +26,13 @@ CPU = torch.device("cpu")
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """What `find_weights` finds; where `--save-dir` holds no run of the task, the weights that come with it, if any.
+    """What `find_weights` finds; where `--save-dir` holds no run, the weights that come with the task, if any.
 
-    The default of `--save-dir` may hold a run of another task. Raises BadInput.
+    Raises BadInput.
     """
     folder = flags.checkpoint.save_dir
-    if shipped is None or any(path is not None for path in files.values()):
+    if shipped is None or any(path is not None for path in files.values()) or holds_run(folder, say):
         return find_weights(folder, files, say)
-    if holds_run(folder, say):
-        run = find_weights(folder, files, say)
-        if "--save-dir" in flags.given or is_same_task(run.state["task"], flags.run.task):
-            return run
     label = f"the weights that come with {flags.run.task}"
     return TrainedRun(label, read_checkpoint(shipped, label, only_weights=True), shipped.parent, comes_with_task=True)
 
