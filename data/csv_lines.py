@@ -61,11 +61,15 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int =
     where: the file as messages call it. num_before: lines of the file before the text. Raises BadInput.
     """
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
+    num_done = 0
     try:
         for fields in reader:
+            num_done = reader.line_num
             if fields:
-                yield num_before + reader.line_num, fields
+                yield num_before + num_done, fields
     except csv.Error as error:
+        if str(error) == "unexpected end of data":
+            raise BadInput(f"{where}, line {num_before + num_done + 1}: a quote is opened and never closed") from None
         raise BadInput(f"{where}, line {num_before + reader.line_num}: {error}; mend the line") from None
 
 

@@ -106,6 +106,10 @@ class Option:
         if self.is_list:
             self.type = typing.get_args(self.type)[0]
         self.choices: tuple[str, ...] = typing.get_args(self.type)
+        if "help" not in field.metadata:
+            raise TypeError(f"{field.name}: must be made by flag(default, help)")
+        if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
+            raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values take tuple[int, ...]")
         self.help: str = field.metadata["help"]
         self.metavar: str | None = field.metadata["metavar"]
         self.hidden: bool = field.metadata["hidden"]
@@ -314,7 +318,14 @@ def parse_flags(
         group_type(**{field: values[field] for field in options(group_type) if field in values})
         for group_type in group_types
     ]
-    return groups, problems + [problem for group in groups for problem in group.problems()]
+    return groups, problems + [problem for group in groups for problem in _own_problems(group)]
+
+
+def _own_problems(group: Any) -> Sequence[str]:
+    found = group.problems()
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        return [f"{type(group).__name__}.problems: must return a list of sentences, not {found!r}"]
+    return found
 
 
 def values_given(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
@@ -105,10 +106,10 @@ def build_task(flags: Flags) -> Task:
         check_task(task)
         splits = task.splits()
         phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
-    for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
-        require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
-        if len(dataset) == 0:
-            raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
+        for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
+            require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
+            if len(dataset) == 0:
+                raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
     if patience and not validation_sets(splits):
         raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
@@ -122,7 +123,7 @@ def refusing_sizes(what: str, advice: str) -> Iterator[None]:
         yield
     except BadInput:
         raise
-    except (MemoryError, OverflowError, RuntimeError, ValueError) as error:
+    except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, MemoryError | OverflowError) and TOO_LARGE.search(str(error)) is None:
             raise
         reason = (str(error).splitlines() or ["out of memory"])[0]
@@ -296,6 +297,11 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
     def build() -> Objective:
         torch.manual_seed(flags.run.seed)
         objective = task.build_objective()
+        if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
+            name = type(objective).__name__
+            raise BadInput(
+                f"--task {flags.run.task}: build_objective must return an Objective with a model, not {name}"
+            )
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
             raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")

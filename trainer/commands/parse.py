@@ -122,20 +122,29 @@ def _check_config(task_name: str, task_type: type[Task], group_types: Sequence[t
     """Raises BadInput for flags of a task that are none, or the trainer's own."""
     if not dataclasses.is_dataclass(getattr(task_type, "Config", None)):
         raise BadInput(f"--task {task_name}: {task_type.__name__} has no `Config`, the dataclass of its flags")
-    taken = sorted(options(*group_types).keys() & options(task_type.Config).keys())
+    try:
+        own = options(task_type.Config)
+    except TypeError as error:
+        raise BadInput(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
+    taken = sorted(options(*group_types).keys() & own.keys())
     if taken:
         names = ", ".join(flag_name(name) for name in taken)
         raise BadInput(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
+    missing = ", ".join(sorted(task_type.__abstractmethods__))
+    if missing:
+        raise BadInput(f"--task {task_name}: {task_type.__name__} must have {missing}; see Task in trainer/task.py")
 
 
 def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
-    """Raises TypeError or ValueError for a mistake in the task."""
+    """Raises BadInput for a mistake in the task."""
     try:
+        if not isinstance(task_type.defaults, Mapping):
+            raise TypeError("must be a mapping of fields to values")
         if "task" in task_type.defaults:
             raise TypeError("task is what chooses these defaults")
         return checked_defaults([group for group in TRAINER_GROUPS if group is not ConfigFlags], task_type.defaults)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{task_type.__name__}.defaults: {error}") from None
+        raise BadInput(f"{task_type.__name__}.defaults: {error}") from None
 
 
 def _own_folder(task_name: str, task_type: type[Task]) -> Path:

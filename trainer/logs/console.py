@@ -140,5 +140,5 @@ class SummaryTable:
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
-    """Of metrics by name, such as "val/loss", those of the headline, which leaves out the split; empty takes all."""
-    return {name: value for name, value in metrics.items() if not headline or name.rpartition("/")[2] in headline}
+    """Of metrics by name, such as "val/loss", those of the headline, which leaves out the split; all if none are."""
+    return {name: value for name, value in metrics.items() if name.rpartition("/")[2] in headline} or dict(metrics)

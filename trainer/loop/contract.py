@@ -24,14 +24,16 @@ def check_task(task: Task) -> None:
     """Raises BadInput for what a task alone shows to be wrong, without its model."""
     check_phases(task)
     check_monitor(task)
+    check_headline(task)
     check_splits(task)
 
 
 def check_phases(task: Task) -> None:
     """Raises BadInput for phases that cannot be trained."""
     name, phases, turns = type(task).__name__, task.phases, task.turns
-    if not phases or len(set(phases)) < len(phases):
-        raise BadInput(f"{name}.phases {phases}: must be names, at least one and no two alike")
+    are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)
+    if not are_names or not phases or len(set(phases)) < len(phases):
+        raise BadInput(f'{name}.phases {phases!r}: must be names, as ("train",), at least one and no two alike')
     if turns and (len(turns) != len(phases) or min(turns) < 1):
         raise BadInput(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
 
@@ -43,6 +45,14 @@ def check_monitor(task: Task) -> None:
     if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
         name = type(task).__name__
         raise BadInput(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
+
+
+def check_headline(task: Task) -> None:
+    """Raises BadInput for names that no metric of a split has."""
+    headline: Any = task.headline
+    if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(name)) for name in headline):
+        name = type(task).__name__
+        raise BadInput(f"{name}.headline {headline!r}: must be metrics without their split, as ('loss', 'accuracy')")
 
 
 def check_splits(task: Task) -> None:

@@ -24,7 +24,7 @@ def check_steps(run: Run, wait: bool) -> None:
     for record in run.step_results.take_alarms(wait):
         account = describe(run, record)
         if run.settings.on_nonfinite == "stop":
-            raise divergence(run, account)
+            raise divergence(run, account, is_first=record.number == 1)
         _count_skipped(run, record, account)
 
 
@@ -49,9 +49,14 @@ def describe(run: Run, record: StepRecord) -> str:
     )
 
 
-def divergence(run: Run, account: str, in_vain: str = "") -> BadInput:
-    """The end of a run. in_vain: what was tried before."""
+def divergence(run: Run, account: str, in_vain: str = "", is_first: bool = False) -> BadInput:
+    """The end of a run. in_vain: what was tried before. is_first: whether no step has changed the weights before."""
     skip = "" if in_vain else ", or leave such steps out with --on-nonfinite skip"
+    if is_first:
+        return BadInput(
+            f"training diverged: {account}; the weights were those of the start: look at those samples, at the flags "
+            f"that scale or vary them, and at the model{skip}"
+        )
     return BadInput(
         f"training diverged: {account}; {in_vain}it was not applied, and earlier checkpoints are intact; lower --lr "
         f"{run.learning_rate.peak:g}, lengthen --warmup-epochs, lower --max-grad-norm {run.learner.max_grad_norm:g}, "

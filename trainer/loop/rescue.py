@@ -1,4 +1,4 @@
-"""What is left of a run that lost a process: the state after the last optimizer step, saved without the others.
+"""What is left of a run that failed or lost a process: the state after the last step, saved without the others.
 
 No exchange is made, for there may be nobody to make it with. The main process saves, or if it is gone, a process of its
 machine that has taken over the lock of the run directory.
@@ -36,7 +36,7 @@ def rescue(run: Run, failure: Failure) -> None:
     failure becomes EXIT_AGAIN: without that, what ends a run again and again ends it for good.
     """
     is_wanted = failure.status == EXIT_BAD_INPUT or not str(failure)  # by the data, or the user
-    if is_wanted or not run.parallel.is_launched:
+    if is_wanted:
         return
     with _one_at_a_time:
         came_further = False

@@ -4,11 +4,13 @@ It does not know which task it trains, on how many devices, or in which precisio
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
 
+from trainer.common.errors import BadInput
 from trainer.loop.checkpointing import finish_saving, report_saving, save
 from trainer.loop.contract import monitored
 from trainer.loop.epoch_start import start_epoch
@@ -206,7 +208,10 @@ def report(run: Run) -> None:
     ends_epoch = run.plan.is_end_of_epoch(progress.position)
     num_epochs = progress.position.epoch + ends_epoch
     validation = validate(run) if run.plan.validates_after(num_epochs, progress.step) else {}
-    metrics = run.training_metrics() | run.metrics(validation)
+    with keeping_steps(run):
+        metrics = run.training_metrics() | run.metrics(validation)
+        if validation:
+            monitored(run.task, metrics)
     if progress.misses_samples:
         metrics["train/covered_samples"] = progress.samples
     if progress.skipped_steps:
@@ -216,6 +221,17 @@ def report(run: Run) -> None:
     else:
         progress.start_stretch(phases)
     conclude(run, validation, metrics)
+
+
+@contextmanager
+def keeping_steps(run: Run) -> Iterator[None]:
+    """A mistake in the task's metrics, which all processes raise, does not cost the steps since the last checkpoint."""
+    try:
+        yield
+    except BadInput:
+        save(run)
+        finish_saving(run)
+        raise
 
 
 def conclude(run: Run, validation: Mapping[str, Sums], metrics: Mapping[str, float]) -> None:

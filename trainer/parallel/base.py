@@ -36,7 +36,7 @@ class Parallel:
     ranks that have one copy of the parameters between them. is_launched: whether a launcher waits for the exit status
     of this process, and starts it again with the others, without whom it cannot try a step again. tells_signal: whether
     that launcher is this trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this
-    process has all that a checkpoint holds, and is to save it when it has lost others. activity: what this process is
+    process has all that a checkpoint holds, and can save after a failure without others. activity: what this process is
     doing; the loop says so.
     """
 
@@ -48,7 +48,7 @@ class Parallel:
     num_parts: int = 1
     is_launched: bool = False
     tells_signal: bool = True
-    saves_alone: bool = False
+    saves_alone: bool = True
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self.use(devices)

@@ -54,7 +54,6 @@ class Distributed(Parallel):
 
     wrapper = "DistributedDataParallel"
     is_launched = True
-    saves_alone = True
     diagnosis: GroupDiagnosis
 
     def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
