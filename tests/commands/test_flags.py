@@ -186,7 +186,30 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
             @dataclass
             class Config(FlagGroup):
                 epochs: int = flag(3, "of its own")
+
+        class Plain(Task):
+            @dataclass
+            class Config(FlagGroup):
+                size: int = 3
+
+        class Listing(Task):
+            @dataclass
+            class Config(FlagGroup):
+                sizes: list[int] = flag((3,), "a list")
+
+        class Empty(Task):
+            @dataclass
+            class Config(FlagGroup):
+                def problems(self):
+                    return "one sentence"
+
+        class Whole(Empty):
+            splits = build_objective = summarise = lambda self: None
         """)
     )
     refused(["Bare has no `Config`, the dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Bare")
     refused(["its flags --epochs are the trainer's own; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
+    refused(["odd.py:Plain: Config.size: must be made by flag(default, help)"], "--task", f"{tmp_path}/odd.py:Plain")
+    refused(["Config.sizes: list[int]: no flag has this type"], "--task", f"{tmp_path}/odd.py:Listing")
+    refused(["Empty must have build_objective, splits, summarise"], "--task", f"{tmp_path}/odd.py:Empty")
+    refused(["Config.problems: must return a list of sentences"], "--task", f"{tmp_path}/odd.py:Whole")

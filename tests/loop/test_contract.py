@@ -51,6 +51,17 @@ class Unsized:
 BEFORE_TRAINING = {
     "no phases": (broken(phases=()), "Broken.phases (): must be names"),
     "two phases of a name": (broken(phases=("a", "a")), "Broken.phases ('a', 'a'): must be names"),
+    "phases without a comma": (broken(phases=("train")), "Broken.phases 'train': must be names, as (\"train\",)"),
+    "phases that are numbers": (broken(phases=(1, 2)), "Broken.phases (1, 2): must be names"),
+    "a headline of a split": (
+        broken(headline=("train/loss", "val/accuracy")),
+        "Broken.headline ('train/loss', 'val/accuracy'): must be metrics without their split",
+    ),
+    "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must be metrics"),
+    "a model and no objective": (
+        broken(build_objective=lambda self: torch.nn.Linear(2, 2)),
+        "--task broken: build_objective must return an Objective with a model: it returned a Linear",
+    ),
     "turns": (broken(turns=(1, 2)), "Broken.turns (1, 2): must be empty, or a number"),
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
     "mode": (broken(monitor=("val/loss", "least")), "Broken.monitor ('val/loss', 'least'): must be"),

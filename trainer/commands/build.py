@@ -298,10 +298,8 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
         torch.manual_seed(flags.run.seed)
         objective = task.build_objective()
         if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
-            name = type(objective).__name__
-            raise BadInput(
-                f"--task {flags.run.task}: build_objective must return an Objective with a model, not {name}"
-            )
+            account = f"must return an Objective with a model: it returned a {type(objective).__name__}"
+            raise BadInput(f"--task {flags.run.task}: build_objective {account}")
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
             raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")

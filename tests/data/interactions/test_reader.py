@@ -322,7 +322,7 @@ HEAD = "user item time\n"
         ("user,item,time\n1,,3\n", r"line 2: '1  3': the user or the item has no name"),
         ("user\titem\ttime\n \t2\t3\n", r"line 2: .*has no name"),
         ('user,item,time\n1,"2\n2",3\n', r"line 3: .*has no name, or one with a line break"),
-        ('user,item,time\n1,"2,3\n', r"line 2: unexpected end of data; mend the line"),
+        ('user,item,time\n1,"2,3\n', r"line 2: a quote is opened and never closed"),
         (HEAD + "1 2 3\n1 2 2024-05-31\n", r"file.txt: its times are numbers in some lines and dates in others"),
         (HEAD + 300 * "x", r"line 2: 'x{77}\.\.\.': 1 column instead of 3"),
         (b"1 2 3\n1 \xff\xfe 3\n", r"file.txt: is not text in UTF-8"),

@@ -215,7 +215,7 @@ def test_damaged_arrays(read, tmp_path) -> None:
         ('a,b\n"x\ny",2\n1\n', r"line 4: 1 fields, but"),
         ("a,b,a\n1,2,3\n", r"more than one column is named 'a'"),
         ("1,2.5\n3,4\n", r"line 1: holds numbers where the names of the columns should be"),
-        ('a,b\n"x,2\n3,4\n', r"line 3: unexpected end of data"),
+        ('a,b\n"x,2\n3,4\n', r"line 2: a quote is opened and never closed"),
         ('a,b\n"x"z,2\n', r"line 2: .*expected after"),
         (b"a,b\n\xff\xfe,1\n", r"is not text in UTF-8, but has the byte 0xff"),
         (
