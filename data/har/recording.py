@@ -20,6 +20,8 @@ STANDING_STILL_G = (0.5, 2.0)
 FASTEST_TURN_RAD_S = 10.0
 
 ROWS_AT_ONCE = 4096
+LARGEST = 1e15
+"""No sensor's number is larger."""
 _NUM_SHOWN = 30
 
 
@@ -120,14 +122,17 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
     if not np.isfinite(signals).all():
         row, signal, sample = np.argwhere(~np.isfinite(signals))[0].tolist()
         where = f"window {row}, signal {channels[signal]}, sample {sample} (all counted from 0)"
-        raise BadInput(f"{label}, {where}: {array[row, signal, sample]} is not a finite number; repair the file")
+        raise BadInput(
+            f"{label}, {where}: {array[row, signal, sample]} is not a finite number below {LARGEST:g}; repair the file"
+        )
     return signals
 
 
 def _as_float32(array: np.ndarray) -> np.ndarray:
-    """What float32 cannot hold becomes infinite."""
+    """What is too large to be squared and added up in float32 becomes infinite."""
     with np.errstate(over="ignore"):
-        return array.astype(np.float32, copy=False)
+        values = array.astype(np.float32, copy=False)
+    return values if not (np.abs(values) > LARGEST).any() else np.where(np.abs(values) > LARGEST, np.inf, values)
 
 
 # --- recordings --------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ def _what_is_wrong(
         for i in columns:
             values = _numbers([(number, fields)], len(header), [i], decimal_comma)
             if values is None or not np.isfinite(values).all():
-                kind = "a number" if values is None else "a finite number"
+                kind = "a number" if values is None else f"a finite number below {LARGEST:g}"
                 shown = fields[i][:_NUM_SHOWN]
                 return f"line {number}, column {i + 1} ({header[i]}): {shown!r} is not {kind}; {advice}"
     raise AssertionError("nothing is wrong with these lines")
