@@ -132,7 +132,8 @@ def _as_float32(array: np.ndarray) -> np.ndarray:
     """What is too large to be squared and added up in float32 becomes infinite."""
     with np.errstate(over="ignore"):
         values = array.astype(np.float32, copy=False)
-    return values if not (np.abs(values) > LARGEST).any() else np.where(np.abs(values) > LARGEST, np.inf, values)
+    is_too_large = np.abs(values) > LARGEST
+    return np.where(is_too_large, np.inf, values) if is_too_large.any() else values
 
 
 # --- recordings --------------------------------------------------------------------------------------------------
