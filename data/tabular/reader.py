@@ -158,6 +158,8 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
     except ValueError as error:
         if isinstance(error, BadInput):
             raise
+        if not zipfile.is_zipfile(path):  # numpy takes text for pickled objects
+            raise BadInput(f"{where}: is no .npz; {_ADVICE}") from None
         reason = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
         raise BadInput(f"{where}: {reason}; nothing in it was run; save numbers and texts by numpy.savez") from None
     except (zipfile.BadZipFile, EOFError, AttributeError, TypeError):

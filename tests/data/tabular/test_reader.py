@@ -196,8 +196,14 @@ def test_damaged_arrays(read, tmp_path) -> None:
     flipped[len(whole) // 2] ^= 0xFF
     single = io.BytesIO()
     np.save(single, np.zeros(3))
-    for content in (b"", b"text", whole[:500], bytes(flipped), single.getvalue()):
-        with pytest.raises(BadInput, match=r"^--data-dir .*t.npz: "):
+    for content, message in {
+        b"": "cannot be read or is damaged",
+        b"text": "is no .npz",
+        whole[:500]: "",
+        bytes(flipped): "",
+        single.getvalue(): "is no .npz",
+    }.items():
+        with pytest.raises(BadInput, match=rf"^--data-dir .*t.npz: {message}"):
             read(content, "t.npz")
 
 
