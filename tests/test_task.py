@@ -4,6 +4,7 @@ import json
 import textwrap
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -250,3 +251,10 @@ def test_one_import_has_all_that_a_task_needs():
     assert trainer.Task is Task
     with pytest.raises(AttributeError, match="no attribute 'Tsk'"):
         trainer.Tsk  # noqa: B018
+
+
+def test_a_weight_that_the_data_set_has_is_that_of_its_samples():
+    keys = trainer.SampleKeys(np.arange(3), 0)
+    weight = np.array([2, 0, 1], np.float32)
+    assert Task.collate(None, {"weight": weight}, keys)["weight"].tolist() == [2, 0, 1]
+    assert Task.collate(None, {"point": weight}, keys)["weight"].tolist() == [1, 1, 1]

@@ -364,14 +364,14 @@ class Task(ABC):
         """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
 
         Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). By default of
-        the arrays and tensors of a dictionary.
+        the arrays and tensors of a dictionary, each sample with a weight of 1 unless "weight" is among them.
         """
         batch = {
             name: torch.from_numpy(values) if isinstance(values, np.ndarray) else values
             for name, values in samples.items()
         }
         batch["index"] = torch.from_numpy(keys.index)
-        batch["weight"] = torch.ones(len(keys.index))
+        batch.setdefault("weight", torch.ones(len(keys.index)))
         return batch
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
