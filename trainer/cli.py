@@ -19,6 +19,7 @@ from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
 from trainer.commands.train import EXIT_FINISHED, train_in_directory
 from trainer.common.errors import BadInput
+from trainer.common.streams import open_missing, to_stderr
 from trainer.config import refuse
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
@@ -45,6 +46,7 @@ def run_process(
     """
     if sys.stderr is not None:
         faulthandler.enable(file=2)
+    open_missing()
     status = main(argv, several_devices, environment, task_type)
     if some_are_left():
         exit_at_once(status)
@@ -92,7 +94,7 @@ def main(
         print_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted before training began; nothing was changed", file=sys.stderr)
+        to_stderr("interrupted before training began; nothing was changed")
         return 128 + signal.SIGINT
 
 
@@ -143,7 +145,7 @@ def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) 
     assert flags.multi is not None
     world_size = num_processes(flags.multi, flags.devices.device)
     if world_size == 1 and flags.multi.nproc is None:
-        print("One process, because this machine shows at most one device; --nproc N starts more.")
+        say("One process, because this machine shows at most one device; --nproc N starts more.")
     # What a second start is to go on from must not be moved aside.
     again = [*argv, "--fresh=false"]
     start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))

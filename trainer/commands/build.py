@@ -36,6 +36,7 @@ from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.background import BackgroundLogger
+from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.blocks import prepare_blocks, refusing_compilation
@@ -142,7 +143,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, flags, state))
     unknown = run.memory_limit
     limit = parallel.on_main(
-        lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path, print)
+        lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path, say)
     )
     run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.world_size)
     if state is None:
@@ -222,7 +223,7 @@ def assemble_run(
     directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
     is_new: it does not go on, and no checkpoint brings what the task gives a new model.
     """
-    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
+    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), say)
     values = flags.values()
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)

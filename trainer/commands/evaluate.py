@@ -15,6 +15,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.resume import notes_on_data, notes_on_flags, refuse_other_data, undo_hint
 from trainer.commands.trained import CPU, find_run, trained_objective
 from trainer.commands.weights import use_weights
+from trainer.logs.console import say
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate, validate
@@ -83,7 +84,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), print))
+    trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say))
     label, state = trained.label, trained.state
     with closing(assemble_run(flags, task, parallel)) as run:
         if not trained.comes_with_task:
@@ -97,7 +98,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
     if parallel.is_main:
-        print("\n".join(lines))
+        say("\n".join(lines))
 
 
 def ensemble_metrics(
@@ -130,5 +131,5 @@ def ensemble_metrics(
 
 def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
     """On the CPU, since there may be many."""
-    weights, dtype = load_best_weights(directory, print)["model"], getattr(torch, flags.precision.dtype)
+    weights, dtype = load_best_weights(directory, say)["model"], getattr(torch, flags.precision.dtype)
     return trained_objective(task, weights, CPU, dtype, str(directory), "give the flags that it was trained with")

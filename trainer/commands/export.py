@@ -25,6 +25,7 @@ from trainer.commands.trained import find_run, rebuild_task, shipped_weights, tr
 from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
+from trainer.logs.console import say
 from trainer.loop.precision import choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Exported, Objective, Task, validation_sets
@@ -45,7 +46,7 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     """`--export`. Raises BadInput, with nothing written, also where the program answers otherwise than the model."""
     path = flags.exporting.export
     assert path is not None
-    run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped_weights(flags), print)
+    run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped_weights(flags), say)
     task = rebuild_task(run, flags)
     task.data_facts = None  # it is used with its data
     dtype = choose_precision(flags.precision, parallel.device).dtype
@@ -70,12 +71,12 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
         )
     write_output(path, content, "--export")
     inputs = ", ".join(f"{name} {shape}" for name, shape in about["inputs"].items())
-    print(f"Exported {run.label} to {path}. Inputs: {inputs}")
+    say(f"Exported {run.label} to {path}. Inputs: {inputs}")
     sizes = f"{len(calls)} batches of {min(_BATCH_SIZES)} to {max(_BATCH_SIZES)} samples"
     if difference is None:
-        print("Not compared with the model, since onnxruntime is not installed.")
+        say("Not compared with the model, since onnxruntime is not installed.")
     else:
-        print(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest answer.")
+        say(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest answer.")
 
 
 # --- what is exported --------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,10 +18,12 @@ from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
 from trainer.common.errors import BadInput
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
+from trainer.common.streams import outlived, to_stderr
 from trainer.config import flag_name
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.order import evaluation_keys
 from trainer.loading.torch_datasets import require_keyed
+from trainer.logs.console import say
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.base import Parallel
 from trainer.task import Objective, Task
@@ -35,7 +36,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     """`--predict`. Without `--output` standard output belongs to the table. Raises BadInput."""
     path, output, given = flags.prediction.predict, flags.prediction.output, flags.checkpoint
     assert path is not None
-    run = find_run(flags, {"--resume-from": given.resume_from}, shipped_weights(flags), partial(print, file=sys.stderr))
+    run = find_run(flags, {"--resume-from": given.resume_from}, shipped_weights(flags), to_stderr)
     task = rebuild_task(run, flags)
     if output is not None:
         _refuse_to_harm(output, run, task)
@@ -44,7 +45,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     if len(dataset) == 0:
         raise BadInput(f"--predict {path}: holds nothing to label")
     for remark in task.remarks():
-        print(remark, file=sys.stderr)
+        to_stderr(remark)
     precision = choose_precision(flags.precision, parallel.device)
     hint = "the task's code has changed since, or the data that it reads"
     weights = run.state["model"]
@@ -60,7 +61,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         text = io.StringIO()
         _write_table(table, text, bar)
     write_output(output, text.getvalue())
-    print(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
+    say(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
 
 
 def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
@@ -106,12 +107,9 @@ def _write_table(table: Table, file: IO[str], bar: "tqdm[Any]") -> None:
 
 
 def _print_table(table: Table, bar: "tqdm[Any]") -> None:
-    try:
+    with outlived("stdout"):  # a reader such as `head` may have seen enough
         _write_table(table, sys.stdout, bar)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # A reader such as `head` has seen enough; python's own flush at exit must not fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:

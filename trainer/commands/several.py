@@ -3,7 +3,6 @@
 Each is an ordinary run in a folder of its own, so that it goes on where it was, and can be repeated by hand.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs,
 from trainer.commands.train import own_job
 from trainer.common.errors import BadInput
 from trainer.common.json_numbers import with_nan, without_nan
+from trainer.common.streams import to_stderr
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
 from trainer.parallel.launch import Launcher
@@ -76,7 +76,7 @@ class SeveralRuns:
         with Launcher() as launcher:
             failures = self._train(unfinished, launcher, table) if unfinished else []
             for job, status in failures:
-                print(job.failure_message(status), file=sys.stderr)
+                to_stderr(job.failure_message(status))
             if failures:
                 return failures[0][1]
             if unfinished and not launcher.stop:

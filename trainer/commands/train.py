@@ -16,6 +16,7 @@ from trainer.commands.resume import brings_another_run, changed_since_last_start
 from trainer.commands.state import RunState, recorded
 from trainer.common.files import DISK_FULL, refusing_disk_errors
 from trainer.logs.background import BackgroundLogger, build_loggers
+from trainer.logs.console import say
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
@@ -32,7 +33,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
     128 + n: stopped by signal n.
     """
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), print)
+    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), say)
     loggers: list[BackgroundLogger] = []
     parallel.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
@@ -50,7 +51,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
                 return EXIT_FINISHED
             if not run.is_complete and run.time_is_up:
                 if parallel.is_main:
-                    print(_time_is_up(run))
+                    say(_time_is_up(run))
                 state.enter("paused", run, _time_is_up(run))
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
@@ -82,7 +83,7 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         bounds = [flags.run.length_flag] if run.is_through else []
         bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
         others = differences(changed_since_last_start(path, run.facts["config"]))
-        print(
+        say(
             f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. To train on "
             f"raise {' and '.join(bounds)}, to start over add --fresh, for another run choose another --save-dir."
         )

@@ -1,8 +1,6 @@
 """The task and the model of a run, from what its checkpoint recorded."""
 
-import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from trainer.checkpoint.weights import TrainedRun, find_weights, holds_run
 from trainer.commands.flags import Flags, RunFlags
 from trainer.commands.weights import restore_weights
 from trainer.common.errors import BadInput
+from trainer.common.streams import to_stderr
 from trainer.config import flag_name, flag_values, group_from_values, refuse, shown
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.base import SingleDevice
@@ -116,7 +115,7 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
 
     task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises BadInput.
     """
-    run = find_weights(folder, {}, partial(print, file=sys.stderr))
+    run = find_weights(folder, {}, to_stderr)
     return model_of(run, task_type or recorded_class(run, run.state["task"], "give the class, as task="))
 
 

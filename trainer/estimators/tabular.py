@@ -33,6 +33,7 @@ from trainer.commands.state import STATE
 from trainer.commands.trained import model_of
 from trainer.common.errors import BadInput
 from trainer.common.files import written_as_a_whole
+from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
 from trainer.tasks.tabular import SHIPPED, TabularTask
 
@@ -233,7 +234,7 @@ class TabularClassifier:
 
     def _untuned(self) -> TrainedRun:
         path = SHIPPED if self.weights is None else Path(self.weights)
-        run = find_weights(path.parent, {"weights": path}, print)
+        run = find_weights(path.parent, {"weights": path}, say)
         if "config" not in run.state:
             raise BadInput(
                 f"weights {path}: holds weights alone; give a checkpoint of --task tabular, such as best.pth"
@@ -267,7 +268,7 @@ class TabularClassifier:
                 **of_weights,
             )
             if fitted.run.state == "finished":
-                return find_weights(fitted.run.path, {}, print)
+                return find_weights(fitted.run.path, {}, say)
             stopped_by = read_json(fitted.run.path / STATE).get("signal")
         signal.raise_signal(stopped_by or signal.SIGINT)
         raise KeyboardInterrupt  # where the signal's own handler goes on

@@ -1,6 +1,5 @@
 """Lines, tables and progress bars on the console."""
 
-import os
 import sys
 import threading
 import time
@@ -8,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+from trainer.common.streams import outlived
 
 # tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there. Where
 # somebody uses tqdm already, theirs stays.
@@ -22,12 +23,10 @@ SECONDS = "train_seconds"
 
 
 def say(line: str) -> None:
-    """A line on the console, above any bar. Training outlives its console: a closed pipe is no reason to stop."""
-    try:
+    """A line on the console, above any bar."""
+    with outlived("stdout"):
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it lasts as long as the process)
 
 
 def in_notebook() -> bool:

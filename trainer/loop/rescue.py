@@ -18,6 +18,7 @@ from trainer.checkpoint.kinds import not_finite
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
 from trainer.common.errors import BadInput, reason
+from trainer.common.streams import to_stdout
 from trainer.loop.checkpointing import state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
@@ -71,7 +72,7 @@ def _say(run: Run, line: str) -> None:
     if run.parallel.is_main:
         run.log.say(line)
     else:
-        print(line, flush=True)
+        to_stdout(line)
 
 
 def _take_over(directory: RunDirectory) -> None:

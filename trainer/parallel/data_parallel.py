@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.common.streams import to_stdout
 from trainer.loading.batches import Batch
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
@@ -65,9 +66,9 @@ def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Parall
     """`--multi-gpu dp` on whatever there is."""
     ids = usable_gpus(devices.device, flags.gpu_ids)
     if not ids:
-        print("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
+        to_stdout("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
         return SingleDevice(torch.device("cpu"))
     if len(ids) < 2:
-        print(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
+        to_stdout(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
         return SingleDevice(torch.device("cuda", ids[0]))
     return DataParallel([torch.device("cuda", i) for i in ids])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trainer.common.errors import BadInput, printable
+from trainer.common.streams import to_stderr
 
 MOST_SHOWN = 1500
 """Characters of a line, which may repeat what somebody wrote into a file."""
@@ -56,11 +57,13 @@ def print_refusal(refusal: BadInput) -> None:
 def print_error(message: str, cause: BaseException | None = None) -> None:
     """Writes an error for the user, after the traceback of its cause; in one piece, as several processes may write."""
     trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
-    print(f"{trace}error: {message}", file=sys.stderr, flush=True)
+    to_stderr(f"{trace}error: {message}")
 
 
 def exit_at_once(status: int) -> NoReturn:
     """Ends this process though other threads of it may be stuck."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # whatever has become of them
+        os._exit(status)

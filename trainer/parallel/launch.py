@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from trainer.common.streams import to_stderr
 from trainer.parallel.devices import MultiDeviceFlags, usable_gpus
 from trainer.parallel.diagnosis import GOES_ON
 from trainer.parallel.environment import RankEnvironment
@@ -239,5 +240,5 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
         return launcher.stop.exit_status
     if exit_code < 0:
         end = "; starting again" if goes_on else f"; {GOES_ON}" if has_checkpoints else ""
-        print(f"rank {failed} was killed by signal {-exit_code}{end}", file=sys.stderr)
+        to_stderr(f"rank {failed} was killed by signal {-exit_code}{end}")
     return EXIT_AGAIN if goes_on else exit_status(exit_code)

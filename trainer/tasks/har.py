@@ -38,6 +38,7 @@ from models.har.tinyhar import TinyHar
 from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
 from trainer.common.errors import BadInput
+from trainer.common.streams import to_stdout
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
@@ -103,7 +104,7 @@ def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
 
 def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> AbstractContextManager[Any]:
     """Says what is fetched, and shows a bar on a terminal while the file is written."""
-    print(f"Downloading {address}" + ("" if num_bytes is None else f", {num_bytes / 1e6:.1f} MB"), flush=True)
+    to_stdout(f"Downloading {address}" + ("" if num_bytes is None else f", {num_bytes / 1e6:.1f} MB"))
     return tqdm.wrapattr(
         file, "write", total=num_bytes, unit="B", unit_scale=True, leave=False, dynamic_ncols=True,
         disable=not sys.stderr.isatty(),
