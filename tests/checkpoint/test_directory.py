@@ -86,6 +86,25 @@ def test_links_are_copies_where_the_file_system_has_none(opened, monkeypatch):
         assert copy.read_bytes() == path.read_bytes()
 
 
+def test_what_is_evicted_makes_the_room_that_copies_lack(opened, monkeypatch):
+    def refuse(*args):
+        raise OSError("no hard links here")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", refuse)
+    directory, _ = opened(keep=1)
+    save(directory, 1, best_epoch=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        for epoch in (2, 3, 4):
+            save(directory, epoch, best_epoch=epoch)
+            assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth"}
+    last = save(directory, 5, best_epoch=5)
+    assert (directory.path / "last.pth").read_bytes() == last.read_bytes()
+
+
 def test_a_name_is_never_overwritten(opened):
     """A run that went back to epoch 1 saves epoch 2 again."""
     directory, _ = opened(keep=0)

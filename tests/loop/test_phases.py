@@ -185,6 +185,16 @@ def test_a_run_in_steps_ends_within_a_turn_or_a_phase(case, max_steps, run_here,
             assert read_metrics(again, event) == read_metrics(whole, event)
 
 
+def test_a_resume_says_how_much_of_the_epoch_is_done(run_here, tmp_path):
+    """In turns it is counted in samples of the first phase, whoever has the turn."""
+    argv = [*without_epochs(argv_of("gan")), "--batch-size", 2, "--save-dir", tmp_path, "--max-steps"]
+    size = BareLoop("gan").task.num_samples("disc")
+    for num_steps, num_done in ((3, 12), (4, 12)):  # two steps of disc, one or two of gen
+        run_here(*argv, num_steps)
+        out, _ = run_here(*argv, num_steps + 1)
+        assert f"Resuming after optimizer step {num_steps}: epoch 1, {num_done} of {size} samples." in out
+
+
 @pytest.mark.slow
 def test_two_processes_learn_a_run_in_steps(command, tmp_path):
     argv = [*without_epochs(argv_of("gan")), "--max-steps", 13, "--eval-every-steps", 5, "--batch-size", 2]

@@ -250,8 +250,10 @@ class RunDirectory:
     def _tidy(self) -> None:
         """After a save. Raises BadInput."""
         try:
-            self._update_links()
-            self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact)
+            try:
+                self._update_links()
+            finally:  # what is evicted makes the room that copies lack
+                self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact)
         except OSError as error:
             # Without room for a copy the links stay as they are until the next save or start.
             if error.errno not in DISK_FULL:

@@ -149,10 +149,10 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     """Goes on from a checkpoint whose weights are taken; returns what the user should know. Raises BadInput."""
     changed = changed_flags(state["config"], run.facts["config"])
     restore_progress(run, state)
-    position, sizes = run.progress.position, run.facts["phase_sizes"]
+    plan, position, sizes = run.plan, run.progress.position, run.facts["phase_sizes"]
     notes = []
     if not run.is_complete:
-        where = f"epoch {position.epoch + 1}, {position.samples} of {sizes[position.phase]} samples"
+        where = f"epoch {position.epoch + 1}, {plan.consumed(position)} of {plan.samples_per_epoch} samples"
         notes.append(f"Resuming after optimizer step {run.progress.step}: {where}.")
     if sizes != state["phase_sizes"]:
         if not position.at_epoch_start:

@@ -104,9 +104,10 @@ def by_flags(
         "muon": (torch.optim.AdamW, adam),
     }
     optimizer_type, settings = types[learning.optimizer]
-    # torch's fused SGD does not take parameters in parts.
-    fused = learning.optimizer != "sgd" or not any(is_sharded(p) for group in others for p in group["params"])
-    parts = [(others, optimizer_type, settings | {"fused": fused}), (rows, torch.optim.SparseAdam, adam)]
+    # torch's fused SGD does not take parameters in parts; told not to be fused, it would leave out `foreach` too.
+    if learning.optimizer != "sgd" or not any(is_sharded(p) for group in others for p in group["params"]):
+        settings = settings | {"fused": True}
+    parts = [(others, optimizer_type, settings), (rows, torch.optim.SparseAdam, adam)]
     if matrices:
         momentum = _given(learning, "momentum")
         # Updates as large as AdamW's, so that both take the same rate (Liu et al., 2025, arXiv:2502.16982, section 2).

@@ -59,8 +59,8 @@ class Sharded(Distributed):
         self._is_whole = False
 
     def _set_timeouts(self, limit_s: float) -> None:
-        """Of the exchanges within the mesh, unless that is all processes, whose group is `Distributed`'s."""
-        for group in self._mesh.get_all_groups() if self._mesh.ndim > 1 else []:
+        """Of the exchanges within the mesh, whose groups need not be the one of `Distributed`."""
+        for group in self._mesh.get_all_groups():
             group._get_backend(self.device)._set_default_timeout(timedelta(seconds=limit_s))
 
     def _expect_promptness(self) -> None:
