@@ -4,6 +4,7 @@ import json
 import textwrap
 
 import pytest
+import torch
 
 from tests.conftest import TINY, WEIGHTED, contents
 from trainer.commands.parse import parse
@@ -102,6 +103,7 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
         ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
         ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu fsdp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
+        ("--multi-gpu ddp --backend nccl", ["--backend nccl: carries nothing between CPUs"]),
         ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: is for --multi-gpu ddp"]),
         ("--multi-gpu fsdp --optimizer muon", ["--optimizer muon: orthogonalises whole matrices"]),
         (
@@ -114,6 +116,14 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
 def test_mistakes_about_several_devices(args, parts, refused, tmp_path):
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *args.split(), several_devices=True)
     assert not contents(tmp_path)
+
+
+def test_what_gpus_alone_can_do_is_refused_where_they_are_left_unused(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    flags = ["--multi-gpu", "ddp", "--device", "cpu", "--backend", "nccl", "--sync-bn"]
+    parts = ["--backend nccl: carries nothing between CPUs", "--sync-bn: needs --multi-gpu ddp on GPUs"]
+    refused(parts, *TINY, "--save-dir", tmp_path / "run", *flags, several_devices=True)
 
 
 @pytest.mark.parametrize(

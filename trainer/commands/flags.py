@@ -20,7 +20,7 @@ from trainer.loop.blocks import BlockFlags
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
 from trainer.task import Task
 from trainer.tasks import TASKS
 
@@ -238,7 +238,7 @@ class Flags:
 def contradictions(flags: Flags) -> list[str]:
     """What is wrong with flags of different groups taken together."""
     found = []
-    warmup, epochs, device = flags.learning.warmup_epochs, flags.run.epochs, flags.devices.device
+    warmup, epochs = flags.learning.warmup_epochs, flags.run.epochs
     if warmup is not None and epochs is not None and warmup > epochs:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
@@ -261,13 +261,25 @@ def contradictions(flags: Flags) -> list[str]:
             found.append(f"{use}: runs on one device; use main.py")
     if len(asked) > 1:
         found.append(f"{' and '.join(asked)}: exclude each other; give one")
-    if flags.multi is not None and flags.multi.multi_gpu == "dp" and flags.blocks.compile:
-        found.append("--compile: a replica of --multi-gpu dp cannot be compiled; take --multi-gpu ddp")
-    if flags.multi is not None and ":" in device:
-        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
-    if flags.multi is not None and flags.multi.gpu_ids is not None and device == "cpu":
-        found.append("--device cpu and --gpu-ids: exclude each other; give one")
+    if flags.multi is not None:
+        found += _contradictions_of_devices(flags, flags.multi)
     return found + _contradictions_of_several(flags)
+
+
+def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[str]:
+    found, device = [], flags.devices.device
+    if multi.multi_gpu == "dp" and flags.blocks.compile:
+        found.append("--compile: a replica of --multi-gpu dp cannot be compiled; take --multi-gpu ddp")
+    if ":" in device:
+        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
+    if multi.gpu_ids is not None and device == "cpu":
+        found.append("--device cpu and --gpu-ids: exclude each other; give one")
+    on_gpus = bool(usable_gpus(device, multi.gpu_ids))
+    if multi.backend == "nccl" and not on_gpus:
+        found.append("--backend nccl: carries nothing between CPUs, and this run is on them; use --backend gloo")
+    if multi.sync_bn and (multi.multi_gpu != "ddp" or not on_gpus):
+        found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
+    return found
 
 
 def _contradictions_of_several(flags: Flags) -> list[str]:

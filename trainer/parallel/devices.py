@@ -97,10 +97,6 @@ class MultiDeviceFlags(FlagGroup):
                 found.append(f"{shown}: names a GPU twice")
         if self.nproc is not None and self.multi_gpu == "dp":
             found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp and fsdp; dp is a single process")
-        if self.backend == "nccl" and not num_gpus:
-            found.append("--backend nccl: needs a GPU and a CUDA build of torch; use --backend gloo")
-        if self.sync_bn and (self.multi_gpu != "ddp" or not num_gpus):
-            found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
         if self.find_unused_parameters and self.multi_gpu == "fsdp":
             found.append("--find-unused-parameters: is for --multi-gpu ddp; leave it out")
         if self.multi_gpu != "fsdp":
