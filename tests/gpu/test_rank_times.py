@@ -14,7 +14,8 @@ from trainer.parallel.activity import CurrentActivity
 def test_periods_follow_one_another():
     phase = CurrentActivity()
     phase.enter("optimizer")
-    clock = DeviceClock(phase, torch.device("cuda", 1))
+    clock = DeviceClock(torch.device("cuda", 1))
+    phase.on_border = clock.enter
     for pause_s in (0.02, 0.05):
         for name in ("data loading", "forward", "backward"):
             phase.enter(name)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import ROOT
 from tests.helpers import forks
 from trainer.loop import rank_times
-from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, RankTimes, slow_ranks
+from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, SENT, RankTimes, slow_ranks
+from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import SingleDevice
 
 RUN = [
@@ -116,6 +118,24 @@ class First(SingleDevice):
 
     def gather(self, value):
         return [value, "the second", "the third"]
+
+
+def test_what_comes_between_the_steps_does_not_count():
+    first = First(torch.device("cpu"))
+    times = RankTimes(first, 1.3)
+    times.begin()
+    for _ in range(2):
+        times.resume()
+        for activity in ("forward", EXCHANGE):
+            first.activity.enter(activity)
+            time.sleep(0.01)
+        times.pause()
+        first.activity.enter(EXCHANGE)
+        time.sleep(0.2)
+    times.after_step(REPORT_EVERY)
+    seconds = dict(zip(SENT, times.numbers_to_add(REPORT_EVERY)[: len(SENT)], strict=True))
+    assert 0.02 <= seconds["forward"] < 0.2 and 0.02 <= seconds[EXCHANGE] < 0.2
+    assert seconds["data loading"] == seconds["backward"] == 0
 
 
 def test_a_process_is_named_once():

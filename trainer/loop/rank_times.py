@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainer.loop.step_results import GROUP_SIZE
-from trainer.parallel.activity import EXCHANGE, CurrentActivity
+from trainer.parallel.activity import EXCHANGE, ignore_border
 from trainer.parallel.base import Parallel
 
 OWN = ("data loading", "forward", "backward")
@@ -28,7 +28,8 @@ class RankTimes:
 
     The times go along with the numbers that a step exchanges anyway. They are those of the training thread on the CPU,
     and on a GPU those between events on its stream, looked at when they have long since come to pass: the time that it
-    is without work for want of data counts as data loading. All processes call the methods at the same step.
+    is without work for want of data counts as data loading. Evaluations between the steps do not count. All processes
+    call the methods at the same step.
     """
 
     def __init__(self, parallel: Parallel, factor: float) -> None:
@@ -41,8 +42,20 @@ class RankTimes:
     def begin(self) -> None:
         """Before the first step of this process."""
         if self._parallel.world_size > 1:
-            device, activity = self._parallel.device, self._parallel.activity
-            self._clock = HostClock(activity) if device.type == "cpu" else DeviceClock(activity, device)
+            device = self._parallel.device
+            self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+
+    def resume(self) -> None:
+        """Before the first step, and the first one after `pause`."""
+        if self._clock is not None:
+            self._parallel.activity.on_border = self._clock.enter
+            self._clock.enter(self._parallel.activity.name)
+
+    def pause(self) -> None:
+        """No step follows for now."""
+        if self._clock is not None:
+            self._clock.enter("")
+            self._parallel.activity.on_border = ignore_border
 
     def after_step(self, step: int) -> None:
         """step: optimizer steps done."""
@@ -95,13 +108,13 @@ class HostClock:
     delay = 0
     """Steps from `stop` to the moment at which `read` makes nobody wait."""
 
-    def __init__(self, activity: CurrentActivity) -> None:
+    def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._stopped: deque[Mapping[str, float]] = deque()
-        self._name, self._since = activity.name, time.perf_counter()
-        activity.on_border = self._enter
+        self._name, self._since = "", time.perf_counter()
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        """Where an activity begins."""
         now = time.perf_counter()
         self._seconds[self._name] += now - self._since
         self._name, self._since = name, now
@@ -121,14 +134,12 @@ class DeviceClock:
 
     delay = GROUP_SIZE
 
-    def __init__(self, activity: CurrentActivity, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._borders: list[tuple[str, torch.cuda.Event]] = []
         self._stopped: deque[list[tuple[str, torch.cuda.Event]]] = deque()
-        self._enter(activity.name)
-        activity.on_border = self._enter
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._borders.append((name, event))

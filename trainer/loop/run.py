@@ -1,6 +1,6 @@
 """A run in progress: everything that one process trains with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +9,6 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.comparison import Comparison
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
@@ -69,8 +68,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
 
     @property
-    def comparisons(self) -> Sequence[Comparison]:
-        """What is compared between the processes while training goes on."""
+    def comparisons(self) -> tuple[Lockstep, RankTimes]:
+        """What is compared between the processes while training goes on, without a message of its own."""
         return self.lockstep, self.rank_times
 
     @property

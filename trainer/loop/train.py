@@ -83,11 +83,13 @@ def start_stretch(run: Run) -> None:
     position, plan = run.progress.position, run.plan
     run.log.start_stretch(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     run.learner.train()
+    run.rank_times.resume()
 
 
 def end_stretch(run: Run) -> None:
     """Waits until all steps so far are done."""
     check_steps(run, wait=True)
+    run.rank_times.pause()
     run.log.end_training()
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple, TypeVar
 
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
-from trainer.loop.comparison import Comparison
+from trainer.loop.lockstep import Lockstep
 from trainer.loop.plan import PlannedStep
+from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import Run
 
 
@@ -110,7 +111,7 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
     two of them.
     """
     asks_clock = is_training and run.parallel.is_main
-    waiting: tuple[T, Callable[[], Sequence[float]], Mapping[Comparison, int]] | None = None
+    waiting: tuple[T, Callable[[], Sequence[float]], Mapping[Lockstep | RankTimes, int]] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
         own = Agreed(piece.weight, bool(run.stop), *clock)
@@ -124,7 +125,7 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
 
 
 def _agreed(
-    run: Run, piece: T, pending: Callable[[], Sequence[float]], compared: Mapping[Comparison, int]
+    run: Run, piece: T, pending: Callable[[], Sequence[float]], compared: Mapping[Lockstep | RankTimes, int]
 ) -> tuple[T, Agreed]:
     """compared: how many of the numbers behind the first are whose."""
     sums = iter(pending())

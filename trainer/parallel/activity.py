@@ -6,6 +6,10 @@ from collections.abc import Callable
 EXCHANGE = "the exchange with the other ranks"
 
 
+def ignore_border(name: str) -> None:
+    """What `CurrentActivity.on_border` is where nobody measures."""
+
+
 class CurrentActivity:
     """Set by the training thread and read by another one; plain attributes, so that a step hardly notices.
 
@@ -19,7 +23,7 @@ class CurrentActivity:
         self.name = "start-up"
         self.since = time.monotonic()
         self.number = 0
-        self.on_border: Callable[[str], None] = lambda name: None
+        self.on_border: Callable[[str], None] = ignore_border
         """Called where one begins, and where within a backward this process begins to wait for others, or ends."""
 
     def enter(self, name: str) -> None:
