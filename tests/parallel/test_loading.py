@@ -1,5 +1,6 @@
 """A checkpoint that the main process reads, in the models and optimizers of all."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -29,6 +30,19 @@ def state_of(model, optimizers):
     return {"model": model.state_dict(), "optimizers": {"train": [each.state_dict() for each in optimizers]}}
 
 
+def agreed_counts(parallel, model):
+    """What becomes of counts that differ where the model is wrapped, and later."""
+    model, found = deepcopy(model), []
+    model.counts.fill_(parallel.rank)
+    net = parallel.wrap(model)
+    net(torch.randn(7, 3)).sum().backward()
+    found.append(model.counts.tolist())
+    model.counts.fill_(parallel.rank + 5)
+    parallel.sync_buffers(net)
+    found.append(model.counts.tolist())
+    return found
+
+
 def in_process(environment, folder):
     """Each process has trained something else; all take what the main one reads."""
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
@@ -43,6 +57,7 @@ def in_process(environment, folder):
     found["travelled"] = [not value.is_meta for value in sent]
     if parallel.is_main:
         found["read"] = {name: state[name] for name in ("model", "optimizers")}
+    found["agreed"] = agreed_counts(parallel, model)
     torch.save(found, folder / f"rank{environment.rank}.pt")
     parallel.close()
     return 0
@@ -71,6 +86,10 @@ def test_all_have_what_the_main_process_has_read(found):
         tensors, wanted = (flat([each["model"], each["optimizers"]]) for each in (own, expected))
         assert len(tensors) == len(wanted) > 15
         assert all(map(torch.equal, tensors, wanted))
+
+
+def test_buffers_of_any_type_are_those_of_the_main_process(found):
+    assert [own["agreed"] for own in found] == [[[0] * 4, [5] * 4]] * WORLD_SIZE
 
 
 def test_large_tensors_do_not_travel_within_the_checkpoint(found):

@@ -186,14 +186,16 @@ class Distributed(Parallel):
             )
         if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        # Its exchange refuses some types of buffers. They are agreed here, and before evaluating and saving.
+        names = [name for name, _ in net.named_buffers()]
+        LightDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        self.sync_buffers(net)
         wrapped = LightDistributedDataParallel(
             net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self._flags.find_unused_parameters,
         )
-        # Buffers are agreed before evaluating and saving. The option of this name became another one after torch 2.8.
-        wrapped.broadcast_buffers = False
         num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
         if self.device.type == "cpu" and not has_sparse and num_bytes * (self.world_size - 1) <= DIRECT_BYTES:
             wrapped.register_comm_hook(None, self._average_directly)
@@ -304,7 +306,7 @@ class Distributed(Parallel):
         for buffer in objective.buffers():
             # Of others NCCL refuses to send the numbers, and gloo sends other ones.
             whole = buffer.contiguous()
-            dist.broadcast(whole, src=0)
+            _broadcast(whole)
             if whole is not buffer:
                 buffer.copy_(whole)
 
@@ -312,8 +314,7 @@ class Distributed(Parallel):
         """The main process's value on this process's device, contiguous. Of the others' only shape and type count."""
         self.activity.enter(EXCHANGE)
         whole = value.to(self.device).contiguous() if self.is_main else empty_like(value, self.device)
-        if whole.numel():
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # of some types gloo sends none
+        _broadcast(whole)
         return whole
 
     def load_on_main(self, function: Callable[[], T]) -> T:
@@ -376,6 +377,12 @@ def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta)
     for work in (*sent, *received):
         work.wait(timeout)  # type: ignore[union-attr]
     values.copy_(reduce(torch.add, found))
+
+
+def _broadcast(values: Tensor) -> None:
+    """The main process's, in place. values: contiguous; as bytes, for of some types gloo sends none."""
+    if values.numel():
+        dist.broadcast(values.view(-1).view(torch.uint8), src=0)
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
