@@ -375,7 +375,9 @@ class Task(ABC):
         return batch
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Parameters that the phase trains. A group without "weight_decay" gets that of the command line.
+        """Parameters that the phase trains, but for those that `build_objective` has frozen by `requires_grad_(False)`.
+
+        A group without "weight_decay" gets that of the command line.
 
         A group may carry any other setting of its optimizer too, such as "betas", and "lr_scale", at least 0: a factor
         on the learning rate of every step, 0 freezes. Not "lr", which the schedule sets. Settings are taken from here

@@ -18,13 +18,13 @@ from trainer.checkpoint.kinds import (
     by_name,
     each,
     either,
-    finite_tensor,
     first_flaw,
     number,
     optional,
     plain,
     record,
     tensor,
+    tensor_of_numbers,
     text,
     truth,
     whole,
@@ -41,7 +41,7 @@ NOT_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
 
 # --- the entries -------------------------------------------------------------------------------------------------
 
-_COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(finite_tensor)
+_COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(tensor_of_numbers)
 
 _POSITION = record(
     {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "turn": _COUNT, "others": each(each(_COUNT, length=2))},
@@ -272,6 +272,8 @@ def _require_numbered(name: str, own: Mapping[str, Any]) -> None:
         record({})(its, kept)
         for moment, value in kept.items():
             value = value.coalesce().values() if isinstance(value, Tensor) and value.is_sparse else value
+            if isinstance(value, Tensor) and value.is_complex():
+                value = torch.view_as_real(value)
             is_number = isinstance(value, Tensor | int | float)
             if is_number and bool(torch.as_tensor(value).isnan().any()):
                 raise ValueError(f"{its}.{moment} holds NaN")

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -135,22 +135,26 @@ def tensor(name: str, value: Any) -> None:
         raise wrong(name, value, "must be a tensor")
 
 
-def finite_tensor(name: str, value: Any) -> None:
-    """Without infinities and NaN."""
+def tensor_of_numbers(name: str, value: Any) -> None:
+    """Without NaN. Infinities are for `not_finite`, which knows what is a mask."""
     tensor(name, value)
-    if not_finite({name: value}):
-        raise ValueError(f"{name} holds values that are not finite")
+    if bool(value.sum().isnan()) and bool(value.isnan().any()):
+        raise ValueError(f"{name} holds NaN")
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold infinities or NaN."""
+def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
+    """The names of those that hold NaN, or infinities which they may not."""
     # A sum is read faster than every value is judged, and tells unless it overflows.
     is_finite = defaultdict(list)  # by device: parts that were gathered are on the host, and buffers on a GPU
     for value in tensors.values():
         is_finite[value.device].append(torch.isfinite(value.sum()))
     if all(bool(torch.stack(each).all()) for each in is_finite.values()):
         return []
-    return [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    return [
+        name
+        for name, value in tensors.items()
+        if bool(value.isnan().any() if name in may_be_infinite else torch.isfinite(value).logical_not_().any())
+    ]
 
 
 def _mapping(name: str, value: Any) -> Mapping[Any, Any]:

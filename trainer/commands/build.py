@@ -40,14 +40,21 @@ from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.blocks import prepare_blocks, refusing_compilation
-from trainer.loop.contract import check_batch, check_blocks, check_single_samples, check_task, try_phase
+from trainer.loop.contract import (
+    check_batch,
+    check_blocks,
+    check_single_samples,
+    check_task,
+    check_tensors,
+    try_phase,
+)
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import refusing_lack_of_memory, rehearse
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups
-from trainer.loop.precision import choose_precision, in_precision
+from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import LoopSettings, Run
 from trainer.loop.step_results import StepResults
@@ -305,7 +312,8 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
         if stray:
             raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
         check_blocks(task, objective.model)
-        return objective.to(precision.dtype)
+        check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
+        return with_dense_tensors(module_in_dtype(objective, precision.dtype))
 
     def complete(objective: Objective) -> None:
         if is_new:

@@ -14,7 +14,7 @@ from trainer.commands.weights import restore_weights
 from trainer.common.errors import BadInput
 from trainer.common.streams import to_stderr
 from trainer.config import flag_name, flag_values, group_from_values, refuse, shown
-from trainer.loop.precision import PrecisionFlags
+from trainer.loop.precision import PrecisionFlags, module_in_dtype
 from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task
 from trainer.tasks import TASKS, defined_task, is_same_task
@@ -105,7 +105,7 @@ def trained_objective(
     task: Task, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, source: str, hint: str
 ) -> Objective:
     """A task's objective with these weights. source, hint: see `restore_weights`. Raises BadInput."""
-    objective = task.build_objective().to(device, dtype)
+    objective = module_in_dtype(task.build_objective(), dtype).to(device)
     restore_weights(objective.model, weights, SingleDevice(device), source, hint)
     return objective
 

@@ -90,7 +90,7 @@ def state_of(
 
 
 def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
-    if bad := not_finite(weights):
+    if bad := not_finite(weights, may_be_infinite=dict(run.learner.objective.model.named_buffers())):
         position = run.progress.position
         epoch = position.epoch if position.at_epoch_start else position.epoch + 1
         raise BadInput(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
@@ -113,6 +114,23 @@ def check_blocks(task: Task, model: nn.Module) -> None:
         if parts & seen:
             raise BadInput(f"{name}: names a {kind} that shares modules or parameters with another block")
         seen |= parts
+
+
+def check_tensors(model: nn.Module, where: str) -> None:
+    """Raises BadInput for a model whose parameters have no shape yet, or of which a checkpoint cannot hold all."""
+    lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
+    if lazy:
+        raise BadInput(f"{where}: {lazy[0]} has no shape before a first forward; do one in it, on a batch of zeros")
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise BadInput(
+                f"{where}: {name} is a {type(value).__name__}, where a checkpoint holds tensors; make it one"
+            )
+        if value.layout != torch.strided:
+            raise BadInput(
+                f"{where}: {name} is a sparse tensor, where checkpoints hold dense ones; register it with "
+                "persistent=False, as what is made anew with the model"
+            )
 
 
 def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:

@@ -97,7 +97,11 @@ class Lockstep:
     def _tensors(self) -> dict[str, Tensor]:
         """What is compared, by its name, as far as this process has it."""
         named = {**dict(self._objective.named_parameters()), **dict(self._objective.named_buffers())}
-        kept = {name: tensor for name, tensor in named.items() if name not in self._left_out}
+        kept = {
+            name: tensor
+            for name, tensor in named.items()
+            if name not in self._left_out and tensor.layout == torch.strided
+        }
         return dict(zip(kept, own_parts([*kept.values()]), strict=True))
 
     def _limbs(self, fingerprint: int) -> tuple[float, ...]:

@@ -45,9 +45,15 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 
 
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
-    """The task's groups without empty ones, each with a weight decay. Raises BadInput for what a group must not say."""
+    """The task's groups, each with a weight decay, without empty ones and what is frozen, by `requires_grad_(False)`.
+
+    To be called before training switches that by phase. Raises BadInput for what a group must not say.
+    """
     sparse = set(sparse_parameters(objective))
-    groups = [group | {"params": list(group["params"])} for group in task.param_groups(objective, phase)]
+    groups = [
+        group | {"params": [p for p in group["params"] if p.requires_grad]}
+        for group in task.param_groups(objective, phase)
+    ]
     groups = [{"weight_decay": weight_decay, **group} for group in groups if group["params"]]
     if not groups:
         _refuse(task, "param_groups", phase, "trains no parameters; leave the phase out")
@@ -104,8 +110,10 @@ def by_flags(
         "muon": (torch.optim.AdamW, adam),
     }
     optimizer_type, settings = types[learning.optimizer]
-    # torch's fused SGD does not take parameters in parts; told not to be fused, it would leave out `foreach` too.
-    if learning.optimizer != "sgd" or not any(is_sharded(p) for group in others for p in group["params"]):
+    # What fused optimizers do not take: SGD's parameters in parts, and complex ones. Told not to be fused, an optimizer
+    # would leave out `foreach` too.
+    params = [p for group in others for p in group["params"]]
+    if all(p.is_floating_point() and not (learning.optimizer == "sgd" and is_sharded(p)) for p in params):
         settings = settings | {"fused": True}
     parts = [(others, optimizer_type, settings), (rows, torch.optim.SparseAdam, adam)]
     if matrices:

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
 from trainer.parallel.base import own_parts
 from trainer.task import Objective, Outputs
+
+M = TypeVar("M", bound=nn.Module)
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_FLOOR = 1.0
@@ -208,8 +212,31 @@ def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
 
 
 def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating-point tensors in another type."""
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    """The batch with its floating-point tensors in another type; complex ones are of two such numbers."""
+    return {name: _in_dtype(tensor, dtype) for name, tensor in batch.items()}
+
+
+def module_in_dtype(module: M, dtype: torch.dtype) -> M:
+    """The same of a module's parameters and buffers, in place; `Module.to` would drop the imaginary parts."""
+    return module._apply(partial(_in_dtype, dtype=dtype))
+
+
+def with_dense_tensors(module: M) -> M:
+    """The module with copies of parameters and buffers whose numbers do not fill their memory, each a place of its own.
+
+    Through that of `weight[:, :4]` fused optimizers would go as if it had no gaps, and what is expanded cannot be
+    loaded from a checkpoint.
+    """
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor.data = tensor.data.clone()
+    return module
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def in_precision(objective: Objective, precision: Precision) -> nn.Module:

@@ -134,7 +134,9 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
     is_whole = learner.last_step.find() == before and not learner.ema.is_applied
-    return copied | {"value": None, "is_best": False} if is_whole and not not_finite(copied["model"]) else None
+    buffers = dict(learner.objective.model.named_buffers())
+    is_intact = is_whole and not not_finite(copied["model"], may_be_infinite=buffers)
+    return copied | {"value": None, "is_best": False} if is_intact else None
 
 
 def _own(progress: Progress, is_gpu: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:

@@ -66,9 +66,10 @@ class Totals:
         parts = self.unreduced()
         if not parts:
             return {}
-        flat = parallel.sum(torch.cat([part.flatten() for part in parts.values()]))
-        sums = flat.split([part.numel() for part in parts.values()])
-        return {name: value.view(part.shape) for (name, part), value in zip(parts.items(), sums, strict=True)}
+        names = sorted(parts)  # a task may name them in another order in each process, as those of a set
+        flat = parallel.sum(torch.cat([parts[name].flatten() for name in names]))
+        sums = dict(zip(names, flat.split([parts[name].numel() for name in names]), strict=True))
+        return {name: sums[name].view(part.shape) for name, part in parts.items()}
 
 
 def share_of(reduced: Mapping[str, Tensor], parallel: Parallel) -> Totals:

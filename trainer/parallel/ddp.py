@@ -303,7 +303,7 @@ class Distributed(Parallel):
 
     def sync_buffers(self, objective: nn.Module) -> None:
         self.activity.enter(EXCHANGE)
-        for buffer in objective.buffers():
+        for buffer in (buffer for buffer in objective.buffers() if buffer.layout == torch.strided):
             # Of others NCCL refuses to send the numbers, and gloo sends other ones.
             whole = buffer.contiguous()
             _broadcast(whole)

@@ -1,0 +1,144 @@
+"""Models that are built in ways of their own learn what a bare hand-written loop learns, and are resumed."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.conftest import load
+from tests.helpers.shaped_task import NUM_FEATURES, Plus, Points, Shaped
+from trainer.common.errors import BadInput
+from trainer.loading.order import EpochOrder
+from trainer.loop.contract import check_tensors
+from trainer.tasks import TASKS
+
+FREQUENCIES = torch.polar(torch.ones(NUM_FEATURES // 2), torch.arange(1.0, 1 + NUM_FEATURES // 2))
+
+
+def rotated(model, x):
+    """As rotary embeddings do it."""
+    turned = torch.view_as_real(torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous()) * model.frequencies)
+    return turned.flatten(1)[:, :2]
+
+
+def masked(model, x):
+    weights = (x[:, :3, None] * x[:, None, :3] + model.mask).softmax(-1)
+    return (weights @ x[:, :3, None])[:, :2, 0]
+
+
+MODELS = {
+    "a mask of infinities": lambda: Plus(masked, mask=torch.full((3, 3), -torch.inf).triu(1)),
+    "a complex buffer": lambda: Plus(rotated, frequencies=FREQUENCIES.clone()),
+    "a complex parameter": lambda: Plus(
+        lambda model, x: (x * model.c).real[:, :2] + (x * model.c).imag[:, 2:],
+        c=nn.Parameter(torch.full((NUM_FEATURES,), 1 + 0.5j)),
+    ),
+    "a part of a larger weight": lambda: Plus(
+        lambda model, x: F.linear(x, model.w), w=nn.Parameter(torch.ones(2, 2 * NUM_FEATURES)[:, :NUM_FEATURES])
+    ),
+    "a transposed weight": lambda: Plus(
+        lambda model, x: F.linear(x, model.w), w=nn.Parameter(torch.ones(NUM_FEATURES, 2).T)
+    ),
+    "an expanded buffer": lambda: Plus(lambda model, x: x @ model.e, e=torch.arange(2.0).expand(NUM_FEATURES, 2)),
+}
+RUN = ["--task", "shaped", "--weight-decay", 0.1, "--num-threads", 1, "--device", "cpu", "--save-dir"]
+
+
+def bare_loop(build, dtype, num_epochs=2):
+    """With plain AdamW, which is not fused on a CPU."""
+    torch.manual_seed(0)
+    model = build()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.to(dtype.to_complex() if tensor.is_complex() else dtype)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    data = Points(21, 1)
+    x = torch.from_numpy(data.x)
+    labels = (x.sum(1) > 0).long()
+    for epoch in range(num_epochs):
+        order = torch.from_numpy(EpochOrder(0, epoch, 0, len(data)).take(0, len(data)))
+        for chosen in order.split(8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[chosen].to(dtype)), labels[chosen]).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_learns_what_a_bare_loop_learns(name, dtype, run_here, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "shaped", lambda: type("Built", (Shaped,), {"build": lambda self: MODELS[name]()}))
+    argv = [*RUN, tmp_path / "run", "--dtype", dtype, "--optimizer", "adamw", "--epochs"]
+    run_here(*argv, 1)
+    run_here(*argv, 2)
+    found = load(tmp_path / "run" / "final.pth")["model"]
+    expected = bare_loop(MODELS[name], getattr(torch, dtype))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12 if dtype == "float64" else 1e-5)
+
+
+def test_what_is_frozen_stays_so_where_param_groups_names_it(run_here, tmp_path, monkeypatch):
+    class Frozen(Shaped):
+        def build(self):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+            model[0].requires_grad_(False)
+            return model
+
+        def param_groups(self, objective, phase):
+            return [{"params": objective.model.parameters()}]
+
+    monkeypatch.setitem(TASKS, "shaped", lambda: Frozen)
+    run_here(*RUN, tmp_path, "--epochs", 2)
+    torch.manual_seed(0)
+    before, after = Frozen(None, 0, None).build().state_dict(), load(tmp_path / "final.pth")["model"]
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert not torch.equal(before["1.weight"], after["1.weight"])
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; do one in it"),
+        (lambda: WithExtraState(4, 2), "_extra_state is a dict, where a checkpoint holds tensors"),
+        (lambda: Plus(None, adjacency=torch.eye(3).to_sparse()), "adjacency is a sparse tensor.* persistent=False"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold_is_refused(build, message):
+    with pytest.raises(BadInput, match=f"^Mine.build_objective: {message}"):
+        check_tensors(build(), "Mine.build_objective")
+
+
+def test_sums_have_their_names_in_any_order(command, tmp_path):
+    """Two processes, in which a set of texts is gone through in different orders."""
+    (tmp_path / "headed.py").write_text(
+        "from tests.helpers.shaped_task import *\n"
+        "HEADS = {'age', 'sex', 'height', 'weight_kg', 'income'}\n"
+        "class HeadedObjective(ShapedObjective):\n"
+        "    def forward(self, batch, phase='train'):\n"
+        "        sums = {head: len(head) * batch['weight'].sum() for head in HEADS}\n"
+        "        return super().forward(batch, phase) | sums\n"
+        "class Headed(Shaped):\n"
+        "    def build_objective(self):\n"
+        "        return HeadedObjective(self.build())\n"
+    )
+    argv = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--task", f"{tmp_path / 'headed.py'}:Headed"]
+    command(*argv, *RUN[2:], tmp_path / "run", "--epochs", 1, PYTHONPATH=".", PYTHONHASHSEED="random")
+    metrics = json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
+    for head in ("age", "sex", "height", "weight_kg", "income"):
+        assert metrics[f"test/{head}"] == len(head)
