@@ -47,7 +47,7 @@ _POSITION = record(
     {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "turn": _COUNT, "others": each(each(_COUNT, length=2))},
     closed=True,
 )
-_GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)})
+_GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)}, {"changed": each(text())})
 _OPTIMIZER = record({"state": record({}), "param_groups": each(_GROUP)})
 
 _CONFIG: Mapping[str, Kind] = {
@@ -252,7 +252,10 @@ def _consistent_sizes(facts: Mapping[str, Any]) -> None:
 
 
 def _numbered_moments(state: Mapping[str, Any]) -> None:
-    """Each optimizer numbers its parameters from 0 on, and keeps nothing of others, nor what is no number."""
+    """Each optimizer numbers its parameters from 0 on, and keeps nothing of others, nor what is no number.
+
+    What it keeps of none of them has a name.
+    """
     trained = state.get("training_model", state["model"])
     if _shapes(trained) != _shapes(state["model"]):
         raise ValueError("training_model has other names or shapes than model")
@@ -266,6 +269,8 @@ def _require_numbered(name: str, own: Mapping[str, Any]) -> None:
     if numbers != list(range(len(numbers))):
         raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
     for parameter, kept in own["state"].items():
+        if isinstance(parameter, str):
+            continue
         its = f"{name}.state.{brief(parameter)}"
         if type(parameter) is not int or not 0 <= parameter < len(numbers):
             raise ValueError(f"{its}: is none of its {len(numbers)} parameters")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.parallel.base import own_parts
+from trainer.parallel.parts import own_parts
 
 
 class ExponentialMovingAverage:

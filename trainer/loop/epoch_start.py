@@ -6,7 +6,7 @@ import torch
 
 from trainer.common.errors import BadInput
 from trainer.loop.run import Run
-from trainer.parallel.base import is_sharded
+from trainer.parallel.parts import is_sharded
 from trainer.task import Task
 
 

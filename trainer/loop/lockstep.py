@@ -11,7 +11,8 @@ from trainer.common.errors import BadInput
 from trainer.loop.arrival import Arrival
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.step_results import GROUP_SIZE
-from trainer.parallel.base import Parallel, own_parts
+from trainer.parallel.base import Parallel
+from trainer.parallel.parts import own_parts
 
 LIMBS, LIMB_BITS = 4, 16
 MOST_NAMED = 4

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.loop.run import Run
 from trainer.loop.torch_optimizers import moments_of
-from trainer.parallel.base import own_parts
+from trainer.parallel.parts import own_parts
 
 NUMBERS_OF_DEVICES = (2, 4, 8)
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from trainer.common.errors import BadInput
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.torch_optimizers import ZeroStartSGD, without_wrappers
-from trainer.parallel.base import is_sharded
+from trainer.parallel.optimizer_states import remember_settings
+from trainer.parallel.parts import is_sharded
 from trainer.task import Objective, ParamGroup, Task, sparse_parameters
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -29,6 +30,8 @@ def build_optimizers(
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
         _refuse(task, "build_optimizers", phase, _problem_of_own(own, groups, learning.lr))
+        for optimizer in own:
+            remember_settings(optimizer)
         return list(own)
     hidden = hidden_matrices(task, objective.model) if learning.optimizer == "muon" else set[Tensor]()
     optimizers = by_flags(learning, groups, set(sparse_parameters(objective)), hidden)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
-from trainer.parallel.base import own_parts
+from trainer.parallel.parts import own_parts
 from trainer.task import Objective, Outputs
 
 M = TypeVar("M", bound=nn.Module)

@@ -16,13 +16,16 @@ from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.devices import device_label
 from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
+from trainer.parallel.optimizer_states import (
+    lay_out_as_parameters,
+    refuse_other_shapes,
+    sizes,
+    state_of,
+    with_settings_of,
+)
 from trainer.task import Objective
 
 T = TypeVar("T")
-
-TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
-OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
-"""What these keep in the shape of a parameter."""
 
 _SIX_NUMBERS = struct.Struct("<6q")
 
@@ -219,8 +222,7 @@ class Parallel:
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
-                phase: [self.full_moments(each.state_dict()) for each in several]
-                for phase, several in optimizers.items()
+                phase: [self.full_moments(state_of(each)) for each in several] for phase, several in optimizers.items()
             },
         }
 
@@ -241,16 +243,16 @@ class Parallel:
         for phase, several in optimizers.items():
             saved = state.get(phase, [])
             own = [optimizer.state_dict() for optimizer in several]
-            if _shapes(saved) != _shapes(own):
+            if sizes(saved) != sizes(own):
                 raise BadInput(
-                    f"the optimizers of phase {phase!r} have parameter groups of {_shapes(own)} tensors, and those of "
-                    f"the checkpoint {_shapes(saved)}: undo what changed the parameter groups or the optimizers, or "
+                    f"the optimizers of phase {phase!r} have parameter groups of {sizes(own)} tensors, and those of "
+                    f"the checkpoint {sizes(saved)}: undo what changed the parameter groups or the optimizers, or "
                     "begin with its weights alone by --init-from"
                 )
             for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
-                _refuse_other_shapes(phase, its_saved["state"], optimizer)
-                optimizer.load_state_dict(self.own_moments(_with_settings_of(its_own, its_saved), optimizer))
-                _lay_out_as_parameters(optimizer)
+                refuse_other_shapes(phase, its_saved["state"], optimizer)
+                optimizer.load_state_dict(self.own_moments(with_settings_of(its_own, its_saved), optimizer))
+                lay_out_as_parameters(optimizer)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -277,51 +279,6 @@ class SingleDevice(Parallel):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([device])
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds a part of it alone."""
-    return hasattr(tensor, "to_local")  # of a DTensor, whose module takes seconds to import
-
-
-def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this process holds of tensors, in the same memory: of sharded ones a part, which may be empty."""
-    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-
-
-def _refuse_other_shapes(phase: str, saved: Mapping[int, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Raises BadInput for moments of torch's own optimizers in another shape than their parameter's: it takes any."""
-    if not isinstance(optimizer, TORCH_OPTIMIZERS):
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, kept in saved.items():
-        for name in OF_A_PARAMETER & kept.keys():
-            if number < len(parameters) and kept[name].shape != parameters[number].shape:
-                raise BadInput(
-                    f"optimizers.{phase}.state.{number}.{name} of the checkpoint has shape {tuple(kept[name].shape)}, "
-                    "which is not that of its parameter; start over with --fresh, or begin with the weights alone: "
-                    "--init-from, in another --save-dir"
-                )
-
-
-def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Fused optimizers go through parameter and moments by their place in memory: both are to have the same strides."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items() if not is_sharded(parameter) else ():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _shapes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Of each optimizer's state: how many parameters are in each of its groups."""
-    return [[len(group["params"]) for group in state["param_groups"]] for state in optimizers]
-
-
-def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Moments come from the checkpoint, but weight decay and the like from this command line."""
-    kept = ({name: group[name] for name in ("params", "lr")} for group in saved["param_groups"])
-    groups = [settings | its for settings, its in zip(own["param_groups"], kept, strict=True)]
-    return {"state": saved["state"], "param_groups": groups}
 
 
 def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:

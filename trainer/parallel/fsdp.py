@@ -212,6 +212,8 @@ class Sharded(Distributed):
         of_number = dict(zip(numbers, params, strict=True))
         moments = {
             number: mapped(kept, partial(self._own_moment, parameter=of_number[number]))
+            if number in of_number
+            else kept
             for number, kept in state["state"].items()
         }
         return state | {"state": moments}
