@@ -72,6 +72,13 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, phase: str = "train") -> Outputs:
         raise NotImplementedError
 
+    def after_step(self, phase: str) -> None:
+        """Does what follows each optimizer step, such as moving a teacher's weights towards the student's.
+
+        Called on every process, without gradients, once the phase's step has changed the parameters; on a GPU also
+        after a step that was left out for a loss or gradient that is not finite, which changes nothing.
+        """
+
     def start_evaluation(self) -> None:
         """Computes what all batches of an evaluation share, such as all nodes of a graph; keeps it in buffers.
 

@@ -297,7 +297,7 @@ def watch_memory():
     And the most that it holds until the first step whenever it was sent something large.
     """
     seen = {"loading": 0, "step": 0, "peak": 0}
-    step, place, from_main = Precision.step, Sharded.place, Sharded._from_main
+    step, place, from_main = Precision.step, Sharded.place, Sharded.from_main
 
     def held():
         return live_bytes() - seen["before"]
@@ -333,7 +333,7 @@ def watch_memory():
 
     reduce_scatter = torch.distributed.reduce_scatter_tensor
     torch.distributed.reduce_scatter_tensor = noting(reduce_scatter)
-    Precision.step, Sharded.place, Sharded._from_main = counting_step, counting_place, counting_from_main
+    Precision.step, Sharded.place, Sharded.from_main = counting_step, counting_place, counting_from_main
     gc.collect()
     return lambda: (Path(os.environ["MEMORY"]) / f"{os.getpid()}.json").write_text(json.dumps(seen))
 

@@ -1,4 +1,4 @@
-"""The running statistics of batch norms, which a forward changes: agreed on by all processes, or undone."""
+"""What a forward changes, running statistics of batch norms above all: agreed on by all processes, or undone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from trainer.loop.forward_buffers import ForwardBuffers
 from trainer.parallel.base import Parallel
 
 
@@ -14,6 +15,8 @@ class RunningStatistics:
 
     They change in the forward, before anyone knows whether the step is finite, and would never recover from a NaN.
     After each step they are the same on every process, so that a checkpoint at any step has all there is.
+
+    others: what else forwards change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -23,14 +26,21 @@ class RunningStatistics:
         self._statistics = Joined([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = Joined([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
+        self._of_norms = {id(buffer) for buffer in buffers}
+        self.others = ForwardBuffers()
         self._num_samples = 0
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
+
+    def has(self, buffer: Tensor) -> bool:
+        """Whether it is of a batch norm."""
+        return id(buffer) in self._of_norms
 
     def keep(self) -> None:
         """Before a step."""
         self._num_samples = 0
         for kind in self._kinds:
             kind.keep()
+        self.others.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
         """Around the forward of a micro-batch. num_samples: those that count; the forward of none leaves no trace.
@@ -38,20 +48,25 @@ class RunningStatistics:
         But for `num_batches_tracked`, since every process has equally many micro-batches.
         """
         self._num_samples += num_samples
-        return nullcontext() if num_samples > 0 or not self._statistics else self._unchanged()
+        return nullcontext() if num_samples > 0 else self._unchanged()
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         before = self._statistics.joined()
-        yield
-        self._statistics.set(before)
+        with self.others.unchanged():
+            yield
+        if self._statistics:
+            self._statistics.set(before)
 
     def start_agreement(self, parallel: Parallel) -> None:
         """After the last forward of a step, so that it travels during the backward. All call it, and then `agree`.
 
         On some process samples must have counted.
         """
-        if not self._statistics or parallel.world_size == 1:
+        if parallel.world_size == 1:
+            return
+        self.others.agree(parallel)
+        if not self._statistics:
             return
         changes = self._statistics.joined() - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
@@ -70,12 +85,14 @@ class RunningStatistics:
         """After a step that was broken off."""
         for kind in self._kinds:
             kind.set(kind.kept)
+        self.others.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
         """After a step. applied: whether it was; see `StepResult`."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.joined(), kind.kept))
+            self.others.undo_unless(applied)
         elif not applied:
             self.undo()
 

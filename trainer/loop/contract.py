@@ -1,7 +1,7 @@
 """What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainer.loop.orders import SampleOrder, ShuffledOrder
 from trainer.loop.plan import BatchSplit
 from trainer.parallel.base import Parallel
 from trainer.parallel.buffers import kept_buffers
+from trainer.parallel.parts import is_sharded
 from trainer.task import Task, validation_sets
 
 
@@ -136,19 +137,46 @@ def check_tensors(model: nn.Module, where: str) -> None:
 def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
     """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
 
-    example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
-    which changes the order of summation: without this one the first step of a resumed run would differ from the same
-    step unbroken. All processes call it.
+    example: a batch. DistributedDataParallel regroups its buckets after its first backward, which changes the order of
+    summation: without this one the first step of a resumed run would differ from the same step unbroken. All processes
+    call it.
     """
-    net = learner.enter(phase)
+    net, objective = learner.enter(phase), learner.objective
+    name = f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
     with _leaving_no_trace(learner, net):
+        parameters, buffers = _versions(objective.named_parameters()), _versions(objective.named_buffers())
         sums = net(parallel.to_device(example), phase)
         problem = _problem_of_sums(sums)
         if problem is not None:
-            name = f"{type(learner.objective).__name__}.forward"
-            raise BadInput(f"{name}(batch, {phase!r}) in train mode {problem}; see Objective in trainer/task.py")
+            raise BadInput(f"{name} {problem}; see Objective in trainer/task.py")
+        if changed := _changed(parameters, objective.named_parameters()):
+            raise BadInput(
+                f"{name} changes {changed[0]}, a parameter, which each process would do by its own samples; do it in "
+                "after_step; see Objective in trainer/task.py"
+            )
+        of_norms = {name for name, buffer in objective.named_buffers() if learner.batch_norm.has(buffer)}
+        others = (name for name in _changed(buffers, objective.named_buffers()) if name not in of_norms)
+        learner.batch_norm.others.add(objective, others)
         (sums["loss"] * 0).backward()
     parallel.settle(net)
+
+
+def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:
+    """Tensors of which this process has all, by name, with the number of their changes so far."""
+    return {
+        name: (tensor, tensor._version)
+        for name, tensor in tensors
+        if not is_sharded(tensor) and tensor.layout == torch.strided
+    }
+
+
+def _changed(before: Mapping[str, tuple[Tensor, int]], now: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those that were changed since, or replaced."""
+    return [
+        name
+        for name, tensor in now
+        if name in before and (tensor is not before[name][0] or tensor._version != before[name][1])
+    ]
 
 
 def check_single_samples(

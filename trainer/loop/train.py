@@ -177,6 +177,8 @@ def train_step(
         learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.whole_norm
     )
     learner.batch_norm.undo_unless(outcome.applied)
+    if outcome.applied is not False:
+        learner.after_step(phase)
     learner.ema.update(outcome.applied, phase, learner.params[phase])
     return StepResult(sums, *outcome)
 

@@ -179,6 +179,10 @@ class Parallel:
         """
         return self.is_main
 
+    def from_main(self, value: Tensor) -> Tensor:
+        """The main process's value on this process's device, contiguous. Of the others' only shape and type count."""
+        return value
+
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers of the main one, before evaluating and saving."""
 

@@ -310,8 +310,7 @@ class Distributed(Parallel):
             if whole is not buffer:
                 buffer.copy_(whole)
 
-    def _from_main(self, value: Tensor) -> Tensor:
-        """The main process's value on this process's device, contiguous. Of the others' only shape and type count."""
+    def from_main(self, value: Tensor) -> Tensor:
         self.activity.enter(EXCHANGE)
         whole = value.to(self.device).contiguous() if self.is_main else empty_like(value, self.device)
         _broadcast(whole)
@@ -331,7 +330,7 @@ class Distributed(Parallel):
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
         own = model.state_dict()
         for name, value in weights.items():
-            own[name].copy_(self._own_part(self._from_main(value), own[name]))
+            own[name].copy_(self._own_part(self.from_main(value), own[name]))
         model.load_state_dict(own)  # its own, for the hooks that derive more from what was loaded
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
@@ -340,7 +339,7 @@ class Distributed(Parallel):
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # Numbers of steps have no dimension, and every process was given them.
-        return mapped(state, lambda value: self._from_main(value) if value.dim() else value)
+        return mapped(state, lambda value: self.from_main(value) if value.dim() else value)
 
     def close(self) -> None:
         self._watchdog.close()

@@ -121,7 +121,7 @@ class Sharded(Distributed):
                 if isinstance(parameter, DTensor):
                     continue
                 if parameter not in sent:
-                    sent[parameter] = nn.Parameter(self._from_main(parameter.detach()), parameter.requires_grad)
+                    sent[parameter] = nn.Parameter(self.from_main(parameter.detach()), parameter.requires_grad)
                 setattr(module, name, sent[parameter])
 
     def _send_buffers(self, objective: nn.Module) -> None:
@@ -129,7 +129,7 @@ class Sharded(Distributed):
         for module in objective.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if buffer not in sent:
-                    sent[buffer] = self._from_main(buffer)
+                    sent[buffer] = self.from_main(buffer)
                 setattr(module, name, sent[buffer])
 
     def wrap(self, net: nn.Module) -> nn.Module:
@@ -221,7 +221,7 @@ class Sharded(Distributed):
     def _own_moment(self, value: Tensor, parameter: Tensor) -> Tensor:
         if value.dim() == 0:  # a number of steps, which every process was given
             return value
-        whole = self._from_main(value)
+        whole = self.from_main(value)
         if value.shape == parameter.shape and isinstance(parameter, DTensor):
             return _part_like(whole, parameter)
         return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)

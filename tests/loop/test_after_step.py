@@ -1,0 +1,84 @@
+"""What a step changes besides what it trains: the same wherever it is saved and stopped, on any number of processes."""
+
+import json
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, load
+from tests.helpers.remembering_task import Pair, loss_of
+from tests.helpers.shaped_task import Points
+from trainer.loading.order import EpochOrder
+
+FILE = ROOT / "tests" / "helpers" / "remembering_task.py"
+RUN = ["--dtype", "float64", "--num-threads", 1, "--device", "cpu", "--epochs", 2, "--weight-decay", 0, "--save-dir"]
+TWO = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2]
+
+
+def test_a_teacher_is_that_of_a_bare_loop(run_here, command, tmp_path):
+    argv = ["--task", f"{FILE}:MeanTeacher", "--global-batch-size", 8]
+    run_here(*argv, "--batch-size", 3, *RUN, tmp_path / "one")
+    command(*TWO, *argv, "--batch-size", 3, *RUN, tmp_path / "two")
+    torch.manual_seed(0)
+    pair = Pair().double()
+    optimizer = torch.optim.AdamW(pair.student.parameters(), lr=0.05, weight_decay=0)
+    x = torch.from_numpy(Points(21, 1).x)
+    labels = (x.sum(1) > 0).long()
+    for epoch in range(2):
+        for chosen in torch.from_numpy(EpochOrder(0, epoch, 0, 21).take(0, 21)).split(8):
+            optimizer.zero_grad()
+            (loss_of(pair, x[chosen].double(), labels[chosen]) / len(chosen)).backward()
+            optimizer.step()
+            pair.follow()
+    for name in ("one", "two"):
+        assert largest_difference(load(tmp_path / name / "final.pth"), {"model": pair.state_dict()}) < 1e-12
+
+
+@pytest.mark.parametrize("task", ["Remembering", "MeanTeacher"])
+def test_one_process_goes_on_to_the_bit_from_any_step(task, run_here, tmp_path):
+    argv = ["--task", f"{FILE}:{task}", "--save-every-steps", 1, "--keep-checkpoints", 0, *RUN]
+    run_here(*argv, tmp_path / "whole")
+    assert_goes_on(lambda directory: run_here(*argv, directory), tmp_path, (1, 3, 5))
+
+
+def test_two_processes_go_on_to_the_bit_and_learn_the_same_without_saves(command, tmp_path):
+    argv = [*TWO, "--task", f"{FILE}:Remembering", "--keep-checkpoints", 0, *RUN]
+    command(*argv, tmp_path / "whole", "--save-every-steps", 1)
+    assert_goes_on(lambda directory: command(*argv, directory, "--save-every-steps", 1), tmp_path, (2,))
+    command(*argv, tmp_path / "unsaved")
+    whole, unsaved = (load(tmp_path / name / "final.pth")["model"] for name in ("whole", "unsaved"))
+    assert_same_bits(whole, unsaved)
+    assert float(whole["mean"].abs().sum()) > 0 and int(whole["num_batches"]) == 4
+
+
+def assert_goes_on(train, folder, steps):
+    entries = json.loads((folder / "whole" / "manifest.json").read_text())["checkpoints"]
+    for i in steps:
+        cut_back(folder / "whole", entries[:i], folder / str(i))
+        train(folder / str(i))
+        assert_same_bits(load(folder / "whole" / "final.pth"), load(folder / str(i) / "final.pth"))
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_buffers(run_here, tmp_path):
+    """Else a NaN would stay in a running mean for ever."""
+    (tmp_path / "poisoned.py").write_text(
+        "from tests.helpers.remembering_task import *\n"
+        "class Poisoned(Remembering):\n"
+        "    def collate(self, samples, keys):\n"
+        "        batch = super().collate(samples, keys)\n"
+        "        batch['x'] = torch.where((batch['index'] == 3)[:, None], torch.nan, batch['x'])\n"
+        "        return batch\n"
+        "    def splits(self):\n"
+        "        from tests.helpers.shaped_task import Points\n"
+        "        return {'train': Points(21, 1), 'test': Points(3, 3)}\n"
+    )
+    argv = ["--task", f"{tmp_path / 'poisoned.py'}:Poisoned", "--on-nonfinite", "skip", "--batch-size", 4]
+    run_here(*argv, *RUN, tmp_path / "run")
+    state = load(tmp_path / "run" / "final.pth")
+    assert state["skipped_steps"] == 2
+    assert bool(state["model"]["mean"].isfinite().all())
+
+
+def test_a_parameter_that_changes_in_the_forward_is_refused(refused, tmp_path):
+    part = "Eager.forward(batch, 'train') in train mode changes model.teacher.0.weight, a parameter, which each process"
+    refused([part], "--task", f"{FILE}:TooEager", *RUN, tmp_path / "run")
