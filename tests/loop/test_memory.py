@@ -21,7 +21,7 @@ from trainer.loading.order import SampleKeys
 from trainer.loop.memory import recut, rehearse
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchFlags
-from trainer.loop.windows import evaluation_batches
+from trainer.loop.windows import WeightedBatch, evaluation_batches
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
@@ -156,7 +156,7 @@ def test_an_evaluation_is_split_alike_whoever_had_too_little_memory_before(tmp_p
         run.parallel.gather = lambda value: sizes
         found.append(list(evaluation_batches(run, "val")))
     assert len(found[0]) == len(found[1])
-    counted = [i for own in found for batch, weight in own if weight > 0 for i in batch["index"].tolist()]
+    counted = [i for own in found for batch, _, counts in own if counts for i in batch["index"].tolist()]
     assert sorted(counted) == list(range(17))
 
 
@@ -169,12 +169,13 @@ def test_a_rank_with_too_little_memory_for_an_evaluation_goes_on_in_step(small, 
 
 def test_recut_keeps_every_sample_once_and_its_weight():
     batch = {"x": torch.arange(7), "weight": torch.tensor([1.0, 2, 0, 0, 5, 6, 7])}
-    placeholder = ({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0)
-    window = [(batch, 21.0), placeholder]
+    placeholder = WeightedBatch({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0, counts=False)
+    window = [WeightedBatch(batch, 21.0, counts=True), placeholder]
     assert all(kept is whole for kept, whole in zip(recut(window, 7), window, strict=True))
     parts = recut(window, 2)
-    assert [part["x"].tolist() for part, _ in parts] == [[0, 1], [2, 3], [4, 5], [6], [9]]
-    assert [weight for _, weight in parts] == [3.0, 0.0, 11.0, 7.0, 0.0]
+    assert [each.batch["x"].tolist() for each in parts] == [[0, 1], [2, 3], [4, 5], [6], [9]]
+    assert [each.weight for each in parts] == [3.0, 0.0, 11.0, 7.0, 0.0]
+    assert [each.counts for each in parts] == [True, True, True, True, False]
 
 
 # --- DataParallel, by its double ---------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ def one_step(parts, samples, accumulation, optimizer):
     world_size = parts.parallel.world_size
     micro_batch_size = -(-len(samples) // (world_size * accumulation))
     keys = split_global_batch(samples, (parts.parallel.rank, world_size), micro_batch_size, epoch=1)
-    window = [weighted(batch) for batch in parts.loader(keys)]
-    (total,) = parts.parallel.start_sum([sum(weight for _, weight in window)])()
+    window = [weighted(batch, not its.placeholder) for batch, its in zip(parts.loader(keys), keys, strict=True)]
+    (total,) = parts.parallel.start_sum([sum(each.weight for each in window)])()
     parts.learner.optimizers[parts.phase] = [optimizer]
     train_step(parts.learner, parts.parallel, parts.phase, window, total, DROPOUT_KEY)
 
@@ -225,6 +225,6 @@ def test_sums_and_weights_are_additive(cache_dir):
 def test_a_batch_that_does_not_count_is_replaced_not_multiplied():
     """Zero times infinity is NaN, on all ranks."""
     loss = torch.tensor(float("inf"), requires_grad=True)
-    sums = counted({"loss": loss * 2, "hits": torch.tensor(3)}, weight=0.0)
+    sums = counted({"loss": loss * 2, "hits": torch.tensor(3)}, counts=False)
     sums["loss"].backward()
     assert (sums["loss"].item(), sums["hits"].item(), loss.grad.item()) == (0.0, 0, 0.0)

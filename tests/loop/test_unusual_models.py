@@ -142,3 +142,79 @@ def test_sums_have_their_names_in_any_order(command, tmp_path):
     metrics = json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
     for head in ("age", "sex", "height", "weight_kg", "income"):
         assert metrics[f"test/{head}"] == len(head)
+
+
+SEMI = """
+import numpy as np
+from tests.helpers.shaped_task import *
+
+class LabelledPoints(Points):
+    def __getitems__(self, keys):
+        labelled = (keys.index % 4 == 0).astype(np.float32)  # most micro-batches of one have none
+        return super().__getitems__(keys) | {"labelled": labelled, "weight": WEIGHT(labelled)}
+
+class SemiObjective(ShapedObjective):
+    def forward(self, batch, phase="train"):
+        logits = self.model(batch["x"])
+        losses = F.cross_entropy(logits, batch["y"], reduction="none") * batch["labelled"] + logits.square().sum(1)
+        return {"loss": losses.sum(), "seen": losses.new_tensor(len(losses))}
+
+class Semi(Shaped):
+    def splits(self):
+        return {"train": LabelledPoints(21, 1), "val": LabelledPoints(8, 2), "test": LabelledPoints(8, 3)}
+
+    def build_objective(self):
+        return SemiObjective(self.build())
+
+    def summarise(self, sums):
+        return {"loss": float(sums["loss"] / sums["weight"]), "seen": float(sums["seen"])}
+"""
+
+
+def test_samples_without_a_weight_have_their_loss_in_any_split(run_here, command, tmp_path):
+    (tmp_path / "semi.py").write_text(SEMI.replace("WEIGHT(labelled)", "labelled"))
+    argv = ["--task", f"{tmp_path / 'semi.py'}:Semi", "--dtype", "float64", *RUN[2:-1], "--epochs", 2]
+    argv += ["--global-batch-size", 8, "--save-dir"]
+    for batch_size in (8, 1):
+        run_here(*argv, tmp_path / str(batch_size), "--batch-size", batch_size, "--eval-batch-size", batch_size)
+    two = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--batch-size", 1, "--eval-batch-size", 1]
+    command(*two, *argv, tmp_path / "two", PYTHONPATH=".")
+    whole, *others = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("8", "1", "two"))
+    assert whole["metrics"]["test/seen"] == 8
+    for other in others:
+        assert other["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
+
+
+@pytest.mark.parametrize("weight", ["labelled / 0", "-labelled"])
+def test_weights_that_are_no_numbers_of_loss_terms_are_refused(weight, refused, tmp_path):
+    file = tmp_path / f"semi_{len(weight)}.py"
+    file.write_text(SEMI.replace("WEIGHT(labelled)", weight))
+    refused(["Task.collate: batch['weight'] adds up to "], "--task", f"{file}:Semi", *RUN[2:], tmp_path / "run")
+
+
+EVALUATED = """
+from tests.helpers.shaped_task import *
+
+class EvaluatedObjective(ShapedObjective):
+    def forward(self, batch, phase="train"):
+        sums = super().forward(batch, phase)
+        return sums if self.training else OUTPUTS
+
+class Evaluated(Shaped):
+    def build_objective(self):
+        return EvaluatedObjective(self.build())
+"""
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ("None", "must return a dict of tensors, sums all of them, not a NoneType"),
+        ('sums | {"n": len(batch["x"])}', "returns a int for 'n': must be a tensor, a sum"),
+    ],
+)
+def test_outputs_of_an_evaluation_that_are_no_tensors_are_refused(outputs, message, refused, tmp_path):
+    file = tmp_path / f"evaluated_{len(outputs)}.py"
+    file.write_text(EVALUATED.replace("OUTPUTS", outputs))
+    part = f"EvaluatedObjective.forward in eval mode: {message}"
+    refused([part], "--task", f"{file}:Evaluated", *RUN[2:], tmp_path / "run")

@@ -343,9 +343,9 @@ def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str,
 
 
 def example_batch(task: Task, phase: int, size: int) -> Batch:
-    """A checked batch of a phase, of so many samples if there are, to try it with."""
+    """A checked batch of a phase, of so many samples if there are, that does not count."""
     dataset = task.training_data(task.phases[phase])
-    keys = SampleKeys(np.arange(min(size, len(dataset))), epoch=0, phase=phase)
+    keys = SampleKeys(np.arange(min(size, len(dataset))), epoch=0, phase=phase, placeholder=True)
     batch = task.collate(dataset.__getitems__(keys), keys)
     check_batch(task, batch, len(keys.index))
-    return batch
+    return batch | {"weight": torch.zeros_like(batch["weight"])}

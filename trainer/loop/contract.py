@@ -19,7 +19,7 @@ from trainer.loop.plan import BatchSplit
 from trainer.parallel.base import Parallel
 from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.parts import is_sharded
-from trainer.task import Task, validation_sets
+from trainer.task import PerSample, Task, validation_sets
 
 
 def check_task(task: Task) -> None:
@@ -137,9 +137,9 @@ def check_tensors(model: nn.Module, where: str) -> None:
 def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
     """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
 
-    example: a batch. DistributedDataParallel regroups its buckets after its first backward, which changes the order of
-    summation: without this one the first step of a resumed run would differ from the same step unbroken. All processes
-    call it.
+    example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
+    which changes the order of summation: without this one the first step of a resumed run would differ from the same
+    step unbroken. All processes call it.
     """
     net, objective = learner.enter(phase), learner.objective
     name = f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
@@ -241,6 +241,16 @@ def _problem_of_sums(sums: object) -> str | None:
     if "weight" in sums:
         return "returns 'weight', which is the trainer's own name for the number of loss terms"
     return None
+
+
+def check_outputs(objective: nn.Module, outputs: object) -> None:
+    """Raises BadInput for what an objective returns in eval mode that is neither a sum nor an output per sample."""
+    name = f"{type(objective).__name__}.forward in eval mode"
+    if not isinstance(outputs, dict):
+        raise BadInput(f"{name}: must return a dict of tensors, sums all of them, not a {type(outputs).__name__}")
+    for key, value in outputs.items():
+        if not isinstance(value, Tensor | PerSample):
+            raise BadInput(f"{name}: returns a {type(value).__name__} for {key!r}: must be a tensor, a sum")
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:

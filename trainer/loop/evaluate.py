@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from trainer.loading.batches import Batch
+from trainer.loop.contract import check_outputs
 from trainer.loop.memory import evaluate_within_memory
 from trainer.loop.per_sample import PerSampleOutputs
 from trainer.loop.run import Run
@@ -47,9 +48,10 @@ def evaluate(run: Run, split: str) -> Sums:
         start_evaluation(run)
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.activity.enter("evaluation")
-            for (part, weight), outputs in evaluate_within_memory(run, batch, forward):
+            for (part, weight, counts), outputs in evaluate_within_memory(run, batch, forward):
+                check_outputs(learner.objective, outputs)
                 sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-                totals.add(counted(sums, weight), weight)
+                totals.add(counted(sums, counts), weight)
                 per_sample.add(part["index"], outputs)
     net.train()
     sums = totals.reduced(run.parallel)

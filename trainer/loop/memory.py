@@ -72,12 +72,14 @@ def recut(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch
 
 
 def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
-    batch, _ = weighted_batch
+    batch, _, counts = weighted_batch
     num_samples = len(batch["weight"])
     if num_samples <= size:
         return [weighted_batch]
     starts = range(0, num_samples, size)
-    return [weighted({name: tensor[start : start + size] for name, tensor in batch.items()}) for start in starts]
+    return [
+        weighted({name: tensor[start : start + size] for name, tensor in batch.items()}, counts) for start in starts
+    ]
 
 
 def _forget_attempt(run: Run) -> None:

@@ -78,11 +78,11 @@ def share_of(reduced: Mapping[str, Tensor], parallel: Parallel) -> Totals:
     return Totals({name: (value * share).to(parallel.device) for name, value in reduced.items()})
 
 
-def counted(sums: Sums, weight: float) -> Sums:
-    """The sums of a micro-batch, or zeros for one of weight 0: a process's placeholder where it has no samples.
+def counted(sums: Sums, counts: bool) -> Sums:
+    """The sums of a micro-batch, or zeros for a process's placeholder where it has no samples.
 
     They are replaced, not multiplied: zero times infinity is NaN, on all ranks.
     """
-    if weight > 0:
+    if counts:
         return sums
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}

@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, tee
 from typing import NamedTuple, TypeVar
 
+from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
 from trainer.loop.lockstep import Lockstep
@@ -23,10 +24,15 @@ class TimeIsUp(StopRequested):
 
 
 class WeightedBatch(NamedTuple):
-    """A batch, still in host memory, with the number of its loss terms."""
+    """A batch, still in host memory, with the number of its loss terms.
+
+    counts: whether it is more than the placeholder of a process that has no samples. One that counts may weigh nothing,
+    as where no sample has a label, and have a loss nonetheless.
+    """
 
     batch: Batch
     weight: float
+    counts: bool
 
 
 class Window(NamedTuple):
@@ -38,8 +44,8 @@ class Window(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Of this process's part, without placeholders and without micro-batches that weigh nothing."""
-        return sum(len(batch["weight"]) for batch, weight in self.micro_batches if weight > 0)
+        """Of this process's part, without placeholders."""
+        return sum(len(batch["weight"]) for batch, _, counts in self.micro_batches if counts)
 
 
 class Agreed(NamedTuple):
@@ -58,9 +64,12 @@ class Agreed(NamedTuple):
 T = TypeVar("T", Window, WeightedBatch)
 
 
-def weighted(batch: Batch) -> WeightedBatch:
-    """The batch with the number of its loss terms."""
-    return WeightedBatch(batch, math.fsum(batch["weight"].tolist()))
+def weighted(batch: Batch, counts: bool) -> WeightedBatch:
+    """The batch with the number of its loss terms. Raises BadInput where that is none."""
+    weight = math.fsum(batch["weight"].tolist())
+    if not 0 <= weight < math.inf:
+        raise BadInput(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
+    return WeightedBatch(batch, weight, counts)
 
 
 def training_windows(run: Run) -> Iterator[Window]:
@@ -68,14 +77,21 @@ def training_windows(run: Run) -> Iterator[Window]:
     position, world_size = run.progress.position, run.parallel.world_size
     sizes = [split.micro_batch_size for split in run.batches]
     steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
-    batches = run.loaders["train"](keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
+    all_keys = (keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
+    batches = _loaded(run, "train", all_keys)
     for step in steps:
         run.parallel.activity.enter("data loading")
         started = time.perf_counter()
         num_batches = num_micro_batches(step.end - step.start, world_size, sizes[step.phase])
-        micro_batches = [weighted(next(batches)) for _ in range(num_batches)]
+        micro_batches = [next(batches) for _ in range(num_batches)]
         run.log.data_wait_seconds += time.perf_counter() - started
-        yield Window(step, micro_batches, sum(weight for _, weight in micro_batches))
+        yield Window(step, micro_batches, sum(each.weight for each in micro_batches))
+
+
+def _loaded(run: Run, split: str, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
+    own, ahead = tee(keys)
+    for batch, its in zip(run.loaders[split](ahead), own, strict=True):
+        yield weighted(batch, counts=not its.placeholder)
 
 
 def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
@@ -91,13 +107,13 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
     # A process that has run out of memory in an evaluation knows of it alone, and all must split the samples alike.
     size = min(run.parallel.gather(run.eval_micro_batch_size))
     shard = run.parallel.rank, run.parallel.world_size
-    batches = iter(run.loaders[split](evaluation_keys(num_samples, shard, size)))
+    batches = _loaded(run, split, evaluation_keys(num_samples, shard, size))
     while True:
         run.parallel.activity.enter("data loading of the evaluation")
         batch = next(batches, None)
         if batch is None:
             return
-        yield weighted(batch)
+        yield batch
 
 
 def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Iterator[tuple[T, Agreed]]:
