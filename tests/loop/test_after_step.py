@@ -82,3 +82,28 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers(run_here, tmp_path):
 def test_a_parameter_that_changes_in_the_forward_is_refused(refused, tmp_path):
     part = "Eager.forward(batch, 'train') in train mode changes model.teacher.0.weight, a parameter, which each process"
     refused([part], "--task", f"{FILE}:TooEager", *RUN, tmp_path / "run")
+
+
+def test_every_generator_goes_on_to_the_bit(run_here, tmp_path):
+    """In a forward, and where the data are divided by one that the task does not seed."""
+    (tmp_path / "drawing.py").write_text(
+        "import random\n"
+        "import numpy as np\n"
+        "from tests.helpers.shaped_task import *\n"
+        "class DrawingObjective(ShapedObjective):\n"
+        "    def forward(self, batch, phase='train'):\n"
+        "        if self.training:\n"
+        "            shift = random.random() + np.random.rand()\n"
+        "            batch = batch | {'x': F.dropout(batch['x']) + shift}\n"
+        "        return super().forward(batch, phase)\n"
+        "class Drawing(Shaped):\n"
+        "    def splits(self):\n"
+        "        data = Points(21, 1)\n"
+        "        data.x = data.x[np.random.permutation(21)[:15]] + random.random()\n"
+        "        return {'train': data, 'val': Points(8, 2), 'test': Points(8, 3)}\n"
+        "    def build_objective(self):\n"
+        "        return DrawingObjective(self.build())\n"
+    )
+    argv = ["--task", f"{tmp_path / 'drawing.py'}:Drawing", "--save-every-steps", 1, "--keep-checkpoints", 0, *RUN]
+    run_here(*argv, tmp_path / "whole")
+    assert_goes_on(lambda directory: run_here(*argv, directory), tmp_path, (1, 3))

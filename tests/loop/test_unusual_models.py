@@ -218,3 +218,19 @@ def test_outputs_of_an_evaluation_that_are_no_tensors_are_refused(outputs, messa
     file.write_text(EVALUATED.replace("OUTPUTS", outputs))
     part = f"EvaluatedObjective.forward in eval mode: {message}"
     refused([part], "--task", f"{file}:Evaluated", *RUN[2:], tmp_path / "run")
+
+
+def test_an_operator_without_a_deterministic_algorithm_is_warned_of_or_refused(run_here, tmp_path, monkeypatch):
+    class Unpooling(Shaped):
+        def build(self):
+            def added(model, x):
+                largest, places = F.max_pool1d(x[:, None], 2, return_indices=True)
+                return F.max_unpool1d(largest, places, 2)[:, 0, :2]
+
+            return Plus(added)
+
+    monkeypatch.setitem(TASKS, "shaped", lambda: Unpooling)
+    with pytest.warns(UserWarning, match="max_unpooling2d_forward_out does not have a deterministic implementation"):
+        run_here(*RUN, tmp_path / "run", "--epochs", 1)
+    _, err = run_here(*RUN, tmp_path / "refused", "--epochs", 1, "--deterministic", status=1)
+    assert "does not have a deterministic implementation" in err

@@ -1,6 +1,7 @@
 """Builds a run from a command line, at the position where it goes on."""
 
 import os
+import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -92,7 +93,7 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
     is_deterministic = flags.precision.deterministic or not is_gpu
     if is_deterministic:
         # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
-        torch.set_deterministic_debug_mode("error")
+        torch.set_deterministic_debug_mode("error" if flags.precision.deterministic else "warn")
         # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if is_gpu:
@@ -109,6 +110,10 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
 def build_task(flags: Flags) -> Task:
     """The task with its data loaded. Raises BadInput."""
     assert flags.task_type is not None
+    # A task that divides its data by a generator that it does not seed shall do so alike on all processes and again.
+    random.seed(flags.run.seed)
+    np.random.seed(flags.run.seed % 2**32)
+    torch.manual_seed(flags.run.seed)
     with refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
         task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
         check_task(task)

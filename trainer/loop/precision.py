@@ -33,7 +33,9 @@ class PrecisionFlags(FlagGroup):
     no_amp: bool = flag(False, "the same as --amp off")
     dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
     deterministic: bool = flag(
-        False, "only deterministic algorithms on GPUs too (slower there; on the CPU it is always so, at no cost)"
+        False,
+        "only deterministic algorithms, on GPUs too, where they are slower; on the CPU they are taken anyway, and "
+        "an operator that has none is warned of; with this flag it is refused",
     )
 
     def problems(self) -> list[str]:

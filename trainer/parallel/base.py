@@ -1,11 +1,13 @@
 """How a run is spread over devices: the interface that everything outside sees, and its form for one device."""
 
+import random
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -194,13 +196,16 @@ class Parallel:
         """Raises BadInput for one that cannot train what this process has of the parameters."""
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
-        """Makes what follows on the devices' generators a function of the key, of this process and of the device.
+        """Makes what follows on all generators a function of the key, of this process and of the device.
 
+        Those of Python and numpy too, by which some models leave out layers or mask their inputs.
         key: five numbers. same_everywhere: a function of the key alone.
         """
         packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.rank)
         seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
         torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         for replica, device in enumerate(self.devices):
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
