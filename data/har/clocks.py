@@ -1,6 +1,7 @@
-"""Clocks of recordings: columns of numbers that tell when each row was measured, in units that nobody names."""
+"""Clocks of recordings: when each row was measured, by dates, or by numbers in units that nobody names."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import numpy as np
 
@@ -24,12 +25,20 @@ def is_clock(name: str) -> bool:
 
 
 def clocks_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """(lines, columns) float64, NaN for what is no number."""
+    """(lines, columns) float64: numbers, or dates in the forms of ISO 8601 as seconds; NaN for what is neither."""
     texts = [[fields[column] for column in columns] for _, fields in lines]
     if decimal_comma:
         texts = [[text.replace(",", ".") for text in row] for row in texts]
-    values = [[float(text) if is_number(text) else np.nan for text in row] for row in texts]
+    values = [[float(text) if is_number(text) else _seconds(text) for text in row] for row in texts]
     return np.array(values).reshape(len(lines), len(columns))
+
+
+def _seconds(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        return np.nan
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def num_disorders(clocks: np.ndarray) -> int:
@@ -48,9 +57,12 @@ def step_and_gaps(clocks: np.ndarray) -> tuple[float | None, np.ndarray]:
         rising = steps[steps > 0]
         if len(rising):
             is_gap = steps > GAP * np.median(rising)
-            # A clock that is coarser than the rows stands still in between.
-            step = float(steps[(steps >= 0) & ~is_gap].mean())
-            found.append((len(rising), step, np.flatnonzero(is_gap) + 1))
+            # A clock that is coarser than the rows stands still in between: it is read from its first rise to its last.
+            rises = np.flatnonzero((steps > 0) & ~is_gap)
+            counts = (steps >= 0) & ~is_gap
+            if len(rises) > 1:
+                counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
+            found.append((len(rising), float(steps[counts].mean()), np.flatnonzero(is_gap) + 1))
     _, step_of_finest, gaps = max(found, key=lambda one: (one[0], -len(one[2])))
     return step_of_finest, gaps
 

@@ -19,7 +19,7 @@ from data.har.windows import HarRecordings, triplets_first
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 _SUFFIXES = (".csv", ".tsv")
 _SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 _LABELS = ("label", "activity", "class")
@@ -253,6 +253,9 @@ def _columns(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str], l
     """The columns that are signals, those that are left out, and those of subject and label."""
     with _opened(file) as table:
         own = [table.header[column] for column in _subject_and_label(table, wanted, file)]
+    if unknown := [name for name in wanted.channels or () if name not in table.header]:
+        known = ", ".join(table.header)
+        raise BadInput(f"--channels {' '.join(unknown)}: {file.where} has no such columns; there are: {known}")
     if wanted.channels:
         return list(wanted.channels), [], own
     others = [name for name in table.header if name not in own]

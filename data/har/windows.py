@@ -187,7 +187,8 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     if len(candidates) == 1:
         raise BadInput(
             f"--data-dir: beside the test one subject is left, {recordings.name_of(candidates[0])}, and nobody for "
-            "the validation; give recordings of three people at least, or add --refit, which does without"
+            "the validation; hold out fewer by --test-subjects, give recordings of three people at least, or add "
+            "--refit, which does without"
         )
     if not 0 < num_val_subjects < len(candidates):
         raise BadInput(

@@ -205,4 +205,9 @@ def _remark(first: Sequence[str], found: dict[str, int | None], has_names: bool)
 
     read = ", ".join(f"{role} from {called(column)}" for role, column in found.items() if column is not None)
     left_out = [called(column) for column in range(len(first)) if column not in found.values()]
-    return f"Interactions: {read}" + (f"; not read: {', '.join(left_out)}." if left_out else ".")
+    remark = f"Interactions: {read}" + (f"; not read: {', '.join(left_out)}." if left_out else ".")
+    if has_names and not any(plain_name(name) in NAMES[role] for name in first for role in ROLES):
+        remark += (
+            " The first line is taken for names of columns; if it is an interaction, put a line of names above it."
+        )
+    return remark

@@ -130,10 +130,14 @@ class _Parser:
             elif layout.time is not None and parse_times([fields[layout.time]]) is None:
                 reason = f"{_shorten(fields[layout.time])!r} is not {EXPECTED}"
                 advice = "; mend it, or name another column by --time-column"
+            elif layout.time is not None and is_number(fields[layout.time]) == self._has_dates:
+                kind = "is a number, where those above are dates" if self._has_dates else "is a date, below numbers"
+                reason = f"the time {_shorten(fields[layout.time])!r} {kind}"
+                advice = "; mend it, or name another column by --time-column"
             if reason is not None:
                 shown = _shorten(" ".join(fields))
                 return BadInput(f"{self._where}, line {number}: {shown!r}: {reason}{advice}")
-        return BadInput(f"{self._where}: its times are numbers in some lines and dates in others; mend it")
+        raise AssertionError("none of the lines is wrong by itself")
 
 
 class _Codes(dict[str, int]):

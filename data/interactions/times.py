@@ -34,14 +34,26 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
     """Seconds since 1970, of numbers that are no such seconds for certain, and what they were; else the same, and "".
 
     times: of a whole file. Milli-, micro- or nanoseconds of the years from 1973 to 2099, or days of these years such as
-    20240531.
+    20240531, or moments such as 20240531183000.
     """
     for unit, per_second in _UNITS.items():
         low, high = (per_second * limit for limit in _CALENDAR_S)
         if ((times >= low) & (times < high)).all():
             return _whole_if_all_are(times / per_second), unit
-    seconds = _seconds_of_days(times)
-    return (times, "") if seconds is None else (seconds, "days such as 20240531")
+    if (seconds := _seconds_of_days(times)) is not None:
+        return seconds, "days such as 20240531"
+    if (seconds := _seconds_of_moments(times)) is not None:
+        return seconds, "moments such as 20240531183000"
+    return times, ""
+
+
+def _seconds_of_moments(numbers: np.ndarray) -> np.ndarray | None:
+    """None when one of them is no day with hours, minutes and seconds behind it."""
+    days = _seconds_of_days(numbers // 1_000_000)
+    hours, minutes, seconds = numbers // 10_000 % 100, numbers // 100 % 100, numbers % 100
+    if days is None or not ((hours < 24) & (minutes < 60) & (seconds < 60)).all():
+        return None
+    return days + 3600 * hours + 60 * minutes + seconds
 
 
 def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:

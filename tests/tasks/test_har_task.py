@@ -212,3 +212,9 @@ def test_the_default_settings_reach_97_percent(command, tmp_path):
     summary = json.loads((tmp_path / "runs" / "summary.json").read_text())
     assert summary["mean"]["test/accuracy"] >= 0.97
     assert summary["ensemble"]["test/accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize("other", [["--refit"], ["--val-subjects", 1]])
+def test_how_many_are_held_out_goes_with_nothing_that_says_who(other, refused, tmp_path):
+    part = f"{other[0]} and --num-val-subjects: exclude each other"
+    refused([part], *other, "--num-val-subjects", 2, "--save-dir", tmp_path / "run")

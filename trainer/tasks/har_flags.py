@@ -119,6 +119,9 @@ class HarFlags(FlagGroup):
             found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
         if self.refit and self.val_subjects is not None:
             found.append("--refit and --val-subjects: exclude each other; the first holds nobody out")
+        if self.num_val_subjects is not None and (self.refit or self.val_subjects is not None):
+            other = "--refit" if self.refit else "--val-subjects"
+            found.append(f"{other} and --num-val-subjects: exclude each other; the first says who is held out")
         return found
 
     @property

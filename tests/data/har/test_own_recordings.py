@@ -142,6 +142,28 @@ def test_no_window_reaches_over_a_gap_or_from_one_trial_to_the_next(load, tmp_pa
     assert loaded.clock_step == pytest.approx(20, abs=4)
 
 
+def test_a_clock_of_dates_is_one(load, tmp_path):
+    names = ["time", "acc", "subject", "activity"]
+    instants = [f"2024-05-{31 if i < 17 else 30} 18:30:{i // 50:02}.{i % 50 * 2:02}" for i in range(40)]
+    rows = [[instant, i, "p", "walk" if i < 29 else "sit"] for i, instant in enumerate(sorted(instants))]
+    loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
+    assert "Divided at 1 places" in " ".join(loaded.remarks)
+    assert loaded.clock_step == pytest.approx(0.02, rel=1e-3)
+
+
+def test_a_clock_of_whole_seconds_tells_the_rate(load, tmp_path):
+    """From its first rise to its last: what stands before and behind is no whole second."""
+    names = ["time", "acc", "subject", "activity"]
+    rows = [[100 + i // 50, i, "p", "walk" if i < 200 else "sit"] for i in range(400)]
+    assert load(write(tmp_path / "mine.csv", rows, names), channels=("acc",)).clock_step == 0.02
+
+
+def test_channels_that_are_not_there_are_named_with_the_flag(load, tmp_path):
+    path = write(tmp_path / "mine.csv", rows_of(BOUTS))
+    with pytest.raises(BadInput, match=r"^--channels nope: .*mine.csv has no such columns; there are: time, heart"):
+        load(path, channels=("acc_x", "nope"))
+
+
 def test_the_finest_clock_tells_gaps(load, tmp_path):
     """A day that begins amid a recording, and a clock of tenths of a second beside 50 rows a second."""
     names = ["date", "time", "acc", "subject", "activity"]

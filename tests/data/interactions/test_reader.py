@@ -116,7 +116,8 @@ def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
     """Also where the kinds meet at the border of two blocks, or within one."""
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     times = [*["20240301"] * 4, *others]
-    with pytest.raises(BadInput, match="its times are numbers in some lines and dates in others"):
+    line = 2 + times.index("2024-01-05")
+    with pytest.raises(BadInput, match=f"line {line}: .*: the time '2024-01-05' is a date, below numbers; mend it, or"):
         load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
 
 
@@ -161,6 +162,9 @@ def test_days_in_one_number_are_days(load) -> None:
     ]
     assert read[0].times.tolist() == read[1].times.tolist()
     assert read[1].remarks[1] == "Its times are days such as 20240531, and are read as seconds since 1970."
+    moments = load("user,item,time\n1,1,20231231235959\n1,2,20240101000000\n", "moments.csv")
+    assert moments.times.tolist() == [read[0].times[1] - 1, read[0].times[1]]
+    assert moments.remarks[1].startswith("Its times are moments such as 20240531183000, and are read as seconds")
     with_no_day = load("user,item,time\n1,1,20240531\n1,2,20240532\n", "numbers.csv")
     assert with_no_day.times.tolist() == [20240531, 20240532]
 
@@ -290,6 +294,8 @@ def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) 
     assert (
         doubted.remarks[0] == "Interactions: user from 'user', item from 'item', time from 'time'; not read: 'price'."
     )
+    words = load("u1,i1,viewed\nu1,i2,liked\nu2,i2,viewed\n", "words.csv", user="1", item="2", time="none").remarks[0]
+    assert "The first line is taken for names of columns; if it is an interaction, put a line of names above" in words
     assert "only 5 distinct times in 60 interactions" in doubted.remarks[1] and "--time-column" in doubted.remarks[1]
     assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 1
     parts_of_a_year = "".join(f"{i % 9},{i % 7},{i / 60}\n" for i in range(60))
@@ -323,7 +329,8 @@ HEAD = "user item time\n"
         ("user\titem\ttime\n \t2\t3\n", r"line 2: .*has no name"),
         ('user,item,time\n1,"2\n2",3\n', r"line 3: .*has no name, or one with a line break"),
         ('user,item,time\n1,"2,3\n', r"line 2: a quote is opened and never closed"),
-        (HEAD + "1 2 3\n1 2 2024-05-31\n", r"file.txt: its times are numbers in some lines and dates in others"),
+        (HEAD + "1 2 3\n1 2 2024-05-31\n", r"line 3: .*: the time '2024-05-31' is a date, below numbers"),
+        (HEAD + "1 2 2024-05-31\n1 2 3\n", r"line 3: .*: the time '3' is a number, where those above are dates"),
         (HEAD + 300 * "x", r"line 2: 'x{77}\.\.\.': 1 column instead of 3"),
         (b"1 2 3\n1 \xff\xfe 3\n", r"file.txt: is not text in UTF-8"),
     ],
