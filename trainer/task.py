@@ -373,6 +373,11 @@ class Task(ABC):
         Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). By default of
         the arrays and tensors of a dictionary, each sample with a weight of 1 unless "weight" is among them.
         """
+        if not isinstance(samples, Mapping):
+            raise BadInput(
+                f"Task.collate: `__getitems__` returned a {type(samples).__name__}, not a dictionary of arrays; return "
+                "one, or override collate"
+            )
         batch = {
             name: torch.from_numpy(values) if isinstance(values, np.ndarray) else values
             for name, values in samples.items()
@@ -419,8 +424,9 @@ class Task(ABC):
     def lr_factor(self, step: int, total: int) -> float | None:
         """The factor on `--lr` at an optimizer step, at least 0, warm-up included.
 
-        step: optimizer steps done before it, over all phases. total: of the whole run. A function of nothing else, or
-        a resumed run would learn something else.
+        step: optimizer steps done before it, over all phases. total: of the whole run, if all epochs have as many as
+        the first; what comes later has the factor of the last step of these. A function of nothing else, or a resumed
+        run would learn something else.
 
         None, as by default, if the flags shall say: `--schedule`, the warm-up and `--min-lr`.
         """

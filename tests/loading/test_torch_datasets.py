@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from trainer import BadInput, SampleKeys, from_dataset, random_bits
@@ -199,9 +199,15 @@ def test_data_sets_without_numbered_samples_are_refused():
         from_dataset({1, 2}, seed=0)
 
 
+def test_samples_that_are_no_dictionary_need_a_collate():
+    with pytest.raises(BadInput, match=r"Task.collate: `__getitems__` returned a tuple, not a dictionary of arrays"):
+        collate((torch.zeros(2), torch.zeros(2)), SampleKeys(np.arange(2), 0))
+
+
 def test_a_data_set_of_torch_alone_is_no_keyed_one():
     tensors = TensorDataset(torch.zeros(3))
-    for dataset in (tensors, Subset(tensors, [0, 1]), ConcatDataset([tensors, tensors]), [1, 2]):
+    stack = StackDataset(tensors)
+    for dataset in (tensors, Subset(tensors, [0, 1]), stack, ConcatDataset([tensors, tensors]), [1, 2]):
         with pytest.raises(BadInput, match=r"train: .* has no `__getitems__\(keys\)`; return trainer.from_dataset"):
             require_keyed(dataset, "train")
         require_keyed(from_dataset(dataset, seed=0, names=("x",)), "train")

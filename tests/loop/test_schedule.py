@@ -67,6 +67,11 @@ def test_a_task_s_factor_comes_before_the_schedule():
     assert rate.at(1, 3) == pytest.approx(0.4 * lr_factor(1, 0, 2, 0))
 
 
+def test_a_task_s_factor_ends_with_the_steps_that_it_was_told_of():
+    rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: 1 - step / total)
+    assert rate.at(2, 9) == rate.at(1.9, 6) == pytest.approx(0.4 / 7)
+
+
 @pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
 def test_a_factor_that_is_none_is_refused(factor):
     rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: factor)

@@ -234,3 +234,18 @@ def test_an_operator_without_a_deterministic_algorithm_is_warned_of_or_refused(r
         run_here(*RUN, tmp_path / "run", "--epochs", 1)
     _, err = run_here(*RUN, tmp_path / "refused", "--epochs", 1, "--deterministic", status=1)
     assert "does not have a deterministic implementation" in err
+
+
+def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_path):
+    (tmp_path / "gap.py").write_text(
+        "from tests.helpers.shaped_task import *\n"
+        "class GapObjective(ShapedObjective):\n"
+        "    def forward(self, batch, phase='train'):\n"
+        "        sums = super().forward(batch, phase)\n"
+        "        return {'loss': torch.zeros(())} if self.training and 7 in batch['index'] else sums\n"
+        "class Gap(Shaped):\n"
+        "    def build_objective(self):\n"
+        "        return GapObjective(self.build())\n"
+    )
+    part = "Objective.forward: the loss of this batch depends on no parameter, though that of others does"
+    refused([part], "--task", f"{tmp_path / 'gap.py'}:Gap", *RUN[2:], tmp_path / "run")

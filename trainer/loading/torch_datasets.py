@@ -7,12 +7,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Subset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from trainer.common.errors import BadInput
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys
+
+_TAKE_LISTS = ("torch", "datasets")
+"""Packages whose data sets have a `__getitems__` too, as torch's Subset, but one that takes a list of numbers."""
 
 
 class IndexedDataset(Protocol):
@@ -62,8 +65,8 @@ def require_keyed(dataset: Any, where: str) -> None:
     """Raises BadInput for a data set that cannot be asked for samples by their keys. where: what to call it."""
     if isinstance(dataset, IterableDataset):
         raise BadInput(_iterable(where))
-    # A Subset has `__getitems__`, but one that takes a list.
-    if not hasattr(dataset, "__getitems__") or isinstance(dataset, Subset):
+    method = getattr(type(dataset), "__getitems__", None)
+    if method is None or getattr(method, "__module__", "").partition(".")[0] in _TAKE_LISTS:
         raise BadInput(
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
             "trainer.from_dataset(dataset, seed=self.seed) instead"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
 from trainer.parallel.parts import own_parts
@@ -89,8 +90,13 @@ class Precision:
         """Adds the gradient of loss * factor. loss: a scalar.
 
         Where the loss is not finite, the gradient is NaN, although it might be finite: so the exchange of gradients
-        tells every process.
+        tells every process. Raises BadInput for a loss without a gradient.
         """
+        if not loss.requires_grad:
+            raise BadInput(
+                "Objective.forward: the loss of this batch depends on no parameter, though that of others does; where "
+                "there is nothing to learn from, return one that does, as logits.sum() * 0"
+            )
         dtype = torch.promote_types(loss.dtype, torch.float32)
         if loss.device.type == "cpu":
             coefficient = torch.full((), factor if math.isfinite(loss.item()) else math.nan, dtype=dtype)

@@ -58,6 +58,7 @@ class LearningRate:
 
         Raises BadInput for a factor that is none.
         """
+        step = min(step, self.num_steps - 1)  # epochs with more steps than the first one make the run longer
         factor = self.factor_of_step(step, self.num_steps) if self.factor_of_step is not None else None
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
