@@ -24,7 +24,7 @@ from trainer.commands.build import start_parallel
 from trainer.commands.flags import TRAINER_GROUPS, ExportFlags, Flags, PredictFlags, SeveralFlags
 from trainer.commands.in_process import process_restored
 from trainer.commands.parse import files_ask_for_several_devices
-from trainer.commands.state import STATE
+from trainer.commands.state import read_state
 from trainer.commands.trained import trained_model
 from trainer.common.errors import BadInput
 from trainer.common.json_numbers import with_nan
@@ -62,7 +62,7 @@ class SavedRun:
     @property
     def state(self) -> str | None:
         """What became of it, as in state.json: "finished", "preempted" by a stop, "paused"; None where none was."""
-        return read_json(self.path / STATE).get("state")
+        return read_state(self.path)
 
     @property
     def results(self) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def starts_processes(flags: Flags, environment: RankEnvironment | None) -> bool:
 def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) -> int:
     """Trains in processes of its own; returns the exit status.
 
-    run: `main`, or what calls it with the same arguments by position in each of them; picklable.
+    run: `run_process`, or what calls it with the same arguments by position in each of them; picklable.
     """
     assert flags.multi is not None
     world_size = num_processes(flags.multi, flags.devices.device)

@@ -16,7 +16,7 @@ class Device:
 
     def mark(self):
         number, self.num_made = self.num_made, self.num_made + 1
-        return type("Mark", (), {"query": lambda mark: number < self.num_passed})()
+        return lambda: number < self.num_passed
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ class RunDirectory:
         return self._lock is not None
 
     @property
-    def is_taken(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether another process has been seen to have taken it over: the next save says so and ends the run."""
         return self._lock is not None and self._lock.is_lost
 

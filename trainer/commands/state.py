@@ -33,7 +33,7 @@ def read_state(folder: Path) -> State | None:
 
 
 class RunState:
-    """Writes the state of the run in a directory that is held. run: None until a request to stop saves everything."""
+    """Writes the state of the run in a directory that is held."""
 
     def __init__(self, directory: RunDirectory, parallel: Parallel) -> None:
         self._directory = directory

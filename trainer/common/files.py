@@ -95,10 +95,16 @@ def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | 
 
 
 def flush_path(path: Path) -> None:
-    """Makes what was written to a file, or renamed in a folder, survive a loss of power."""
+    """Makes what was written to a file, or renamed in a folder, survive a loss of power.
+
+    Of folders as far as the file system can: some have nothing to flush there, and say that it makes no sense.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -19,6 +19,8 @@ def start_epoch(run: Run) -> None:
     run.parallel.activity.enter("the start of the epoch")
     with torch.no_grad(), run.parallel.whole(learner.objective), learner.precision.autocast(device.type):
         task.on_epoch_start(learner.objective, run.progress.position.epoch, run.log.progress)
+    if run.parallel.world_size == 1:
+        return
     digests = run.parallel.gather(_digest(learner.objective))
     if len(set(digests)) > 1:
         raise BadInput(

@@ -8,8 +8,8 @@ exchange that never ends. So a step leaves marks among the kernels, as events of
 import copy
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -19,22 +19,8 @@ DRAINS_WITHIN_S = 2.0
 """So long the device may take for what waits for no other process."""
 
 
-class Mark(Protocol):
-    """A moment in the work of the device: of `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether it has come."""
-        ...
-
-
-class Passed:
-    """Of a device that is never behind."""
-
-    def query(self) -> bool:
-        return True
-
-
-PASSED = Passed()
+Mark = Callable[[], bool]
+"""Whether a moment in the work of the device has come."""
 
 
 @dataclass(eq=False)
@@ -77,7 +63,7 @@ class LastStep:
     def applied(self, progress: Progress) -> None:
         """A step is done."""
         self._steps.append(AppliedStep(copy.copy(progress), self._mark()))
-        while len(self._steps) > 1 and self._steps[1].applied.query():
+        while len(self._steps) > 1 and self._steps[1].applied():
             self._steps.popleft()
 
     def find(self) -> tuple[AppliedStep, bool] | None:
@@ -86,7 +72,7 @@ class LastStep:
         None before training, and while an optimizer is at work.
         """
         self._drain()
-        done = [step for step in list(self._steps) if step.applied.query()]
+        done = [step for step in list(self._steps) if step.applied()]
         if not done or _has_come(done[-1].changes):
             return None
         return done[-1], _has_come(done[-1].forward)
@@ -101,11 +87,11 @@ class LastStep:
 
     def _mark(self) -> Mark:
         if self._device.type != "cuda":
-            return PASSED
+            return lambda: True  # a device that is never behind
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event.query
 
 
 def _has_come(mark: Mark | None) -> bool:
-    return mark is not None and mark.query()
+    return mark is not None and mark()

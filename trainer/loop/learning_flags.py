@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config import FlagGroup, flag, flag_name, shown
+from trainer.config import FlagGroup, flag, given_flags, shown
 from trainer.loop.schedule import Schedule
 
 OPTIMIZER_SETTINGS = {
@@ -69,12 +69,12 @@ class LearningFlags(FlagGroup):
     def _problems_of_settings(self) -> list[str]:
         found = []
         for field, owners in OPTIMIZER_SETTINGS.items():
-            value = getattr(self, field)
-            if value is None or value is False or self.optimizer in owners:
-                continue
-            given = flag_name(field) if value is True else f"{flag_name(field)} {shown(value)}"
             names = " or ".join(owners)
-            found.append(f"{given}: --optimizer {self.optimizer} has no such setting; leave it out, or take {names}")
+            if self.optimizer not in owners:
+                found += [
+                    f"{given}: --optimizer {self.optimizer} has no such setting; leave it out, or take {names}"
+                    for given in given_flags(self, [field])
+                ]
         if self.betas is not None and len(self.betas) != 2:
             found.append(f"--betas {shown(self.betas)}: must be two values")
         if self.optimizer == "sgd" and self.nesterov and not self.momentum:

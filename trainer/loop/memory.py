@@ -28,7 +28,7 @@ from trainer.parallel.errors import RestartNeeded
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""The phase in which smaller micro-batches do not help: what they take is free again by then."""
+"""The activity in which smaller micro-batches do not help: what they take is free again by then."""
 _SINGLE = "with a single sample per forward"
 
 
@@ -112,7 +112,7 @@ def _halve(run: Run, phase: int) -> None:
 
 def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:
     """The same global batches with half the samples per forward. Raises BadInput when a single one did not fit."""
-    _half(run, run.batches[phase].batch_size)
+    _refuse_single(run, run.batches[phase].batch_size)
     devices = run.parallel.num_devices, run.parallel.world_size
     batches = tuple(
         split_batch(-(-split.batch_size // 2), 1, split.global_batch_size, *devices) for split in run.batches
@@ -120,10 +120,10 @@ def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimi
     return batches, replace(run.memory_limit, batch_size=batches[0].batch_size)
 
 
-def _half(run: Run, size: int) -> int:
+def _refuse_single(run: Run, size: int) -> None:
+    """Raises BadInput for so many samples, of which there is no half."""
     if size == 1:
         raise _hopeless(run, _SINGLE)
-    return -(-size // 2)
 
 
 def _change(before: BatchSplit, after: BatchSplit) -> str:
@@ -166,7 +166,8 @@ def evaluate_within_memory(
                 raise
         free_memory()
         before = run.memory_limit.samples_per_eval_forward
-        smaller = _half(run, before)
+        _refuse_single(run, before)
+        smaller = -(-before // 2)
         limit = replace(run.memory_limit, eval_batch_size=smaller)
         if run.parallel.exchanges_in_forward:
             account = f"out of memory in {run.parallel.activity} with {before} samples per forward"

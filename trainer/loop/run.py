@@ -110,7 +110,7 @@ class Run:
 
         Or a save would end this run, since another process has taken its directory over.
         """
-        return self.directory.is_taken or 0 < self.settings.save_every_s <= self.progress.seconds_since_reading
+        return self.directory.is_lost or 0 < self.settings.save_every_s <= self.progress.seconds_since_reading
 
     @property
     def eval_micro_batch_size(self) -> int:

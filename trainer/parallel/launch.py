@@ -173,7 +173,7 @@ def num_processes(flags: MultiDeviceFlags, device: str) -> int:
 def launch(
     run: Callable[[RankEnvironment], int], world_size: int, again: Callable[[RankEnvironment], int] | None = None
 ) -> int:
-    """Calls `run` in `world_size` new processes and waits for them; once more after any of them returned EXIT_AGAIN.
+    """Calls `run` in `world_size` new processes and waits for them, and again whenever one of them returned EXIT_AGAIN.
 
     run: picklable; returns an exit status. again: the same for all but the first time, of a run that goes on from its
     checkpoints; None for what has none. Returns the first status that is not 0, or 0. A process that dies by a signal

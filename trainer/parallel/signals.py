@@ -56,9 +56,9 @@ class StopRequest:
         """Of a process that ends because of it; 0 without one."""
         return 128 + self.signal_number if self.signal_number is not None else 0
 
-    def await_own(self, timeout_s: float = AGENT_ASKS_WITHIN_S) -> None:
+    def await_own(self) -> None:
         """Waits until this process has been asked itself, and not only another one of its group; or for that long."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + AGENT_ASKS_WITHIN_S
         while not self and time.monotonic() < deadline:
             time.sleep(0.05)
 
