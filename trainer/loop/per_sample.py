@@ -10,6 +10,9 @@ from trainer.common.errors import BadInput
 from trainer.parallel.base import Parallel
 from trainer.task import Outputs, PerSample
 
+MOST_IN_FLIGHT = 32
+"""Batches whose outputs are on their way from a GPU; a wait for so many at once costs next to nothing."""
+
 
 class PerSampleOutputs:
     """What the objective returned as `PerSample` for this process's samples; nothing, at no cost, where it did not."""
@@ -17,6 +20,7 @@ class PerSampleOutputs:
     def __init__(self) -> None:
         self._index: list[Tensor] = []
         self._parts: list[dict[str, Tensor]] = []
+        self._num_in_flight = 0
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
         """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's."""
@@ -25,6 +29,17 @@ class PerSampleOutputs:
             self._index.append(index)
             # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
             self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
+            device = next(iter(found.values())).device
+            self._num_in_flight += device.type == "cuda"
+            if self._num_in_flight == MOST_IN_FLIGHT:
+                self._land(device)
+
+    def _land(self, device: torch.device) -> None:
+        """Puts what is in flight from a GPU into ordinary memory: torch locks the pages that it does not wait for."""
+        torch.cuda.current_stream(device).synchronize()
+        landed = self._parts[-self._num_in_flight :]
+        self._parts[-self._num_in_flight :] = [{k: values.clone() for k, values in part.items()} for part in landed]
+        self._num_in_flight = 0
 
     def gathered(self, parallel: Parallel, num_samples: int) -> dict[str, Tensor]:
         """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
