@@ -249,3 +249,37 @@ def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_p
     )
     part = "Objective.forward: the loss of this batch depends on no parameter, though that of others does"
     refused([part], "--task", f"{tmp_path / 'gap.py'}:Gap", *RUN[2:], tmp_path / "run")
+
+
+ORDERED = """
+import os
+from tests.helpers.shaped_task import *
+
+class Heads(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(NUM_FEATURES, NUM_CLASSES) for name in names})
+
+    def forward(self, x):
+        return sum(head(x) for head in self.heads.values())
+
+class Ordered(Shaped):
+    def build(self):
+        return Heads(os.environ.get("HEADS", "ab" if os.environ.get("RANK", "0") == "0" else "ba"))
+"""
+
+
+def test_parameters_in_another_order_are_refused_on_other_ranks_and_at_a_resume(
+    command, run_here, refused, tmp_path, monkeypatch
+):
+    task = ["--task", f"{tmp_path / 'ordered.py'}:Ordered"]
+    (tmp_path / "ordered.py").write_text(ORDERED)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_multi_gpu.py"]
+    done = command(*torchrun, "--multi-gpu", "ddp", *task, *RUN[2:], tmp_path / "two", PYTHONPATH=".", status=1)
+    part = "makes other parameters on rank 1 than on rank 0, or makes them in another order, as from a set"
+    assert part in done.stderr and "('model.heads.b.weight', (2, 4)) where rank 0 has ('model.heads.a" in done.stderr
+    monkeypatch.setenv("HEADS", "ab")
+    run_here(*task, *RUN[2:], tmp_path / "run", "--epochs", 1)
+    monkeypatch.setenv("HEADS", "ba")
+    parts = ["the model has its parameters in another order than at the checkpoint, whose moments would go to others"]
+    refused(parts, *task, *RUN[2:], tmp_path / "run", "--epochs", 2)

@@ -148,6 +148,11 @@ def _beginning(value: Any) -> str:
 def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
     """Goes on from a checkpoint whose weights are taken; returns what the user should know. Raises BadInput."""
     changed = changed_flags(state["config"], run.facts["config"])
+    if list(state["model"]) != list(run.learner.objective.model.state_dict()):
+        raise BadInput(
+            "the model has its parameters in another order than at the checkpoint, whose moments would go to others; "
+            "make them in that order, or begin with the weights alone by --init-from"
+        )
     restore_progress(run, state)
     plan, position, sizes = run.plan, run.progress.position, run.facts["phase_sizes"]
     notes = []
