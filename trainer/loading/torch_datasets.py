@@ -66,7 +66,7 @@ def require_keyed(dataset: Any, where: str) -> None:
     if isinstance(dataset, IterableDataset):
         raise BadInput(_iterable(where))
     method = getattr(type(dataset), "__getitems__", None)
-    if method is None or getattr(method, "__module__", "").partition(".")[0] in _TAKE_LISTS:
+    if method is None or (getattr(method, "__module__", None) or "").partition(".")[0] in _TAKE_LISTS:
         raise BadInput(
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
             "trainer.from_dataset(dataset, seed=self.seed) instead"
