@@ -1,5 +1,6 @@
 """What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
 
+import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,7 +146,9 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
     name = f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
     with _leaving_no_trace(learner, net):
         parameters, buffers = _versions(objective.named_parameters()), _versions(objective.named_buffers())
+        drawn = _places_in_generators()
         sums = net(parallel.to_device(example), phase)
+        parallel.draws_on_host |= _places_in_generators() != drawn
         problem = _problem_of_sums(sums)
         if problem is not None:
             raise BadInput(f"{name} {problem}; see Objective in trainer/task.py")
@@ -159,6 +162,12 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
         learner.batch_norm.others.add(objective, others)
         (sums["loss"] * 0).backward()
     parallel.settle(net)
+
+
+def _places_in_generators() -> tuple[Any, ...]:
+    """How far those of Python and numpy have come."""
+    numpy_state: Any = np.random.get_state()
+    return random.getstate()[1][-1], numpy_state[2]
 
 
 def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:

@@ -72,10 +72,11 @@ class Learner:
         for net in self.nets.values():
             net.train()
 
-    @torch.no_grad()
     def after_step(self, phase: str) -> None:
         """What the objective makes of an optimizer step that changed its parameters."""
-        self.objective.after_step(phase)
+        if type(self.objective).after_step is not Objective.after_step:
+            with torch.no_grad():
+                self.objective.after_step(phase)
 
     def set_learning_rate(self, phase: str, learning_rate: float) -> None:
         """That of the phase's next step, before each group's own factor on it."""

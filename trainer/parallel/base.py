@@ -41,8 +41,9 @@ class Parallel:
     ranks that have one copy of the parameters between them. is_launched: whether a launcher waits for the exit status
     of this process, and starts it again with the others, without whom it cannot try a step again. tells_signal: whether
     that launcher is this trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this
-    process has all that a checkpoint holds, and can save after a failure without others. activity: what this process is
-    doing; the loop says so.
+    process has all that a checkpoint holds, and can save after a failure without others. draws_on_host: whether
+    forwards draw from the generators of Python or numpy, as some do that leave out layers or mask their inputs.
+    activity: what this process is doing; the loop says so.
     """
 
     rank: int = 0
@@ -54,6 +55,7 @@ class Parallel:
     is_launched: bool = False
     tells_signal: bool = True
     saves_alone: bool = True
+    draws_on_host: bool = False
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self.use(devices)
@@ -198,14 +200,16 @@ class Parallel:
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
         """Makes what follows on all generators a function of the key, of this process and of the device.
 
-        Those of Python and numpy too, by which some models leave out layers or mask their inputs.
+        Of those of Python and numpy where `draws_on_host`, for to seed them takes longer than torch's.
+
         key: five numbers. same_everywhere: a function of the key alone.
         """
         packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.rank)
         seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
         torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        if self.draws_on_host:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
         for replica, device in enumerate(self.devices):
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
