@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from itertools import chain
 from typing import IO, NamedTuple
 
@@ -32,6 +33,12 @@ def plain_name(name: str) -> str:
     """A name of a column without what does not matter: user_id:token -> user, CustomerID -> customer."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
     return letters.removesuffix("id") or letters
+
+
+def utc_seconds(date: str) -> float:
+    """Since 1970, of a date in a form of ISO 8601; one without a time zone is UTC. Raises ValueError for other text."""
+    moment = datetime.fromisoformat(date)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def is_number(text: str) -> bool:

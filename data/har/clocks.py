@@ -1,11 +1,10 @@
 """Clocks of recordings: when each row was measured, by dates, or by numbers in units that nobody names."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 import numpy as np
 
-from data.csv_lines import Line, is_number, plain_name
+from data.csv_lines import Line, is_number, plain_name, utc_seconds
 
 _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
@@ -35,10 +34,9 @@ def clocks_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool
 
 def _seconds(text: str) -> float:
     try:
-        moment = datetime.fromisoformat(text.strip())
+        return utc_seconds(text.strip())
     except ValueError:
         return np.nan
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def num_disorders(clocks: np.ndarray) -> int:

@@ -1,11 +1,11 @@
 """Times of interactions: numbers, or dates in the forms of ISO 8601."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, time
+from datetime import time
 
 import numpy as np
 
-from data.csv_lines import is_number
+from data.csv_lines import is_number, utc_seconds
 
 _TIME_LIMIT = 2**62
 """Differences of smaller times fit into int64."""
@@ -111,5 +111,4 @@ def _seconds(text: str) -> float:
     text = text.strip()
     if is_number(text):  # such as 20240531, which stands among dates with hyphens
         raise ValueError(text)
-    moment = datetime.fromisoformat(text.removesuffix(" UTC"))
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return utc_seconds(text.removesuffix(" UTC"))

@@ -5,8 +5,6 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from hashlib import blake2b
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -46,6 +44,7 @@ from trainer.loop.blocks import prepare_blocks, refusing_compilation
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
+    check_same_parameters,
     check_single_samples,
     check_task,
     check_tensors,
@@ -204,7 +203,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
     All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
     """
     task, learner = run.task, run.learner
-    refuse_other_parameters(run)
+    check_same_parameters(learner.objective, run.parallel, f"--task {run.facts['task']}")
     with run.parallel.whole(learner.objective):
         task.check_weights(learner.objective)
     prepare_blocks(flags.blocks, task, learner.objective)
@@ -223,21 +222,6 @@ def prepare_training(run: Run, flags: Flags) -> None:
             check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
                 try_phase(learner, run.parallel, phase, example)
-
-
-def refuse_other_parameters(run: Run) -> None:
-    """Raises BadInput where a process has other parameters, or in another order: gradients are exchanged by place."""
-    own = [(name, tuple(p.shape)) for name, p in run.learner.objective.named_parameters()]
-    digests = run.parallel.gather(blake2b(repr(own).encode()).digest())
-    if len(set(digests)) == 1:
-        return
-    models = run.parallel.gather(own)
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
-    raise BadInput(
-        f"--task {run.facts['task']}: build_objective makes other parameters on rank {rank} than on rank 0, or makes "
-        f"them in another order, as from a set: {found} where rank 0 has {expected}"
-    )
 
 
 def assemble_run(

@@ -89,8 +89,13 @@ def state_of(
     }
 
 
+def diverged(run: Run, weights: Mapping[str, Tensor]) -> list[str]:
+    """The names of weights of the model that are not finite. A buffer may hold infinities, as a mask does."""
+    return not_finite(weights, may_be_infinite=dict(run.learner.objective.model.named_buffers()))
+
+
 def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
-    if bad := not_finite(weights, may_be_infinite=dict(run.learner.objective.model.named_buffers())):
+    if bad := diverged(run, weights):
         position = run.progress.position
         epoch = position.epoch if position.at_epoch_start else position.epoch + 1
         raise BadInput(

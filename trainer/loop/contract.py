@@ -4,6 +4,8 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,21 @@ def check_tensors(model: nn.Module, where: str) -> None:
             )
 
 
+def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) -> None:
+    """Raises BadInput where a process has other parameters, or in another order: gradients are exchanged by place."""
+    own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
+    digests = parallel.gather(blake2b(repr(own).encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    models = parallel.gather(own)
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
+    raise BadInput(
+        f"{where}: build_objective makes other parameters on rank {rank} than on rank 0, or makes "
+        f"them in another order, as from a set: {found} where rank 0 has {expected}"
+    )
+
+
 def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
     """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
 
@@ -157,8 +174,8 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
                 f"{name} changes {changed[0]}, a parameter, which each process would do by its own samples; do it in "
                 "after_step; see Objective in trainer/task.py"
             )
-        of_norms = {name for name, buffer in objective.named_buffers() if learner.batch_norm.has(buffer)}
-        others = (name for name in _changed(buffers, objective.named_buffers()) if name not in of_norms)
+        changed = _changed(buffers, objective.named_buffers())
+        others = [name for name in changed if not learner.batch_norm.has(objective.get_buffer(name))]
         learner.batch_norm.others.add(objective, others)
         (sums["loss"] * 0).backward()
     parallel.settle(net)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.kinds import not_finite
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
 from trainer.common.errors import BadInput, reason
 from trainer.common.streams import to_stdout
-from trainer.loop.checkpointing import state_of
+from trainer.loop.checkpointing import diverged, state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, print_error
@@ -134,9 +133,7 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
     is_whole = learner.last_step.find() == before and not learner.ema.is_applied
-    buffers = dict(learner.objective.model.named_buffers())
-    is_intact = is_whole and not not_finite(copied["model"], may_be_infinite=buffers)
-    return copied | {"value": None, "is_best": False} if is_intact else None
+    return copied | {"value": None, "is_best": False} if is_whole and not diverged(run, copied["model"]) else None
 
 
 def _own(progress: Progress, is_gpu: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
