@@ -338,7 +338,7 @@ class Task(ABC):
         return self.splits()["train"]
 
     def num_samples(self, phase: str) -> int:
-        """Samples in one epoch of the phase."""
+        """Samples in one epoch of the phase; where its data has more, each epoch takes a random part of them."""
         return len(self.training_data(phase))
 
     def batch_size(self, phase: str, batch_size: int) -> int:
@@ -353,7 +353,7 @@ class Task(ABC):
         """The samples of each optimizer step of an epoch, a function of nothing but these and `seed`: int64 arrays.
 
         epoch: of the phase's own data, from 0. The batches may differ in size, but every epoch has `num_samples`
-        samples in all. None, as by default: a permutation of all samples in batches of global_batch_size. A sequence
+        samples in all. None, as by default: a permutation of all data in batches of global_batch_size. A sequence
         that makes its batches when they are asked for has the size of all but the last as `batch_size`.
         """
         return None

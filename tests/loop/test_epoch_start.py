@@ -62,16 +62,32 @@ def test_another_value_on_another_rank_is_refused(command, tmp_path):
     assert "Refreshing.on_epoch_start left other weights or buffers on rank 1 than on rank 0" in done.stderr
 
 
-def test_every_sample_of_an_order_is_trained_on_once(run_here, tmp_path, monkeypatch):
-    (tmp_path / "record").mkdir()
-    monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path / "record"))
-    run_here("--task", f"{FILE}:Bucketed", *RUN, "--batch-size", 5, "--save-dir", tmp_path / "run")
-    (record,) = (tmp_path / "record").glob("*.jsonl")
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    for epoch in range(3):
-        received = [line["index"] for line in lines if line["epoch"] == epoch]
-        assert sorted(np.concatenate(received)) == list(range(101))
-        assert all(len(index) <= 5 for index in received)
+@pytest.fixture
+def received(run_here, tmp_path, monkeypatch):
+    """For a task and more flags: the samples of each batch of each epoch."""
+
+    def train(task, *more):
+        (tmp_path / "record").mkdir()
+        monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path / "record"))
+        run_here("--task", f"{FILE}:{task}", *RUN, *more, "--save-dir", tmp_path / "run")
+        (record,) = (tmp_path / "record").glob("*.jsonl")
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        return [[line["index"] for line in lines if line["epoch"] == epoch] for epoch in range(3)]
+
+    return train
+
+
+def test_every_sample_of_an_order_is_trained_on_once(received):
+    for batches in received("Bucketed", "--batch-size", 5):
+        assert sorted(np.concatenate(batches)) == list(range(101))
+        assert all(len(index) <= 5 for index in batches)
+
+
+def test_a_short_epoch_takes_other_samples_each_time(received):
+    epochs = [set(np.concatenate(batches)) for batches in received("Part", "--batch-size", 7)]
+    assert [len(samples) for samples in epochs] == [40, 40, 40]
+    assert all(max(samples) > 40 for samples in epochs)
+    assert len(set.union(*epochs)) > 60
 
 
 def test_an_order_of_the_task_s_own_leaves_nothing_out(run_here, tmp_path):

@@ -68,7 +68,8 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
             f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
             "--batch-size or leave it out"
         )
-    return ShuffledOrder(flags.run.seed, phase, num_samples, global_batch_size, num_samples - rest)
+    num_shuffled = max(num_samples, len(task.training_data(name)))
+    return ShuffledOrder(flags.run.seed, phase, num_shuffled, global_batch_size, num_samples - rest)
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:

@@ -19,7 +19,7 @@ EPOCHS_KEPT = 2
 class ShuffledOrder:
     """A permutation of all samples, anew in each epoch, cut into equal parts.
 
-    num_samples: of the data set. global_batch_size: samples of a step. size: samples that an epoch takes.
+    num_samples: of the data set. global_batch_size: samples of a step. size: those that an epoch takes, at most all.
     """
 
     seed: int
