@@ -13,7 +13,7 @@ from data.interactions.table import read_table
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, key_of, texts_of_array
 
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 _SUFFIXES = (".txt", ".csv", ".tsv", ".dat", ".inter")
 

@@ -33,12 +33,13 @@ def parse_times(texts: Sequence[str]) -> np.ndarray | None:
 def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
     """Seconds since 1970, of numbers that are no such seconds for certain, and what they were; else the same, and "".
 
-    times: of a whole file. Milli-, micro- or nanoseconds of the years from 1973 to 2099, or days of these years such as
-    20240531, or moments such as 20240531183000.
+    times: of a whole file, (n,) with n >= 1. Milli-, micro- or nanoseconds of the years from 1973 to 2099, or days of
+    these years such as 20240531, or moments such as 20240531183000.
     """
+    middle = np.median(times)  # a single time may be wrong, such as 0 where it was not known
     for unit, per_second in _UNITS.items():
         low, high = (per_second * limit for limit in _CALENDAR_S)
-        if ((times >= low) & (times < high)).all():
+        if low <= middle < high:
             return _whole_if_all_are(times / per_second), unit
     if (seconds := _seconds_of_days(times)) is not None:
         return seconds, "days such as 20240531"

@@ -154,6 +154,11 @@ def test_milliseconds_within_a_second_keep_their_order(load) -> None:
     assert interactions.times.tolist() == [NOON] * 3
 
 
+def test_a_time_that_is_not_known_does_not_change_the_unit(load) -> None:
+    interactions = load(f"user item time\n1 1 {NOON}000\n1 2 {NOON}500\n1 3 0\n")
+    assert interactions.times.tolist() == [0, NOON, NOON]
+
+
 def test_days_in_one_number_are_days(load) -> None:
     days = ["2023-12-31", "2024-01-01", "2024-02-29", "2024-05-31"]
     read = [
