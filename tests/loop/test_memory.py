@@ -169,13 +169,13 @@ def test_a_rank_with_too_little_memory_for_an_evaluation_goes_on_in_step(small, 
 
 def test_recut_keeps_every_sample_once_and_its_weight():
     batch = {"x": torch.arange(7), "weight": torch.tensor([1.0, 2, 0, 0, 5, 6, 7])}
-    placeholder = WeightedBatch({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0, counts=False)
-    window = [WeightedBatch(batch, 21.0, counts=True), placeholder]
+    placeholder = WeightedBatch({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0, num_samples=0)
+    window = [WeightedBatch(batch, 21.0, num_samples=7), placeholder]
     assert all(kept is whole for kept, whole in zip(recut(window, 7), window, strict=True))
     parts = recut(window, 2)
     assert [each.batch["x"].tolist() for each in parts] == [[0, 1], [2, 3], [4, 5], [6], [9]]
     assert [each.weight for each in parts] == [3.0, 0.0, 11.0, 7.0, 0.0]
-    assert [each.counts for each in parts] == [True, True, True, True, False]
+    assert [each.num_samples for each in parts] == [2, 2, 2, 1, 0]
 
 
 # --- DataParallel, by its double ---------------------------------------------------------------------------------

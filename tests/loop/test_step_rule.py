@@ -77,7 +77,7 @@ def one_step(parts, samples, accumulation, optimizer):
     world_size = parts.parallel.world_size
     micro_batch_size = -(-len(samples) // (world_size * accumulation))
     keys = split_global_batch(samples, (parts.parallel.rank, world_size), micro_batch_size, epoch=1)
-    window = [weighted(batch, not its.placeholder) for batch, its in zip(parts.loader(keys), keys, strict=True)]
+    window = [weighted(batch, its.placeholder) for batch, its in zip(parts.loader(keys), keys, strict=True)]
     (total,) = parts.parallel.start_sum([sum(each.weight for each in window)])()
     parts.learner.optimizers[parts.phase] = [optimizer]
     train_step(parts.learner, parts.parallel, parts.phase, window, total, DROPOUT_KEY)

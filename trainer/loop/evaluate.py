@@ -48,10 +48,10 @@ def evaluate(run: Run, split: str) -> Sums:
         start_evaluation(run)
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.activity.enter("evaluation")
-            for (part, weight, counts), outputs in evaluate_within_memory(run, batch, forward):
+            for (part, weight, num_samples), outputs in evaluate_within_memory(run, batch, forward):
                 check_outputs(learner.objective, outputs)
                 sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-                totals.add(counted(sums, counts), weight)
+                totals.add(counted(sums, num_samples > 0), weight)
                 per_sample.add(part["index"], outputs)
     net.train()
     sums = totals.reduced(run.parallel)

@@ -40,7 +40,7 @@ class LastStep:
     """Set by the thread that trains, and read by any. first: the optimizer steps done when training began."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_behind = device, device.type == "cuda"
         self._steps: deque[AppliedStep] = deque()
         self.first = 0
 
@@ -80,17 +80,22 @@ class LastStep:
     def _drain(self) -> None:
         """Lets the device do what it can do without other processes."""
         deadline = time.monotonic() + DRAINS_WITHIN_S
-        if self._device.type == "cuda":
+        if self._is_behind:
             stream = torch.cuda.default_stream(self._device)
             while not stream.query() and time.monotonic() < deadline:
                 time.sleep(0.01)
 
     def _mark(self) -> Mark:
-        if self._device.type != "cuda":
-            return lambda: True  # a device that is never behind
+        if not self._is_behind:
+            return _now
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event.query
+
+
+def _now() -> bool:
+    """The mark of a device that is never behind the host."""
+    return True
 
 
 def _has_come(mark: Mark | None) -> bool:

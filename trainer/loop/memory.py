@@ -72,14 +72,11 @@ def recut(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch
 
 
 def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
-    batch, _, counts = weighted_batch
-    num_samples = len(batch["weight"])
-    if num_samples <= size:
+    batch, is_placeholder = weighted_batch.batch, weighted_batch.num_samples == 0
+    if len(batch["weight"]) <= size:
         return [weighted_batch]
-    starts = range(0, num_samples, size)
-    return [
-        weighted({name: tensor[start : start + size] for name, tensor in batch.items()}, counts) for start in starts
-    ]
+    cuts = [slice(start, start + size) for start in range(0, len(batch["weight"]), size)]
+    return [weighted({name: tensor[cut] for name, tensor in batch.items()}, is_placeholder) for cut in cuts]
 
 
 def _forget_attempt(run: Run) -> None:

@@ -55,6 +55,12 @@ class Progress:
     skipped_in_a_row: tuple[int, int] = (0, 0)
     clock: float | None = None
 
+    def __copy__(self) -> "Progress":
+        """As without this method, at a tenth of the time: one is made after every step."""
+        twin = object.__new__(Progress)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
         """epoch: number of completed ones."""
         self.position = Position(epoch, others=self.position.others)

@@ -145,7 +145,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step over a window of micro-batches; exact for any split of the samples.
 
-    window: each micro-batch with its weight, the number of its loss terms; one that does not count adds nothing.
+    window: each micro-batch with its weight, the number of its loss terms; a placeholder adds nothing.
     total_weight: the loss terms of the window over all processes, above 0. Every micro-batch contributes its sum of
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
     """
@@ -153,14 +153,14 @@ def train_step(
     net, same_masks = learner.enter(phase), learner.objective.same_masks
     learner.batch_norm.keep()
     learner.last_step.forward()
-    for i, (batch, _, counts) in enumerate(window):
+    for i, (batch, _, num_samples) in enumerate(window):
         parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
         # Gradients travel to the other processes in the last backward of the window only.
         with parallel.gradient_sync(net, enabled=is_last):
             parallel.activity.enter("forward")
-            with learner.batch_norm.of_samples(len(batch["weight"]) if counts else 0):
-                part = counted(net(parallel.to_device(batch), phase), counts)
+            with learner.batch_norm.of_samples(num_samples):
+                part = counted(net(parallel.to_device(batch), phase), num_samples > 0)
             if is_last:
                 learner.batch_norm.start_agreement(parallel)
             parallel.activity.enter("backward")

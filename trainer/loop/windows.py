@@ -26,13 +26,13 @@ class TimeIsUp(StopRequested):
 class WeightedBatch(NamedTuple):
     """A batch, still in host memory, with the number of its loss terms.
 
-    counts: whether it is more than the placeholder of a process that has no samples. One that counts may weigh nothing,
-    as where no sample has a label, and have a loss nonetheless.
+    num_samples: 0 for the placeholder of a process that has none. A batch of some may weigh nothing, as where no sample
+    has a label, and have a loss nonetheless.
     """
 
     batch: Batch
     weight: float
-    counts: bool
+    num_samples: int
 
 
 class Window(NamedTuple):
@@ -45,7 +45,7 @@ class Window(NamedTuple):
     @property
     def num_samples(self) -> int:
         """Of this process's part, without placeholders."""
-        return sum(len(batch["weight"]) for batch, _, counts in self.micro_batches if counts)
+        return sum([each.num_samples for each in self.micro_batches])
 
 
 class Agreed(NamedTuple):
@@ -64,12 +64,13 @@ class Agreed(NamedTuple):
 T = TypeVar("T", Window, WeightedBatch)
 
 
-def weighted(batch: Batch, counts: bool) -> WeightedBatch:
+def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
     """The batch with the number of its loss terms. Raises BadInput where that is none."""
-    weight = math.fsum(batch["weight"].tolist())
+    of_samples = batch["weight"].tolist()
+    weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:
         raise BadInput(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
-    return WeightedBatch(batch, weight, counts)
+    return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
 
 
 def training_windows(run: Run) -> Iterator[Window]:
@@ -91,7 +92,7 @@ def training_windows(run: Run) -> Iterator[Window]:
 def _loaded(run: Run, split: str, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
     own, ahead = tee(keys)
     for batch, its in zip(run.loaders[split](ahead), own, strict=True):
-        yield weighted(batch, counts=not its.placeholder)
+        yield weighted(batch, its.placeholder)
 
 
 def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
