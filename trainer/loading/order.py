@@ -119,8 +119,11 @@ def split_global_batch(
     num_parts = num_micro_batches(len(samples), world_size, micro_batch_size)
     parts = [own[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(num_parts)]
     # Of two samples where there are two: a single one has no variance, and batch norm would refuse it.
-    placeholder = SampleKeys(samples[: min(2, micro_batch_size)], epoch, phase, True, progress)
-    return [SampleKeys(part, epoch, phase, False, progress) if len(part) else placeholder for part in parts]
+    instead = samples[: min(2, micro_batch_size)]
+    return [
+        SampleKeys(part if len(part) else instead, epoch, phase, placeholder=len(part) == 0, progress=progress)
+        for part in parts
+    ]
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:

@@ -97,7 +97,7 @@ class Precision:
                 "there is nothing to learn from, return one that does, as logits.sum() * 0"
             )
         dtype = torch.promote_types(loss.dtype, torch.float32)
-        if loss.device.type == "cpu":
+        if loss.is_cpu:
             coefficient = torch.full((), factor if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
             coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
@@ -134,7 +134,7 @@ class Precision:
         grads = own_parts(grads)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
         grad_norm = whole_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
-        step = _step_on_host if grad_norm.device.type == "cpu" else _step_on_device
+        step = _step_on_host if grad_norm.is_cpu else _step_on_device
         applied, alarm = step(optimizers, grads, grad_norm, max_grad_norm)
         if is_scaled:
             alarm = self._update_scale(grad_norm).logical_not() & alarm
