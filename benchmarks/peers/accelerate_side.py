@@ -51,7 +51,7 @@ class Training:
         self.model, self.optimizer, self.train, self.held_out = self.accelerator.prepare(
             model, optimizer, train, held_out
         )
-        self.watch = Watch()
+        self.watch, self.trained = Watch(), model
         self.num_steps = 0
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class Training:
         """The guide's first code: the loss is the mean of a batch."""
         for batch in batches:
             with self.accelerator.accumulate(self.model):
-                self.watch.seen(batch["index"], self.accelerator.unwrap_model(self.model))
+                self.watch.seen(batch["index"], self.trained)
                 self.accelerator.backward(loss_of(self.model(batch["tokens"]), batch["tags"]))
                 self.update()
             if self.accelerator.sync_gradients:
@@ -101,7 +101,7 @@ class Training:
                 is_last = i == len(window) - 1
                 apart = self.accelerator.num_processes > 1 and not is_last
                 with self.model.no_sync() if apart else nullcontext():
-                    self.watch.seen(batch["index"], self.accelerator.unwrap_model(self.model))
+                    self.watch.seen(batch["index"], self.trained)
                     self.accelerator.backward(factor * loss_of(self.model(batch["tokens"]), batch["tags"], "sum"))
             self.update()
             yield

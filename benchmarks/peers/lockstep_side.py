@@ -35,7 +35,7 @@ class TaggingObjective(Objective):
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         if self.training:
-            self.watch.seen(batch["index"][batch["weight"] > 0], self.model)
+            self.watch.seen(batch["index"], self.model, batch["weight"])
         scores, tags = self.model(batch["tokens"]), batch["tags"]
         loss = loss_of(scores, tags, "sum")
         if self.training:

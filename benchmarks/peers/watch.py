@@ -37,8 +37,8 @@ class Watch:
         path = Path(asked["folder"]) / os.environ.get("RANK", "0")
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def seen(self, index: Tensor, model: nn.Module) -> None:
-        """Called at the start of every forward in training."""
+    def seen(self, index: Tensor, model: nn.Module, weight: Tensor | None = None) -> None:
+        """Called at the start of every forward in training. weight: of each sample; those without one do not count."""
         if self.file is None:
             return
         self.num_forwards += 1
@@ -50,6 +50,7 @@ class Watch:
             if (turn := self.turns.next_step()) is not None:
                 self.note(turn)
             return
+        index = index if weight is None else index[weight > 0]
         self.note({"weights": [value.hex() for value in model.head.bias[:2].tolist()], "index": index.tolist()})
         if self.num_forwards == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -176,7 +176,8 @@ def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
     if num_distinct >= _FEW_TIMES or num_interactions <= _MANY_INTERACTIONS * num_distinct:
         return []
     return [
-        f"Warning: only {num_distinct} distinct times in {num_interactions:,} interactions: is that column the time? "
+        f"Warning: the {num_interactions:,} interactions have {num_distinct} distinct "
+        f"time{'s' * (num_distinct > 1)}: is that column the time? "
         "Name another by --time-column. Interactions of one time keep the order of the file."
     ]
 

@@ -301,7 +301,7 @@ def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) 
     )
     words = load("u1,i1,viewed\nu1,i2,liked\nu2,i2,viewed\n", "words.csv", user="1", item="2", time="none").remarks[0]
     assert "The first line is taken for names of columns; if it is an interaction, put a line of names above" in words
-    assert "only 5 distinct times in 60 interactions" in doubted.remarks[1] and "--time-column" in doubted.remarks[1]
+    assert "the 60 interactions have 5 distinct times" in doubted.remarks[1] and "--time-column" in doubted.remarks[1]
     assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 1
     parts_of_a_year = "".join(f"{i % 9},{i % 7},{i / 60}\n" for i in range(60))
     assert "60 distinct times are 1 in whole seconds" in load("user,item,time\n" + parts_of_a_year, "0.csv").remarks[1]
