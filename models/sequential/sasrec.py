@@ -67,6 +67,16 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
     return [(start, min(start + _CHUNK_STEPS, num_steps)) for start in range(0, num_steps, _CHUNK_STEPS)]
 
 
+def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
+    """The queries of each of the `causal_chunks`, with the end of its range. query: (B, heads, T, width / heads).
+
+    A split, whose gradient is put together once: those of slices are filled up with zeros, and added, one by one.
+    """
+    chunks = causal_chunks(query.shape[2], query.device)
+    parts = query.split([stop - start for start, stop in chunks], dim=2)
+    return [(part, stop) for part, (_, stop) in zip(parts, chunks, strict=True)]
+
+
 def causal_softmax(logits: Tensor) -> Tensor:
     """The softmax of each of Tq queries, the last of T time steps, over the keys up to its own: (..., Tq, T).
 
@@ -165,8 +175,8 @@ class CausalAttention(nn.Module):
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
         # For histories of this length torch's fused attention is slower on a CPU than plain matrix products.
         parts = []
-        for start, stop in causal_chunks(query.shape[2], query.device):
-            logits = query[:, :, start:stop] @ key[:, :, :stop].transpose(-2, -1)
+        for part, stop in causal_parts(query):
+            logits = part @ key[:, :, :stop].transpose(-2, -1)
             attention = self.dropout(causal_softmax(logits))
             parts.append(attention @ value[:, :, :stop])
         return merge_heads(torch.cat(parts, dim=2))

@@ -23,6 +23,7 @@ from models.sequential.sasrec import (
     Projections,
     SequentialRecommender,
     causal_chunks,
+    causal_parts,
     causal_softmax,
     initialise,
     last_softmax,
@@ -101,9 +102,7 @@ class IntervalAttention(nn.Module):
         query, key, value = self.projections(query_input, context)
         key, value = key + split(position_keys), value + split(position_values)
         parts = []
-        for pairs in intervals.chunks:
-            num_queries, stop = pairs.row.shape[1:]
-            part = query[:, :, stop - num_queries : stop]
+        for pairs, (part, stop) in zip(intervals.chunks, causal_parts(query), strict=True):
             logits = part @ key[:, :, :stop].transpose(-2, -1) + interval_logits(part, interval_keys, pairs)
             attention = self.dropout(causal_softmax(logits))
             parts.append(attention @ value[:, :, :stop] + interval_sums(attention, interval_values, pairs))
