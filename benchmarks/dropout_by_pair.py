@@ -19,7 +19,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.sequential.intervals import Pairs, interval_logits, interval_sums
-from models.sequential.sasrec import causal_softmax, merge_heads
+from models.sequential.sasrec import causal_parts, causal_softmax, merge_heads
 from models.sequential.tisasrec import IntervalAttention, Intervals, TiSASRec
 from trainer.tasks.seqrec import SeqrecObjective, SeqrecTask
 
@@ -84,9 +84,7 @@ class AttentionDropsByPair(IntervalAttention):
         query, key, value = self.projections(query_input, context)
         key, value = key + split(position_keys), value + split(position_values)
         parts = []
-        for pairs in intervals.chunks:
-            num_queries, stop = pairs.row.shape[1:]
-            part = query[:, :, stop - num_queries : stop]
+        for pairs, (part, stop) in zip(intervals.chunks, causal_parts(query), strict=True):
             of_intervals = self.noisy(interval_logits, part, split(interval_keys), pairs)
             attention = self.dropout(causal_softmax(part @ key[:, :, :stop].transpose(-2, -1) + of_intervals))
             of_intervals = self.noisy(interval_sums, attention, split(interval_values), pairs)
