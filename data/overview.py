@@ -1,0 +1,25 @@
+"""The short table that a run on a user's own data begins with: what was understood of each column."""
+
+from collections.abc import Sequence
+
+from trainer.common.errors import printable
+
+MOST_ROWS = 20
+_WIDEST_CELL = 60
+
+
+def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text, a heading and a row a line, with aligned columns and no blanks at the end of a line.
+
+    heading: such as ("column", "kind", "values"). rows: as many cells each. Beyond `MOST_ROWS` rows a last line says
+    how many more there are; a long cell is cut, and control characters are spelled out.
+    """
+    table = [[_cell(text) for text in row] for row in (heading, *rows[:MOST_ROWS])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return lines + ([f"  ... and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
+
+
+def _cell(text: str) -> str:
+    text = " ".join(printable(text).split())
+    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 3]}..."
