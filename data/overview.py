@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainer.common.errors import printable
 
 MOST_ROWS = 20
-_WIDEST_CELL = 60
+_WIDEST_CELL = 70
 
 
 def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -22,6 +22,7 @@ NAMES = {
     "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
 }
 """Usual names, those that are taken rather coming first; as `plain_name` leaves them."""
+_UNUSUAL_NAMES = "The first line is taken for names of columns; if it is an interaction, put a line of names above it."
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,18 @@ FIND_OUT = ColumnChoice()
 
 @dataclass(frozen=True)
 class Layout:
-    """What is where in a line. user, item, time: columns from 0; time None without times. remark: for the user."""
+    """What is where in a line.
 
-    num_columns: int
+    names: of all columns, of their numbers where the file has no line of names. user, item, time: columns from 0; time
+    is None without times. remarks: what the user should know.
+    """
+
+    names: Sequence[str]
     user: int
     item: int
     time: int | None
     has_names: bool
-    remark: str
+    remarks: Sequence[str]
 
 
 def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
@@ -74,7 +79,10 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
         raise BadInput(f"{where}: {places}; each needs a column of its own: say it by {_flags(found)}")
     user, item = found["user"], found["item"]
     assert user is not None and item is not None
-    return Layout(len(first), user, item, found["time"], has_names, _remark(first, found, has_names))
+    names = first if has_names else [f"column {column}" for column in range(1, len(first) + 1)]
+    is_usual = any(plain_name(name) in NAMES[role] for name in first for role in ROLES)
+    remarks = [_UNUSUAL_NAMES] if has_names and not is_usual else []
+    return Layout(names, user, item, found["time"], has_names, remarks)
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
@@ -132,6 +140,11 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         columns = f"{len(first)} column{'s' * (len(first) != 1)}"
         if len(first) == 1:
             columns += ", since no tab, ::, semicolon, comma or blank separates any"
+        if second and len(second) != len(first):
+            raise BadInput(
+                f"{where}: {columns}, and {len(second)} in the line below, as where a line holds a user and all items "
+                "of the user; give a line for each interaction"
+            )
         raise BadInput(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
             f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"
@@ -197,17 +210,3 @@ def _numbered(role: str, chosen: str, fields: Sequence[str], where: str) -> int:
 
 def _flags(roles: Sequence[str] | dict[str, int | None]) -> str:
     return " and ".join(f"--{role}-column" for role in roles)
-
-
-def _remark(first: Sequence[str], found: dict[str, int | None], has_names: bool) -> str:
-    def called(column: int) -> str:
-        return f"'{first[column]}'" if has_names else f"column {column + 1}"
-
-    read = ", ".join(f"{role} from {called(column)}" for role, column in found.items() if column is not None)
-    left_out = [called(column) for column in range(len(first)) if column not in found.values()]
-    remark = f"Interactions: {read}" + (f"; not read: {', '.join(left_out)}." if left_out else ".")
-    if has_names and not any(plain_name(name) in NAMES[role] for name in first for role in ROLES):
-        remark += (
-            " The first line is taken for names of columns; if it is an interaction, put a line of names above it."
-        )
-    return remark

@@ -13,7 +13,7 @@ from data.interactions.table import read_table
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, key_of, texts_of_array
 
-_FORMAT_VERSION = 6
+_FORMAT_VERSION = 7
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 _SUFFIXES = (".txt", ".csv", ".tsv", ".dat", ".inter")
 
@@ -50,7 +50,8 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
     A file has one interaction a line; see `data.interactions.columns` for what is where in it. Tabs, `::`, semicolons,
     commas or blanks separate the fields, and of the former but `::` a field may stand in quotes. Users and items are
     any text. They are numbered in the order of their names, those that are whole numbers by value. Repeated
-    interactions stay: people buy again. Without times the order of the file is the order in time.
+    interactions stay, since people buy again, but lines of one user, item and time count once. Without times the order
+    of the file is the order in time.
 
     path: a text file, plain or `.gz`; or a folder, `.zip` or `.tar.gz` with exactly one file that can be meant:
         `ratings.dat`, `u.data` or `ratings.csv`, else the only one that ends in .txt, .csv, .tsv, .dat or .inter.

@@ -1,5 +1,6 @@
 """A file of interactions taken apart: who, what and when, in the order of its lines."""
 
+import csv
 import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ import numpy as np
 from data.csv_lines import Line, csv_lines, delimiter_of, in_order, is_number, reading_utf8
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
-from data.interactions.times import EXPECTED, in_seconds, parse_times
+from data.interactions.times import EXPECTED, in_seconds, parse_times, time_range
+from data.overview import overview
 from trainer.common.errors import BadInput
 from trainer.common.files import lines_of
 
 _ROWS_AT_ONCE = 1 << 16
 """So many lines at a time are taken apart, which bounds the memory that it takes."""
 _SHOWN_WIDTH = 80
+_NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
 """Fewer distinct times than the first, and for each more interactions than the second, are doubted."""
 
@@ -27,7 +30,7 @@ class Table:
 
     users, items: (n,) int64, positions in user_ids and item_ids. times: (n,) int64 or float64, or None.
     user_ids, item_ids: names as they stand in the file, in order: whole numbers by value if all are, else by text.
-    remarks: what the user should know.
+    remarks: a short table of what was read from which column, and what else the user should know.
     """
 
     users: np.ndarray
@@ -56,19 +59,52 @@ def _fields(text: Iterable[str], where: str) -> Iterator[Line]:
     numbered = enumerate(text, start=1)
     number, first = next(((i, line) for i, line in numbered if not line.isspace()), (0, ""))
     everything = chain([(number, first)] if first else [], numbered)
-    if "\t" in first:
-        delimiter = "\t"
-    elif "::" in first:
-        yield from ((i, line.split("::")) for i, line in everything if not line.isspace())
-        return
-    elif "," in first or ";" in first:
-        delimiter = delimiter_of(first, (",", ";"))
-    else:
-        yield from ((i, line.split()) for i, line in everything if not line.isspace())
-        return
-    for i, fields in csv_lines((line for _, line in everything), delimiter, where, number - 1):
+    if first.lstrip().startswith("{"):
+        raise BadInput(f"{where}: is JSON, which is not read; convert it to a CSV file with a line of names")
+    if "\t" not in first and "::" not in first and ("," in first or ";" in first):
+        return _fields_in_quotes((line for _, line in everything), delimiter_of(first, (",", ";")), where, number - 1)
+    split = _tabbed if "\t" in first else _separated_by_colons if "::" in first else str.split
+    return ((i, split(line)) for i, line in everything if not line.isspace())
+
+
+def _separated_by_colons(line: str) -> list[str]:
+    return line.split("::")
+
+
+def _tabbed(line: str) -> list[str]:
+    """The fields of a line with tabs, quoted where all its quotes enclose fields; else they are plain characters.
+
+    Both are common: pandas quotes, and dumps of titles such as "weird al" yankovic or 7" do not.
+    """
+    line = line.rstrip("\r\n")
+    if '"' in line:
+        try:
+            return next(csv.reader([line], delimiter="\t", strict=True))
+        except csv.Error:
+            pass
+    return line.split("\t")
+
+
+def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str, num_before: int) -> Iterator[Line]:
+    """Lines of a CSV file that are not blank. Raises BadInput where quotes seem to take several lines for one."""
+    recent: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in text:
+            recent.append(line)
+            yield line
+
+    for number, fields in csv_lines(noted(), delimiter, where, num_before):
+        lines = [line for line in recent if not line.isspace()]
+        if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
+            raise BadInput(
+                f"{where}, lines {number - len(recent) + 1} to {number}: a quote that opens on the first and closes on "
+                "the last makes one interaction of them, though each has all its columns; take such quotes out, or "
+                "double them"
+            )
+        recent.clear()
         if len(fields) > 1 or fields[0].strip():
-            yield i, fields
+            yield number, fields
 
 
 class _Parser:
@@ -91,19 +127,42 @@ class _Parser:
             raise BadInput(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
         users, items, *columns = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         user_ids, item_ids = in_order(self._users), in_order(self._items)
-        times, remarks = None, [self._layout.remark]
+        users, items = self._users.places(user_ids)[users], self._items.places(item_ids)[items]
+        remarks, times, form = list(self._layout.remarks), None, ""
         if columns:
-            times, unit = (columns[0], "") if self._has_dates else in_seconds(columns[0])
-            remarks += [f"Its times are {unit}, and are read as seconds since 1970."] if unit else []
+            times, form = (columns[0], "dates") if self._has_dates else in_seconds(columns[0])
             remarks += _doubts(times, len(users))
-        return Table(
-            self._users.places(user_ids)[users], self._items.places(item_ids)[items], times, user_ids, item_ids, remarks
-        )
+            once = _first_of_equal(users, items, times)
+            if num_again := len(users) - len(once):
+                remarks.append(
+                    f"{num_again:,} of {len(users):,} lines have the user, item and time of another one, and count "
+                    "once with it."
+                )
+            users, items, times = users[once], items[once], times[once]
+        overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
+        remarks = [*overview_lines, *remarks, *_unnamed(user_ids, users)]
+        return Table(users, items, times, user_ids, item_ids, remarks)
+
+    def _overview(
+        self, user_ids: Sequence[str], item_ids: Sequence[str], times: np.ndarray | None, form: str, num: int
+    ) -> list[str]:
+        layout = self._layout
+        found = {
+            layout.user: ("user", f"{len(user_ids):,}, such as {user_ids[0]}"),
+            layout.item: ("item", f"{len(item_ids):,}, such as {item_ids[0]}"),
+        }
+        if times is not None:
+            assert layout.time is not None
+            found[layout.time] = ("time", f"{time_range(times)}" + (f", from {form}" if form else ""))
+        left_out = [column for column in range(len(layout.names)) if column not in found]
+        rows = [(layout.names[column], *found[column]) for column in found]
+        rows += [(layout.names[column], "not read", "") for column in left_out]
+        return [f"Interactions: {num:,}, from these columns:", *overview(("column", "read as", "values"), rows)]
 
     def _columns(self, rows: list[list[str]]) -> tuple[np.ndarray, ...] | None:
         """User codes, item codes and, where there are any, times; None when a line is not as it should be."""
         layout = self._layout
-        if any(length != layout.num_columns for length in map(len, rows)):
+        if any(length != len(layout.names) for length in map(len, rows)):
             return None
         users = self._users.of([row[layout.user].strip() for row in rows])
         items = self._items.of([row[layout.item].strip() for row in rows])
@@ -123,8 +182,8 @@ class _Parser:
         for number, unstripped in lines:
             fields, reason = [field.strip() for field in unstripped], None
             advice = "; mend it, or give another file"
-            if len(fields) != layout.num_columns:
-                reason = f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {layout.num_columns}"
+            if len(fields) != len(layout.names):
+                reason = f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}"
             elif _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
                 reason = "the user or the item has no name, or one with a line break"
             elif layout.time is not None and parse_times([fields[layout.time]]) is None:
@@ -163,6 +222,25 @@ class _Codes(dict[str, int]):
 
 def _is_no_name(text: str) -> bool:
     return not text or "\n" in text or "\r" in text
+
+
+def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Positions of the interactions of which no earlier one has the same user, item and time, in order."""
+    order = np.lexsort((times, items, users))  # which is stable
+    is_again = np.zeros(len(order), bool)
+    is_again[order[1:]] = np.all([np.diff(column[order]) == 0 for column in (users, items, times)], axis=0)
+    return np.flatnonzero(~is_again)
+
+
+def _unnamed(user_ids: Sequence[str], users: np.ndarray) -> list[str]:
+    """A warning of users whose name stands for a missing one."""
+    marks = [user for user, name in enumerate(user_ids) if name.lower() in _NO_NAMES]
+    return [
+        f"Warning: {np.count_nonzero(users == user):,} of {len(users):,} interactions are of the user "
+        f"{user_ids[user]!r}, which often marks a missing value; leave these lines out, or name another column by "
+        "--user-column."
+        for user in marks
+    ]
 
 
 def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Times of interactions: numbers, or dates in the forms of ISO 8601."""
 
 from collections.abc import Sequence
-from datetime import time
+from datetime import UTC, datetime, time
 
 import numpy as np
 
@@ -31,41 +31,55 @@ def parse_times(texts: Sequence[str]) -> np.ndarray | None:
 
 
 def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
-    """Seconds since 1970, of numbers that are no such seconds for certain, and what they were; else the same, and "".
+    """Seconds since 1970, and what the numbers were: a unit or a form of dates; "" where they may be seconds already.
 
-    times: of a whole file, (n,) with n >= 1. Milli-, micro- or nanoseconds of the years from 1973 to 2099, or days of
-    these years such as 20240531, or moments such as 20240531183000.
+    times: (n,) with n >= 1, all of a file. Read are milli-, micro- or nanoseconds of the years from 1973 to 2099, and
+    days of these years, such as 20240531, with or without hours, minutes and seconds behind them, as whole numbers of
+    any type. A number that is not above 0 decides nothing: it marks a time that is not known, and is 0 beside dates.
     """
-    middle = np.median(times)  # a single time may be wrong, such as 0 where it was not known
+    is_known = times > 0
+    known = times[is_known]
+    for form, read in _DATES_IN_DIGITS.items():
+        if len(known) and (seconds := read(known)) is not None:
+            all_seconds = np.zeros(len(times), np.int64)
+            all_seconds[is_known] = seconds
+            return all_seconds, form
+    middle = np.median(times)  # a single time may be wrong
     for unit, per_second in _UNITS.items():
         low, high = (per_second * limit for limit in _CALENDAR_S)
         if low <= middle < high:
             return _whole_if_all_are(times / per_second), unit
-    if (seconds := _seconds_of_days(times)) is not None:
-        return seconds, "days such as 20240531"
-    if (seconds := _seconds_of_moments(times)) is not None:
-        return seconds, "moments such as 20240531183000"
     return times, ""
 
 
 def _seconds_of_moments(numbers: np.ndarray) -> np.ndarray | None:
-    """None when one of them is no day with hours, minutes and seconds behind it."""
-    days = _seconds_of_days(numbers // 1_000_000)
-    hours, minutes, seconds = numbers // 10_000 % 100, numbers // 100 % 100, numbers % 100
-    if days is None or not ((hours < 24) & (minutes < 60) & (seconds < 60)).all():
-        return None
-    return days + 3600 * hours + 60 * minutes + seconds
+    """Seconds since 1970 of moments such as 20240531183000; None when one of the numbers is none."""
+    minutes, seconds = _seconds_of_minutes(numbers // 100), numbers % 100
+    return None if minutes is None or (seconds > 59).any() else minutes + seconds
+
+
+def _seconds_of_minutes(numbers: np.ndarray) -> np.ndarray | None:
+    """Seconds since 1970 of moments such as 202405311830; None when one of the numbers is none."""
+    days, hours, minutes = _seconds_of_days(numbers // 10_000), numbers // 100 % 100, numbers % 100
+    return None if days is None or (hours > 23).any() or (minutes > 59).any() else days + 3600 * hours + 60 * minutes
 
 
 def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:
-    """None when one of them is no day, or they are of no year that is meant."""
-    years, months, days = numbers // 10_000, numbers // 100 % 100, numbers % 100
-    if numbers.dtype.kind != "i" or not ((years >= 1973) & (years <= 2099)).all():
+    """Seconds since 1970 of days such as 20240531, of 1973 to 2099; None when one of the numbers is none."""
+    if (numbers % 1 != 0).any() or (numbers < 1973_00_00).any() or (numbers > 2099_99_99).any():
         return None
+    years, months, days = (part.astype(np.int64) for part in (numbers // 10_000, numbers // 100 % 100, numbers % 100))
     month = (12 * (years - 1970) + months - 1).astype("M8[M]")
     day = month.astype("M8[D]") + (days - 1)
     is_day = (months >= 1) & (months <= 12) & (day.astype("M8[M]") == month)
     return day.astype("M8[s]").astype(np.int64) if is_day.all() else None
+
+
+_DATES_IN_DIGITS = {
+    "days such as 20240531": _seconds_of_days,
+    "moments such as 202405311830": _seconds_of_minutes,
+    "moments such as 20240531183000": _seconds_of_moments,
+}
 
 
 def is_time(text: str) -> bool:
@@ -89,6 +103,16 @@ def is_time_of_day(text: str) -> bool:
     except ValueError:
         return False
     return ":" in text
+
+
+def time_range(times: np.ndarray) -> str:
+    """The first and the last of the times, (n,) with n >= 1, as a user reads them: dates where all can be."""
+    low, high = _CALENDAR_S
+    known = times[times != 0]  # 0 marks a time that is not known
+    if not len(known) or known.min() < low or known.max() >= high:
+        return f"numbers from {times.min():,} to {times.max():,}"
+    first, last = (datetime.fromtimestamp(float(time), UTC).strftime("%Y-%m-%d") for time in (known.min(), known.max()))
+    return f"{first} to {last}"
 
 
 def _whole_numbers(texts: Sequence[str]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,7 @@ def trained(request, tmp_path, run_here):
         *("--task", "seqrec", "--data-dir", data, "--user-column", "buyer", "--time-column", "seconds", *SMALL),
         *("--epochs", 1, "--batch-size", 16, "--num-threads", 1, "--save-dir", run, *request.param),
     )
-    assert "Interactions: user from 'buyer', item from 'item', time from 'seconds'." in out
+    assert re.search(r"\n +buyer +user .*\n +item +item .*\n +seconds +time ", out)
     data.unlink()
     return run, not request.param
 
@@ -69,7 +70,7 @@ def test_recommends_what_the_model_ranks_first_of_what_a_user_has_not_had(traine
     ]
     lines[1:3] = lines[2:0:-1]  # equal times keep the order of the file
     table, err = predict("\n".join(["seconds;buyer;item", *lines]), "--top-k", 4, "--eval-batch-size", 3)
-    assert "not read" not in err and "Warning" not in err
+    assert "Warning" not in err
     assert [(row["user"], row["rank"]) for row in table] == [(u, str(r)) for u in ("adam", "zoe") for r in range(1, 5)]
     for user, (items, times) in histories.items():
         expected = slow_scores(run, items, times).topk(4)

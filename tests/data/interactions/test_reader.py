@@ -144,8 +144,8 @@ def test_smaller_units_are_read_as_seconds(load, factor, unit) -> None:
     lines = [f"{user} {item} {time * factor}\n" for user, item, _, time in LINES]
     interactions = load("user item time\n" + "".join(lines))
     assert_are_the_lines(interactions)
-    said = [f"Its times are {unit}, and are read as seconds since 1970."] if unit else []
-    assert list(interactions.remarks[1:]) == said
+    last_cell = interactions.remarks[4].rpartition(" to ")[2]
+    assert last_cell.partition(", from ")[2] == (unit or "")
 
 
 def test_milliseconds_within_a_second_keep_their_order(load) -> None:
@@ -166,16 +166,60 @@ def test_days_in_one_number_are_days(load) -> None:
         for name, some in {"iso": days, "whole": [day.replace("-", "") for day in days]}.items()
     ]
     assert read[0].times.tolist() == read[1].times.tolist()
-    assert read[1].remarks[1] == "Its times are days such as 20240531, and are read as seconds since 1970."
+    assert read[1].remarks[4] == ("  time    time     2023-12-31 to 2024-05-31, from days such as 20240531")
     moments = load("user,item,time\n1,1,20231231235959\n1,2,20240101000000\n", "moments.csv")
     assert moments.times.tolist() == [read[0].times[1] - 1, read[0].times[1]]
-    assert moments.remarks[1].startswith("Its times are moments such as 20240531183000, and are read as seconds")
+    assert moments.remarks[4].endswith(", from moments such as 20240531183000")
     with_no_day = load("user,item,time\n1,1,20240531\n1,2,20240532\n", "numbers.csv")
     assert with_no_day.times.tolist() == [20240531, 20240532]
 
 
-def test_repeated_interactions_stay(load) -> None:
-    assert load("user item time\n1 1 1\n1 1 1\n1 1 2\n").items.tolist() == [1, 1, 1]
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        ("20240131.0 20240201.0 20240203.0", ["2024-01-31", "2024-02-01", "2024-02-03"]),
+        ("0 20240131 20240201", ["1970-01-01", "2024-01-31", "2024-02-01"]),
+        ("0.0 20240131.0 20240201.0", ["1970-01-01", "2024-01-31", "2024-02-01"]),
+        ("202401312350 202402010010 202402030000", ["2024-01-31T23:50", "2024-02-01T00:10", "2024-02-03"]),
+        ("20240131235000.0 20240201001000.0 20240203000000.0", ["2024-01-31T23:50", "2024-02-01T00:10", "2024-02-03"]),
+        ("197605312350 197605312360 197605312370", ["1976-04-06T02:21:52"] * 3),  # milliseconds: no minute is 60
+    ],
+)
+def test_dates_in_one_number_are_known_as_floats_and_beside_zeros(load, times, seconds) -> None:
+    interactions = load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times.split())))
+    assert interactions.times.tolist() == np.array(seconds, "M8[s]").astype(int).tolist()
+
+
+def test_repeated_interactions_stay_but_equal_lines_count_once(load) -> None:
+    interactions = load("user item time\n1 1 1\n2 1 1\n1 1 1\n1 1 2\n1 2 1\n2 1 1.5\n1 1 1\n")
+    assert by_user(interactions, interactions.items) == [[1, 2, 1], [1, 1]]
+    assert "2 of 7 lines have the user, item and time of another one, and count once with it." in interactions.remarks
+    without_times = load("user item\n1 1\n1 1\n", "order.txt")
+    assert without_times.items.tolist() == [1, 1]
+
+
+def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> None:
+    head = "user_id\ttitle\titem_id\ttimestamp\n"
+    plain = load(
+        f'{head}u1\tplain\ti1\t1300000000\nu1\t"Live\ti2\t1300000100\nu2\tbar 7"\ti3\t1300000200\n'
+        'u2\t"weird al" yankovic\ti1\t1300000300\nu2\t"a ""b""\tc"\t"i2"\t1300000400\n',
+        "titles.tsv",
+    )
+    assert by_user(plain, plain.items) == [[1, 2], [3, 1, 2]]
+
+
+def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are_not(load) -> None:
+    head = "user_id,title,item_id,timestamp\n"
+    with pytest.raises(BadInput, match=r"lines 3 to 4: a quote that opens on the first .* take such quotes out"):
+        load(f'{head}u1,plain,i1,1300000000\nu1,"Live,i2,1300000100\nu2,bar",i3,1300000200\n')
+    text = load(f'{head}u1,"good,\n\nreally",i1,1300000000\nu1,x,i2,1300000100\n', "texts.csv")
+    assert text.items.tolist() == [1, 2]
+
+
+def test_a_user_whose_name_marks_a_missing_value_is_warned_of(load) -> None:
+    remarks = load("user,item,time\nNA,1,1\nNA,2,2\nNadia,1,1\n").remarks
+    assert [remark for remark in remarks if remark.startswith("Warning: 2 of 3 interactions are of the user 'NA'")]
+    assert not [remark for remark in load("user,item,time\nNadia,1,1\n", "b.csv").remarks if "marks" in remark]
 
 
 def test_equal_times_keep_the_order_of_the_file(load) -> None:
@@ -296,17 +340,26 @@ def test_columns_that_are_not_known_are_refused_with_the_flags(load, content, ch
 def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) -> None:
     lines = "".join(f"{i % 9},{i % 7},{i % 5},{i}\n" for i in range(60))
     doubted = load("user,item,time,price\n" + lines)
-    assert (
-        doubted.remarks[0] == "Interactions: user from 'user', item from 'item', time from 'time'; not read: 'price'."
-    )
-    words = load("u1,i1,viewed\nu1,i2,liked\nu2,i2,viewed\n", "words.csv", user="1", item="2", time="none").remarks[0]
+    table = [
+        "Interactions: 60, from these columns:",
+        "  column  read as   values",
+        "  user    user      9, such as 0",
+        "  item    item      7, such as 0",
+        "  time    time      numbers from 0 to 4",
+        "  price   not read",
+    ]
+    assert list(doubted.remarks[:6]) == table
+    words = load("u1,i1,viewed\nu1,i2,liked\nu2,i2,viewed\n", "words.csv", user="1", item="2", time="none").remarks[-1]
     assert "The first line is taken for names of columns; if it is an interaction, put a line of names above" in words
-    assert "the 60 interactions have 5 distinct times" in doubted.remarks[1] and "--time-column" in doubted.remarks[1]
-    assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 1
+    assert "the 60 interactions have 5 distinct times" in doubted.remarks[6] and "--time-column" in doubted.remarks[6]
+    assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 6
     parts_of_a_year = "".join(f"{i % 9},{i % 7},{i / 60}\n" for i in range(60))
-    assert "60 distinct times are 1 in whole seconds" in load("user,item,time\n" + parts_of_a_year, "0.csv").remarks[1]
-    assert load("1,2,978300030\n", "bare.csv").remarks == ("Interactions: user from column 1, item from column 2, "
-                                                           "time from column 3.",)  # fmt: skip
+    assert "60 distinct times are 1 in whole seconds" in load("user,item,time\n" + parts_of_a_year, "0.csv").remarks[-1]
+    assert load("1,2,978300030\n", "bare.csv").remarks[2:] == (
+        "  column 1  user     1, such as 1",
+        "  column 2  item     1, such as 2",
+        "  column 3  time     2000-12-31 to 2000-12-31",
+    )
 
 
 # Mistakes
@@ -318,6 +371,8 @@ HEAD = "user item time\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ('{"user": 1, "item": 2}\n{"user": 1, "item": 3}\n', "is JSON, which is not read; convert it to a CSV file"),
+        ("0 1 2 3 4 5 6\n1 2 3\n", "7 columns, and 3 in the line below, as where a line holds a user and all items"),
         ("", r"file.txt: is empty"),
         ("\n  \n", r"file.txt: is empty"),
         ("user item time\n", r"file.txt: is empty"),
