@@ -3,7 +3,7 @@
 Users and items count from 0, and item i is entity i of the graph; the other entities come after the items.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -75,6 +75,7 @@ class Catalogue:
     train, val, test: ItemLists of all users; val is the same object as test where models are selected on the test set.
     triples: (m, 3) int32 head, relation, tail, distinct, in ascending order.
     relation_names: num_relations of them, or none where they are not known.
+    unknown_items: (k,) int64 ids below num_items that no file of the data set mentions: gaps in the numbering.
     """
 
     num_users: int
@@ -87,6 +88,7 @@ class Catalogue:
     triples: np.ndarray
     has_graph: bool
     relation_names: tuple[str, ...]
+    unknown_items: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def selects_on_test(self) -> bool:
@@ -102,7 +104,11 @@ class Catalogue:
     def arrays(self) -> Arrays:
         """What a cache keeps."""
         counts = (self.num_users, self.num_items, self.num_entities, self.num_relations, self.has_graph)
-        arrays = {"counts": np.array(counts, np.int64), "triples": self.triples}
+        arrays = {
+            "counts": np.array(counts, np.int64),
+            "triples": self.triples,
+            "unknown_items": self.unknown_items,
+        }
         if self.relation_names:
             arrays["relation_names"] = np.array(self.relation_names)
         for split in SPLITS:
@@ -131,4 +137,5 @@ class Catalogue:
             arrays["triples"],
             bool(has_graph),
             tuple(arrays.get("relation_names", np.array([], str)).tolist()),
+            arrays["unknown_items"],
         )

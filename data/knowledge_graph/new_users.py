@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.csv_lines import plain_name
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
 from trainer.common.errors import BadInput
@@ -18,8 +19,8 @@ _MOST_DIGITS = 18
 def read_users(path: Path, catalogue: Catalogue) -> np.ndarray:
     """The users of a file, (n,) int64, as often and in the order as they stand there.
 
-    path: text with one user id a line, as in the training data; a first line `user` is a header. Raises BadInput,
-    naming file, line and value, for what is no user that was trained on.
+    path: text with one user id a line, as in the training data; a first line such as `user` or `user_id` is a header.
+    Raises BadInput, naming file, line and value, for what is no user that was trained on.
     """
     is_trained_on = catalogue.train.sizes > 0
     label = f"--predict {path}"
@@ -32,7 +33,7 @@ def read_users(path: Path, catalogue: Catalogue) -> np.ndarray:
     users: list[int] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip().strip('"')
-        if not text or (number == 1 and text.lower() == HEADER):
+        if not text or (number == 1 and plain_name(text) == HEADER):
             continue
         is_id = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
         if not (is_id and int(text) < len(is_trained_on) and is_trained_on[int(text)]):
@@ -51,7 +52,7 @@ class Recommendations:
         self.num_places = num_places
         self._seen = catalogue.seen
         self._padding = catalogue.num_items
-        num_left = catalogue.num_items - self._seen.sizes[users]
+        num_left = catalogue.num_items - len(catalogue.unknown_items) - self._seen.sizes[users]
         if len(users) and num_left.min() < num_places:
             user = users[num_left.argmin()]
             raise BadInput(f"--top-k {num_places}: user {user} has only {num_left.min()} items left; choose fewer")

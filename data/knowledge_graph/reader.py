@@ -23,7 +23,7 @@ from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, cached_arrays, key_of
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _KGAT_FILES = ("train.txt", "test.txt")
 _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
@@ -108,30 +108,39 @@ def _read_kgat(files: DataFiles) -> Published:
             raise BadInput(f"{part.numbers.where}: nobody has an item; fetch it again, or leave it out if it can be")
     of_train = lines["train.txt"].numbers
     of_train.refuse(np.diff(of_train.offsets) == 1, "a user without items; leave the line out")
-    num_users, num_items = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
+    users_listed, items_listed = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
     for part in lines.values():
-        _check_ids(part.numbers, "user", part.users, part.users, num_users, "user_list.txt", part.rows)
-        _check_ids(part.numbers, "item", part.items, part.items, num_items, "item_list.txt", part.rows)
+        _check_ids(part.numbers, "user", part.users, part.users, users_listed, "user_list.txt", part.rows)
+        _check_ids(part.numbers, "item", part.items, part.items, items_listed, "item_list.txt", part.rows)
     num_users = max(int(part.users.max()) for part in lines.values()) + 1
-    num_items = max(num_items or 0, *(int(part.items.max(initial=-1)) + 1 for part in lines.values()))
+    num_items = max(items_listed or 0, *(int(part.items.max(initial=-1)) + 1 for part in lines.values()))
     triples, relation_names = _read_graph(files, num_items)
-    _check_held_out(lines, num_users, num_items, triples)
+    is_known = _are_known(lines["train.txt"].items, triples, num_items)
+    _check_held_out(lines, num_users, is_known, has_graph=triples is not None)
     lists = {name: part.lists(num_users) for name, part in lines.items()}
     train, test = (lists[name] for name in _KGAT_FILES)
-    return Published(num_users, num_items, train, lists.get("valid.txt"), test, triples, relation_names)
+    if items_listed is not None:
+        is_known[:items_listed] = True
+    unknown = np.flatnonzero(~is_known)
+    return Published(num_users, num_items, train, lists.get("valid.txt"), test, triples, relation_names, unknown)
 
 
-def _check_held_out(lines: dict[str, _UserLines], num_users: int, num_items: int, triples: np.ndarray | None) -> None:
-    """Raises BadInput where an item of validation or test could not be recommended."""
-    train = lines["train.txt"]
-    is_trained_on, is_known = np.zeros(num_users, bool), np.zeros(num_items, bool)
-    is_trained_on[train.users] = True
-    is_known[train.items] = True
-    places = "train.txt"
+def _are_known(items: np.ndarray, triples: np.ndarray | None, num_items: int) -> np.ndarray:
+    """Which items interactions (n,) or the graph mention: (num_items,) bool."""
+    is_known = np.zeros(num_items, bool)
+    is_known[items] = True
     if triples is not None:
         entities = triples[:, [0, 2]]
         is_known[entities[entities < num_items]] = True
-        places += " nor in the graph"
+    return is_known
+
+
+def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.ndarray, has_graph: bool) -> None:
+    """Raises BadInput where an item of validation or test could not be recommended. is_known: of `_are_known`."""
+    train = lines["train.txt"]
+    is_trained_on = np.zeros(num_users, bool)
+    is_trained_on[train.users] = True
+    places = "train.txt nor in the graph" if has_graph else "train.txt"
     earlier = {"train.txt": train.lists(num_users)}
     for name in sorted(lines.keys() - earlier.keys(), reverse=True):  # validation before test
         part = lines[name]
@@ -149,17 +158,19 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
     ratings = Numbers.read(file)
     users, items, labels = ratings.columns("user item label").T
     ratings.refuse(labels > 1, "label {label} is neither 0 nor 1", label=labels)
-    num_items = _num_listed(files, "item_index2entity_id.txt")
+    num_listed = _num_listed(files, "item_index2entity_id.txt")
     _check_ids(ratings, "user", users, users)
-    _check_ids(ratings, "item", items, items, num_items, "item_index2entity_id.txt")
-    if num_items is None:
-        num_items = int(items.max()) + 1
+    _check_ids(ratings, "item", items, items, num_listed, "item_index2entity_id.txt")
+    num_items = int(items.max()) + 1 if num_listed is None else num_listed
     num_users = int(users.max()) + 1
     positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
     train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
     if not len(test):
         raise BadInput(f"{file.where}: no user has two items with label 1, so that there is nothing to test on")
-    return Published(num_users, num_items, train, None, test, *_read_graph(files, num_items))
+    triples, relation_names = _read_graph(files, num_items)
+    is_known = _are_known(items, triples, num_items) | (num_listed is not None)
+    unknown = np.flatnonzero(~is_known)
+    return Published(num_users, num_items, train, None, test, triples, relation_names, unknown)
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tuple[str, ...]]:

@@ -33,7 +33,7 @@ class Published:
     """A data set as it is published, before anything is held out for validation.
 
     valid: validation items that come with it, or None. triples: as of `Catalogue`, or None without a graph.
-    relation_names: at least as many as there are relations, or none.
+    relation_names: at least as many as there are relations, or none. unknown_items: as of `Catalogue`.
     """
 
     num_users: int
@@ -43,6 +43,7 @@ class Published:
     test: ItemLists
     triples: np.ndarray | None
     relation_names: tuple[str, ...]
+    unknown_items: np.ndarray
 
     def catalogue(self, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
         """With a validation set; arguments as of `load_catalogue`. Raises BadInput when nobody has items in it."""
@@ -67,4 +68,5 @@ class Published:
             triples,
             self.triples is not None,
             self.relation_names[:num_relations],
+            self.unknown_items,
         )

@@ -48,7 +48,7 @@ def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, se
     arrays = cached_arrays(cache_dir, f"knowledge_graph_synthetic-{_FORMAT_VERSION}", generate)
     lists = ItemLists(arrays["offsets"], arrays["items"])
     train, test = hold_out(lists, TEST_SHARE, _SEED, TEST_STREAM)
-    published = Published(NUM_USERS, NUM_ITEMS, train, None, test, arrays["triples"], RELATIONS)
+    published = Published(NUM_USERS, NUM_ITEMS, train, None, test, arrays["triples"], RELATIONS, np.empty(0, np.int64))
     return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test)
 
 

@@ -44,16 +44,21 @@ class FinalScores(nn.Module):
 
     users: Tensor
     items: Tensor
+    hidden: Tensor
 
-    def __init__(self, users: Tensor, items: Tensor) -> None:
-        """users: (num_users, D), items: (num_items, D), as `Recommender.represent` returns them."""
+    def __init__(self, users: Tensor, items: Tensor, hidden: Tensor) -> None:
+        """users: (num_users, D), items: (num_items, D), as `Recommender.represent` returns them.
+
+        hidden: (k,) int64, items whose score is -inf for everybody.
+        """
         super().__init__()
+        self.register_buffer("hidden", hidden.detach().clone())
         self.register_buffer("users", users.detach().clone())
         self.register_buffer("items", items.detach().clone())
 
     def forward(self, users: Tensor) -> Tensor:
         """users: (B,) int64. Returns (B, num_items)."""
-        return self.users[users] @ self.items.T
+        return (self.users[users] @ self.items.T).index_fill(1, self.hidden, -torch.inf)
 
 
 def initialise(tables: list[nn.Embedding]) -> None:

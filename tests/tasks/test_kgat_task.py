@@ -257,3 +257,32 @@ def test_no_more_is_recommended_than_a_user_has_left(data, run_here, tmp_path):
     num_left = int(re.search(r"user 3 has only (\d+) items left", err)[1])
     out, _ = run_here(*predict, "--top-k", num_left)
     assert "inf" not in out and len(out.splitlines()) == 1 + num_left
+
+
+@pytest.mark.parametrize("model", [["kgat", *SMALL], ["bprmf"]], ids=lambda m: m[0])
+def test_item_ids_that_occur_nowhere_are_neither_ranked_nor_recommended(model, run_here, tmp_path):
+    """Nor do they get a score in an exported program."""
+    data = write_catalogue(tmp_path / "data")
+    shifted = {n: n + 100 * (n >= 3) for n in range(NUM_ITEMS)}  # items 3 to 102 do not occur
+    for name in ("train.txt", "test.txt"):
+        rows = [line.split() for line in (data / name).read_text().splitlines()]
+        lines = [" ".join([user, *(str(shifted[int(item)]) for item in items)]) for user, *items in rows]
+        (data / name).write_text("\n".join(lines))
+    triples = [list(map(int, line.split())) for line in (data / "kg_final.txt").read_text().splitlines()]
+    new = [(shifted.get(h, h + 100), r, shifted.get(t, t + 100)) for h, r, t in triples]
+    (data / "kg_final.txt").write_text("".join(f"{h} {r} {t}\n" for h, r, t in new))
+    run = tmp_path / "run"
+    out, _ = run_here(*RUN, "--data-dir", data, "--model", *model, "--epochs", 1, "--save-dir", run)
+    said = r"(\d+) of the (\d+) item ids up to the largest one, such as \d+, occur neither"
+    num_hidden, num_ids = map(int, re.search(said, out).groups())
+    assert num_hidden >= 100
+    (tmp_path / "users.csv").write_text("user_id\n3\n0\n")
+    predict = ["--task", "kgat", "--predict", tmp_path / "users.csv", "--save-dir", run, "--top-k"]
+    _, err = run_here(*predict, NUM_ITEMS + 100, status=2)
+    num_left = int(re.search(r"has only (\d+) items left", err)[1])
+    out, _ = run_here(*predict, num_left)
+    items = [int(row["item"]) for row in csv.DictReader(out.splitlines())]
+    assert len(items) == 2 * num_left and not set(items) & set(range(3, 103)) and "inf" not in out
+    out, _ = run_here("--task", "kgat", "--data-dir", data, "--save-dir", run, "--export", run.parent / "model.pt2")
+    scores = torch.export.load(run.parent / "model.pt2").module()(torch.tensor([3, 0]))
+    assert torch.isinf(scores).sum(1).tolist() == [num_hidden] * 2 and scores.shape == (2, num_ids)

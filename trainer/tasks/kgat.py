@@ -18,6 +18,7 @@ from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
+from data.overview import overview
 from models.graph.aggregators import Aggregation
 from models.graph.bprmf import BPRMF
 from models.graph.collaborative_graph import CollaborativeGraph, Laplacian, Softmax
@@ -133,11 +134,15 @@ class KgatObjective(Objective):
     model: Recommender
     same_masks = True
 
-    def __init__(self, model: Recommender, config: KgatFlags) -> None:
+    hidden: Tensor
+
+    def __init__(self, model: Recommender, config: KgatFlags, hidden: np.ndarray) -> None:
+        """hidden: (k,) int64, items that are never ranked."""
         super().__init__(model)
         self.config = config
         self.users: Tensor | None
         self.items: Tensor | None
+        self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
         self.register_buffer("users", None, persistent=False)
         self.register_buffer("items", None, persistent=False)
 
@@ -168,10 +173,13 @@ class KgatObjective(Objective):
         return {"loss": ranking + self.config.kg_l2 * squares.sum(), "ranking": ranking}
 
     def scores(self, users: Tensor) -> Tensor:
-        """Of all items, (B, num_items), after `start_evaluation`; in full precision, for ranks lie close together."""
+        """Of all items, (B, num_items), after `start_evaluation`; in full precision, for ranks lie close together.
+
+        Hidden items have the score -inf.
+        """
         assert self.users is not None and self.items is not None
         with torch.autocast(users.device.type, enabled=False):
-            return self.users[users] @ self.items.T
+            return (self.users[users] @ self.items.T).index_fill_(1, self.hidden, -torch.inf)
 
 
 class KgatTask(Task):
@@ -227,6 +235,29 @@ class KgatTask(Task):
         graph = [catalogue.triples] if self.config.model in _WITH_GRAPH else []
         return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
+    def remarks(self) -> Sequence[str]:
+        """A short table of the user's own data, and which items are hidden."""
+        if self.config.data_dir is None:
+            return ()
+        catalogue, hidden = self.catalogue, self.catalogue.unknown_items
+        parts = {"training": catalogue.train, "validation": catalogue.val, "test": catalogue.test}
+        rows = [
+            (name, f"{len(lists):,}", f"{np.count_nonzero(lists.sizes):,}", f"{len(np.unique(lists.items)):,}")
+            for name, lists in parts.items()
+        ]
+        lines = overview(("part", "interactions", "users", "items"), rows)
+        if catalogue.has_graph:
+            lines.append(
+                f"Graph: {len(catalogue.triples):,} triples of {catalogue.num_relations} relations among "
+                f"{catalogue.num_items:,} items and {catalogue.num_entities - catalogue.num_items:,} other entities."
+            )
+        if len(hidden):
+            lines.append(
+                f"{len(hidden):,} of the {catalogue.num_items:,} item ids up to the largest one, such as {hidden[0]}, "
+                "occur neither in the interactions nor in the graph nor in a list of items: they are never recommended."
+            )
+        return lines
+
     @cached_property
     def edges(self) -> Edges:
         """Of the collaborative knowledge graph."""
@@ -259,7 +290,7 @@ class KgatTask(Task):
     # --- model --------------------------------------------------------------------------------------------------
 
     def build_objective(self) -> Objective:
-        return KgatObjective(self._build_model(), self.config)
+        return KgatObjective(self._build_model(), self.config, self.catalogue.unknown_items)
 
     def _build_model(self) -> Recommender:
         config, catalogue = self.config, self.catalogue
@@ -373,7 +404,7 @@ class KgatTask(Task):
     def exported(self, objective: Objective, batch: Batch) -> Exported:
         """Users to scores of all items, from what the graph has made of their embeddings: it is not needed any more."""
         assert isinstance(objective, KgatObjective) and objective.users is not None and objective.items is not None
-        program = FinalScores(objective.users, objective.items)
+        program = FinalScores(objective.users, objective.items, objective.hidden)
         return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))
 
     def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
