@@ -69,6 +69,46 @@ def assert_are_the_lines(interactions: Interactions) -> None:
 # Every form of a file
 
 
+DAYS = [(user, item, 18_000 + (7 * user + 3 * item) % 40) for user in range(1, 7) for item in range(user, user + 5)]
+TIME_FORMS = {
+    "seconds": lambda day: day * 86400,
+    "seconds as floats": lambda day: f"{day * 86400}.0",
+    "milliseconds": lambda day: day * 86_400_000,
+    "microseconds": lambda day: day * 86_400_000_000,
+    "nanoseconds": lambda day: day * 86_400_000_000_000,
+    "dates": lambda day: np.datetime64(day, "D"),
+    "moments": lambda day: np.datetime64(day, "D").astype("M8[s]"),
+    "with a zone": lambda day: f"{np.datetime64(day, 'D')} 02:00:00+02:00",
+    "UTC": lambda day: f"{np.datetime64(day, 'D')} 00:00:00 UTC",
+    "digits of days": lambda day: str(np.datetime64(day, "D")).replace("-", ""),
+    "digits of days as floats": lambda day: str(np.datetime64(day, "D")).replace("-", "") + ".0",
+    "digits of minutes": lambda day: str(np.datetime64(day, "D")).replace("-", "") + "0000",
+    "digits of seconds": lambda day: str(np.datetime64(day, "D")).replace("-", "") + "000000",
+}
+
+
+@pytest.mark.parametrize("form", TIME_FORMS)
+@pytest.mark.parametrize("draw", range(2))
+def test_one_log_in_any_spelling_is_read_as_the_same(load, form, draw) -> None:
+    rng = np.random.default_rng([draw, list(TIME_FORMS).index(form)])
+    separator = rng.choice(["\t", ",", ";", "::"])
+    names = {"user": ["user_id", "Customer", "USERID"], "item": ["item_id:token", "productId", "sku"]}
+    names |= {"time": ["timestamp", "Date", "created_at"], "text": ["title", "note", "name"]}
+    order = rng.permutation(list(names))
+    quote = '"' if separator != "::" and rng.random() < 0.5 else ""
+    lines = [separator.join(rng.choice(names[role]) for role in order)]
+    for user, item, day in DAYS:
+        values = {"user": user, "item": item, "time": TIME_FORMS[form](day), "text": f"{quote}no {item}{quote}"}
+        line = separator.join(str(values[role]) for role in order)
+        lines += [line] * rng.integers(1, 3)
+    content = ["", "\ufeff"][rng.integers(2)] + rng.choice(["\n", "\r\n"]).join([*lines, ""])
+    zipped = gzip.compress if rng.random() < 0.3 else bytes
+    interactions = load(zipped(content.encode()), f"log.csv{'.gz' * (zipped is gzip.compress)}")
+    ordered = sorted(DAYS, key=lambda line: (line[0], line[2]))
+    assert interactions.items.tolist() == [item for _, item, _ in ordered]  # items 1, 2, ... all occur
+    assert interactions.times.tolist() == [86400 * day for _, _, day in ordered]
+
+
 @pytest.mark.parametrize("separator", ["\t", " ", ",", "::", ", ", "   "])
 @pytest.mark.parametrize("columns", ["uit", "uirt"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
