@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,6 +20,7 @@ from trainer.common.files import lines_of
 _ROWS_AT_ONCE = 1 << 16
 """So many lines at a time are taken apart, which bounds the memory that it takes."""
 _SHOWN_WIDTH = 80
+_WHOLE_NUMBER = re.compile(r"[0-9]+(\.0+)?")
 _NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
 """Fewer distinct times than the first, and for each more interactions than the second, are doubted."""
@@ -126,8 +128,9 @@ class _Parser:
         if not blocks:
             raise BadInput(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
         users, items, *columns = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        user_ids, item_ids = in_order(self._users), in_order(self._items)
-        users, items = self._users.places(user_ids)[users], self._items.places(item_ids)[items]
+        self._refuse_another_line_of_names()
+        (user_ids, place_of_user), (item_ids, place_of_item) = self._users.in_order(), self._items.in_order()
+        users, items = place_of_user[users], place_of_item[items]
         remarks, times, form = list(self._layout.remarks), None, ""
         if columns:
             times, form = (columns[0], "dates") if self._has_dates else in_seconds(columns[0])
@@ -142,6 +145,15 @@ class _Parser:
         overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
         remarks = [*overview_lines, *remarks, *_unnamed(user_ids, users)]
         return Table(users, items, times, user_ids, item_ids, remarks)
+
+    def _refuse_another_line_of_names(self) -> None:
+        """Raises BadInput where the names of the columns are a user and an item too, as in files that were joined."""
+        user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
+        if self._layout.has_names and user in self._users and item in self._items:
+            raise BadInput(
+                f"{self._where}: the line of names, with {user} and {item}, comes again, as in files that were joined; "
+                "take it out below the first line"
+            )
 
     def _overview(
         self, user_ids: Sequence[str], item_ids: Sequence[str], times: np.ndarray | None, form: str, num: int
@@ -213,11 +225,17 @@ class _Codes(dict[str, int]):
         self.newest = []
         return np.fromiter(map(self.__getitem__, names), np.int64, len(names))
 
-    def places(self, ordered: Collection[str]) -> np.ndarray:
-        """Of each code the position of its name."""
-        places = np.empty(len(self), np.int64)
-        places[self.of(ordered)] = np.arange(len(self))
-        return places
+    def in_order(self) -> tuple[list[str], np.ndarray]:
+        """The names in the order of `data.csv_lines.in_order`, and for each code the place of its name.
+
+        Where all names are whole numbers, 7.0 is 7: programs write so the numbers of a column with gaps.
+        """
+        names = list(self)
+        if all(map(_WHOLE_NUMBER.fullmatch, names)):
+            names = [name.partition(".")[0] for name in names]
+        ordered = in_order(set(names))
+        place = {name: i for i, name in enumerate(ordered)}
+        return ordered, np.fromiter(map(place.__getitem__, names), np.int64, len(names))
 
 
 def _is_no_name(text: str) -> bool:

@@ -170,6 +170,18 @@ def test_names_that_are_not_all_numbers_are_in_order_of_text(load) -> None:
     assert list(names.item_ids) == ["007", "7", "9", "10"]
 
 
+def test_whole_numbers_with_and_without_a_fraction_of_zero_are_one_name(load) -> None:
+    mixed = load("user,item,time\n1.0,7,1\n2,10.0,2\n1,10,3\n2.0,007,4\n", "mixed.csv")
+    assert by_user(mixed, mixed.items) == [[2, 3], [3, 1]] and list(mixed.item_ids) == ["007", "7", "10"]
+    texts = load("user,item,time\na,7,1\na,7.0,2\na,7.5,3\n", "texts.csv")
+    assert list(texts.item_ids) == ["7", "7.0", "7.5"]
+
+
+def test_a_line_of_names_that_comes_again_is_refused(load) -> None:
+    with pytest.raises(BadInput, match="the line of names, with user and item, comes again"):
+        load("user,item\n1,2\n1,3\nuser,item\n2,2\n", "joined.csv")
+
+
 def test_fractions_of_a_second_count_for_the_order(load) -> None:
     interactions = load("user item time\n1 1 7.75\n1 2 7.5\n1 3 -0.5\n1 4 8\n")
     assert interactions.items.tolist() == [3, 2, 1, 4]
