@@ -8,6 +8,7 @@ import numpy as np
 
 from data.files import shown
 from data.tabular.labels import Labels, named_column
+from data.tabular.spelling import PLAIN, Meaning, Spelling
 from data.tabular.table import Column, Table
 from trainer.common.errors import BadInput
 
@@ -22,28 +23,48 @@ class ColumnCode:
     categories: texts, coded by their places; None for a column of numbers.
     mean, std: of its numbers, which become standard deviations from the mean: float32 would not keep the digits of
         small differences between large numbers. 0 and 1 for categories.
+    spelling: of its numbers.
     """
 
     name: str
     categories: tuple[str, ...] | None
     mean: float = 0.0
     std: float = 1.0
+    spelling: Spelling = PLAIN
 
     @classmethod
     def of(cls, column: Column) -> "ColumnCode":
         if column.texts is not None:
             return cls(column.name, tuple(column.distinct_texts))
         if len(column.distinct) < 2:  # the mean of equal numbers may differ from them in the last bit
-            return cls(column.name, None, *column.distinct.tolist())
+            return cls(column.name, None, *column.distinct.tolist(), spelling=column.spelling)
         values = column.values[~column.is_missing]
-        return cls(column.name, None, float(values.mean()), float(values.std()))
+        return cls(column.name, None, float(values.mean()), float(values.std()), column.spelling)
 
     def encode(self, column: Column) -> np.ndarray:
         """(n,) float64, NaN where a value is missing, no number, or a category that is not known."""
         if self.categories is None:
-            return np.clip((column.as_numbers() - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
-        places = {text: float(i) for i, text in enumerate(self.categories)}
-        return column.looked_up(lambda text: places.get(text, np.nan))
+            numbers = column.as_numbers(column.spelling_like(self.spelling))
+            return np.clip((numbers - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
+        key = Meaning(self.categories).key
+        places = {key(text): float(i) for i, text in enumerate(self.categories)}
+        return column.looked_up(lambda text: places.get(key(text), np.nan))
+
+    def remarks(self, column: Column) -> list[str]:
+        """Sentences about a column of new rows."""
+        encoded, found = self.encode(column), []
+        spelling = column.spelling_like(self.spelling)
+        if self.categories is None and spelling != self.spelling and not np.isnan(encoded).all():
+            text = column.take(~np.isnan(encoded)).distinct_texts[0]
+            found.append(f"{self.name}: {text!r} is read as {spelling.number(text):g}, in training it would not be.")
+        lost = np.isnan(encoded) & ~column.is_missing
+        if lost.any():
+            what = "they are no numbers" if self.categories is None else "no row that was learned from has them"
+            unit = " ".join(filter(None, [self.spelling.head, self.spelling.tail]))
+            what += f" with the unit {unit}" if unit else ""
+            count = f"{lost.sum():,} of {len(lost):,} values count as missing"
+            found.append(f"{self.name}: {count}, as {what}, such as {column.take(lost).distinct_texts[0]!r}.")
+        return found
 
 
 @dataclass(frozen=True)
@@ -79,18 +100,13 @@ class Encoding:
             raise BadInput(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
 
     def remarks(self, table: Table) -> list[str]:
-        """Sentences about what of a new table cannot be used."""
+        """Sentences about what of a new table cannot be used, or is read in another way than in training."""
         known = {code.name: code for code in self.columns}
         others = [name for name in table.names if name not in known and name != self.label]
         found = [f"Not learned from, and ignored: {shown(others)}."] if others else []
         for column in table.columns:
             if code := known.get(column.name):
-                lost = np.isnan(code.encode(column)) & ~column.is_missing
-                what = "they are no numbers" if code.categories is None else "no row that was learned from has them"
-                if lost.any():
-                    example = column.take(lost).distinct_texts[0]
-                    count = f"{lost.sum():,} of {len(lost):,} values count as missing"
-                    found.append(f"{column.name}: {count}, as {what}, such as {example!r}.")
+                found += code.remarks(column)
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,10 +119,17 @@ class Encoding:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":
         """What `to_dict` gave."""
-        columns = (
-            ColumnCode(**column | {"categories": _if_any(tuple, column["categories"])}) for column in values["columns"]
+        columns = tuple(
+            ColumnCode(
+                **column
+                | {
+                    "categories": _if_any(tuple, column["categories"]),
+                    "spelling": Spelling(**column.get("spelling", {})),
+                }
+            )
+            for column in values["columns"]
         )
-        return cls(tuple(columns), values["label"], tuple(values["classes"]))
+        return cls(columns, values["label"], tuple(values["classes"]))
 
 
 def _if_any(kind: type, texts: Sequence[str] | None) -> Any:

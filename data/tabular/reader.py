@@ -11,6 +11,7 @@ import numpy as np
 
 from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
+from data.tabular.spelling import PLAIN, Spelling
 from data.tabular.table import Column, Table, table_of_array
 from trainer.common.errors import BadInput
 from trainer.common.files import MOST_WHOLE, require_regular
@@ -25,8 +26,8 @@ _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
 def read_table(path: Path, flag: str = "--data-dir") -> Table:
     """Reads a table; all columns of a CSV are texts, which `Column.typed` makes numbers of.
 
-    path: a CSV in UTF-8, plain or .gz, its columns separated by commas, semicolons (a number's decimal point may then
-        be a comma) or tabs, with a line of column names. Spaces around a value, and quotes, do not belong to it. Or a
+    path: a CSV in UTF-8, plain or .gz, its columns separated by commas, semicolons (the comma in 1,234 is then that of
+        decimals) or tabs, with a line of column names. Spaces around a value, and quotes, do not belong to it. Or a
         .npz with X (n, m), numbers or texts, optionally y (n,), which becomes the column y, and names (m,) of columns.
     flag: by which the path was given, for messages.
 
@@ -73,7 +74,8 @@ def _parse_csv(file: IO[str], where: str) -> Table:
     for rows in _blocks(lines, len(names), where):
         for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
             column.add(texts)
-    return Table(where, tuple(c.column(name, decimal_comma) for name, c in zip(names, columns, strict=True)))
+    spelling = Spelling(decimal=",") if decimal_comma else PLAIN
+    return Table(where, tuple(texts.column(name, spelling) for name, texts in zip(names, columns, strict=True)))
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:
@@ -111,12 +113,9 @@ class _Texts:
         codes = (places.setdefault(text, len(places)) for text in texts)
         self._codes.append(np.fromiter(codes, np.int32, len(texts)))
 
-    def column(self, name: str, decimal_comma: bool) -> Column:
+    def column(self, name: str, spelling: Spelling) -> Column:
         codes = np.concatenate([np.empty(0, np.int32), *self._codes])
-        texts = list(self._places)
-        if decimal_comma:
-            texts = [point if is_number(point := text.replace(",", ".")) else text for text in texts]
-        return Column.of_codes(name, codes, texts)
+        return Column.of_codes(name, codes, self._places, spelling)
 
 
 # --- arrays ------------------------------------------------------------------------------------------------------

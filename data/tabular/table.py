@@ -2,21 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from data.tabular.spelling import MISSING, NEARLY_ALL, PLAIN, Reading, Spelling, canonical, reading_of, spelling_like
 from trainer.common.errors import BadInput
 
-MISSING = frozenset({"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "NULL", "null", "NaT", "<NA>"})
-"""Texts that stand for no value; the last two are those of pandas."""
 LARGEST_NUMBER = 1e100
 """Numbers beyond, and infinite ones, count as missing: their squares have no sum in float64."""
-_NEARLY_ALL = 0.95
-"""Of the values that are there, in a column of numbers or dates; what is no number there counts as missing."""
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_INFINITE = re.compile(r"[+-]?inf(inity)?", re.IGNORECASE)
+_LONGEST_DATE = 64
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
     r"([ T]\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?( ?[AaPp][Mm])?(Z| ?[+-]\d{2}:?\d{2})?)?"
@@ -29,19 +25,21 @@ class Column:
 
     values: (n,) float64, NaN where there is none; the numbers, or where there are texts their places among them.
     texts: distinct, in order; not all need to occur. None for numbers.
+    spelling: of texts that became numbers; of texts the one that is meant where no cell shows another.
     """
 
     name: str
     values: np.ndarray
     texts: tuple[str, ...] | None = None
+    spelling: Spelling = PLAIN
 
     @classmethod
-    def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
+    def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str], spelling: Spelling = PLAIN) -> "Column":
         """From the place of each row's text, (n,) integers, in any list of texts; equal ones may be there twice."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
-        return cls(name, np.array([place.get(text, np.nan) for text in stripped])[codes], present)
+        return cls(name, np.array([place.get(text, np.nan) for text in stripped])[codes], present, spelling)
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
@@ -74,36 +72,64 @@ class Column:
             return [number_text(value) for value in self.distinct.tolist()]
         return [self.texts[int(code)] for code in self.distinct]
 
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Rows of each of the different values."""
+        return np.unique(self.values[~self.is_missing], return_counts=True)[1]
+
     def take(self, rows: np.ndarray) -> "Column":
         """Some of the rows: (k,) their places, or (n,) bool."""
-        return Column(self.name, self.values[rows], self.texts)
+        return replace(self, values=self.values[rows])
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
         """Of each row what belongs to its text, (n,) float64, NaN where it has none."""
-        found = np.array([of_text(text) for text in self.distinct_texts] + [np.nan], np.float64)
-        return found[np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))]
+        return np.array([*map(of_text, self.distinct_texts), np.nan], np.float64)[self._places]
 
-    def as_numbers(self) -> np.ndarray:
+    @property
+    def _places(self) -> np.ndarray:
+        """Of each row's value among the different ones, (n,) int64; their number where it is missing."""
+        return np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))
+
+    @cached_property
+    def reading(self) -> Reading:
+        """How its texts are numbers, if they are."""
+        if self.texts is None:
+            return Reading(self.spelling)
+        return reading_of(self.distinct_texts, self.counts, self._has_decimal_comma)
+
+    def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
         """The rows as numbers, (n,) float64: texts that are none, and numbers that are too large, are NaN."""
-        if self.texts is not None:
-            return self.looked_up(_number)
-        usable = np.abs(self.values) <= LARGEST_NUMBER  # false for NaN
-        return np.where(usable, self.values, np.nan)
+        values = self.values if self.texts is None else self.looked_up(spelling.number)
+        return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # false for NaN
+
+    def spelling_like(self, trained: Spelling) -> Spelling:
+        """How the numbers of new rows of a column are written."""
+        if self.texts is None:
+            return PLAIN
+        return spelling_like(trained, self.distinct_texts, self.counts, self._has_decimal_comma)
 
     def typed(self) -> "Column":
-        """With numbers for texts where nearly all that is there are numbers."""
-        numbers = Column(self.name, self.as_numbers())
-        return numbers if self.texts is None or self._are_nearly_all(self.looked_up(_is_number) > 0) else self
+        """With numbers for texts where nearly all that is there are numbers; else with one text for each category."""
+        spelling = self.reading.spelling
+        if spelling is not None:
+            return Column(self.name, self.as_numbers(spelling), None, spelling)
+        return self.with_one_text_a_category()
+
+    def with_one_text_a_category(self) -> "Column":
+        """Of spellings that mean the same category, such as 1 and 1.0, all are the same text."""
+        texts = [*canonical(self.distinct_texts, self.counts), ""]
+        return Column.of_codes(self.name, self._places, texts, self.spelling)
 
     def is_date(self) -> bool:
         """Whether nearly all values that are there are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
         if self.texts is None:
             return False
-        return self._are_nearly_all(self.looked_up(lambda text: _DATE.fullmatch(text) is not None) > 0)
+        are_dates = [len(text) <= _LONGEST_DATE and _DATE.fullmatch(text) is not None for text in self.distinct_texts]
+        return any(are_dates) and bool(self.counts[are_dates].sum() >= NEARLY_ALL * self.counts.sum())
 
-    def _are_nearly_all(self, fits: np.ndarray) -> bool:
-        num_values = len(self.values) - self.is_missing.sum()
-        return bool(num_values and fits.sum() >= _NEARLY_ALL * num_values)
+    @property
+    def _has_decimal_comma(self) -> bool:
+        return self.spelling.decimal == ","
 
 
 @dataclass(frozen=True)
@@ -153,14 +179,3 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return number_text(float(value))
     return "" if value is None else str(value)
-
-
-def _is_number(text: str) -> bool:
-    """Also one that counts as missing because it is infinite or too large."""
-    return _NUMBER.fullmatch(text) is not None or _INFINITE.fullmatch(text) is not None
-
-
-def _number(text: str) -> float:
-    """NaN where the text is no number, or one too large."""
-    value = float(text) if _NUMBER.fullmatch(text) else np.nan
-    return value if abs(value) <= LARGEST_NUMBER else np.nan

@@ -64,9 +64,9 @@ def test_only_the_rows_that_are_learned_from_count(read) -> None:
 
 
 def test_categories_that_look_like_numbers_and_arrays_of_them(read, read_arrays) -> None:
-    table = labelled_table(read("x,y\n1,a\n2,b\n3,a\nnone,b\n"), "y")
+    table = labelled_table(read("x,y\n1,a\n2,b\n3,a\nother,b\n"), "y")
     encoding = Encoding.fit(table.features, table.labels)
-    assert encoding.columns[0].categories == ("1", "2", "3", "none")
+    assert encoding.columns[0].categories == ("1", "2", "3", "other")
     assert encoding.encode(read("x\n3\n1\n")).tolist() == [[2], [0]]
     arrays = read_arrays(X=np.array([[2.0], [3.0], [2.5]]), names=np.array(["x"]))
     np.testing.assert_array_equal(encoding.encode(arrays), [[1], [2], [np.nan]])

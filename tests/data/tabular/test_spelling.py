@@ -1,0 +1,156 @@
+"""How the numbers of a column are written, which of its cells prove it, and what is a category all the same."""
+
+import numpy as np
+import pytest
+
+from data.tabular.encoding import Encoding
+from data.tabular.screening import labelled_table
+from data.tabular.spelling import PLAIN, Spelling, reading_of
+
+MARKS = ["-", "--", ".", "#N/A", "#NA", "None", "nan", "-nan", "1.#IND", "NULL", "#DIV/0!", "inf", ""]
+
+
+def read_as(*texts: str, decimal_comma: bool = False, counts=None):
+    """The numbers of a column; None for categories."""
+    reading = reading_of(texts, np.array(counts or [1] * len(texts)), decimal_comma)
+    return None if reading.spelling is None else [reading.spelling.number(text) for text in texts]
+
+
+def doubt(*texts: str, counts=None) -> str:
+    return reading_of(texts, np.array(counts or [1] * len(texts))).doubt
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers"),
+    [
+        (["50,321.12", "7.5"], [50321.12, 7.5]),
+        (["50.321,12", "7,5"], [50321.12, 7.5]),
+        (["1,234,567", "1,234", "12"], [1234567, 1234, 12]),
+        (["1,234.5", "1500"], [1234.5, 1500]),
+        (["1,234", "12,34"], [1.234, 12.34]),
+        (["1,234", "0,500"], [1.234, 0.5]),
+        (["1,234", "12,500", "950"], [1234, 12500, 950]),
+        (["1 234,5", "12,5"], [1234.5, 12.5]),
+        (["1\u202f234", "12\u00a0500"], [1234, 12500]),
+        (["1'234.50", "1\u2019000"], [1234.5, 1000]),
+        (["$50,321.12", "-$7.50", "$-8"], [50321.12, -7.5, -8]),
+        (["US$5", "US$6"], [5, 6]),
+        (["12,50 €", "7,00€"], [12.5, 7]),
+        (["50.3%", "7 %"], [50.3, 7]),
+        (["70 kg", "65.5 kg"], [70, 65.5]),
+        (["36 months", "60 months"], [36, 60]),
+        (["50k", "1.2M", "3B", "900"], [50e3, 1.2e6, 3e9, 900]),
+        (["\u22125", "7"], [-5, 7]),
+    ],
+)
+def test_every_spelling_that_a_cell_proves(texts, numbers) -> None:
+    assert read_as(*texts) == pytest.approx(numbers, rel=1e-15)
+
+
+def test_beside_semicolons_a_comma_is_that_of_decimals_unless_cells_show_thousands() -> None:
+    assert read_as("1,234", "12,500", decimal_comma=True) == [1.234, 12.5]
+    assert read_as("1,234", "1,234,567", decimal_comma=True) == [1234, 1234567]
+    assert read_as("1.234", "12.5", decimal_comma=True) == [1.234, 12.5]
+    grouped = ["1.234", "12.500", "7.000", "9.999", "1.200", "950"]
+    assert read_as(*grouped, decimal_comma=True) == [1234, 12500, 7000, 9999, 1200, 950]
+    assert read_as(*grouped)[0] == 1.234
+    assert read_as(*grouped, "0.123", decimal_comma=True)[0] == 1.234
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["12,5", "2.5"], "numbers in no one spelling: '2.5', '12,5'"),
+        (["1,234", "12,34", "1,234,567"], "numbers in no one spelling: '1,234,567', '12,34'"),
+        (["1,234", "1500", "7"], "'1,234' may be thousands or decimals, beside '1500'"),
+        (["70 kg", "80 kg", "154 lb"], "numbers in no one spelling: '70 kg', '154 lb'"),
+        (["70 kg", "80 kg", "65"], "numbers in no one spelling: '70 kg', '65'"),
+        (["0", "1", "2", "other"], "not only numbers: 'other'"),
+        (["A1", "A2", "B1"], ""),
+        (["10.0.0.1", "192.168.1.1"], ""),
+        (["2024-05-31", "2024-06-01"], ""),
+        (["48.1,11.5", "49.2,12.0"], ""),
+    ],
+)
+def test_categories_and_why_they_are_no_numbers(texts, reason) -> None:
+    assert read_as(*texts) is None and doubt(*texts) == reason
+
+
+def test_a_cell_in_another_spelling_among_many_is_no_number() -> None:
+    np.testing.assert_array_equal(read_as("2.5", "3.5", "12,5", counts=[500, 500, 3]), [2.5, 3.5, np.nan])
+    assert read_as("1,234", "12,34", "1,234,567", counts=[1000, 1, 30]) == [
+        1234,
+        pytest.approx(np.nan, nan_ok=True),
+        1234567,
+    ]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_marks_of_missing_values_among_numbers_however_many(read, mark) -> None:
+    column = read("x,y\n1.5,a\n2.5,b\n" + f"{mark},a\n" * 98).column("x").typed()
+    assert column.texts is None and column.is_missing.sum() == 98
+
+
+def test_a_mark_that_nobody_knows_is_one_beside_many_different_numbers() -> None:
+    numbers = [str(i) for i in range(11)]
+    counts = [1] * 11 + [9]
+    assert np.isnan(read_as(*numbers, "withheld", counts=counts)[-1])
+    assert read_as(*numbers[:10], "withheld", counts=counts[1:]) is None
+    assert read_as(*numbers, "withheld", "refused", counts=[*counts, 9]) is None
+    assert read_as(*numbers, "10 or more", counts=counts) is None
+
+
+def test_marks_are_categories_among_texts(read) -> None:
+    assert read("x,y\n+,a\n-,b\nNone,c\n").column("x").typed().texts == ("+", "-", "None")
+
+
+def test_a_long_text_is_no_number_and_takes_no_time() -> None:
+    digits = "1" * 100_000
+    for text in (digits, f"{digits}x", f"1.{digits}x", f"{',' * 100_000}1", f"{'1,234' * 20_000}x"):
+        assert read_as(text, "1") is None and np.isnan(PLAIN.number(text))
+
+
+def test_new_rows_are_read_as_those_of_training_unless_they_show_otherwise(read) -> None:
+    def encoded(content: str) -> list[float]:
+        code = encoding.columns[0]
+        return [round(value * code.std + code.mean, 3) for value in encoding.encode(read(content))[:, 0].tolist()]
+
+    table = labelled_table(read('x,y\n"1,5",a\n"12,25",b\n"7,5",a\n"3,5",b\n'), "y")
+    encoding = Encoding.from_dict(Encoding.fit(table.features, table.labels).to_dict())
+    assert encoding.columns[0].spelling == Spelling(",")
+    assert encoded('x\n"1,234"\n') == [1.234]
+    assert encoded('x\n"1,234.5"\n"1,234"\n') == [1234.5, 1234]
+    assert encoding.remarks(read('x\n"1,234.5"\n')) == ["x: '1,234.5' is read as 1234.5, in training it would not be."]
+    assert encoded("x\n5.5\n") == [5.5] and encoding.remarks(read('x\n"1,5"\n')) == []
+
+
+def test_a_unit_is_that_of_training(read) -> None:
+    table = labelled_table(read("x,y\n70 kg,a\n80 kg,b\n75 kg,a\n71 kg,b\n"), "y")
+    encoding = Encoding.fit(table.features, table.labels)
+    assert np.isnan(encoding.encode(read("x\n154 lb\n70\n70 kg\n"))).tolist() == [[True], [True], [False]]
+    assert encoding.remarks(read("x\n154 lb\n70 kg\n")) == [
+        "x: 1 of 2 values count as missing, as they are no numbers with the unit kg, such as '154 lb'."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["yes", "YES", "no", "No"], {"yes", "no"}),
+        (["TRUE", "True", "TRUE", "FALSE"], {"TRUE", "FALSE"}),
+        (["Y", "y", "N", "N"], {"Y", "N"}),
+        (["y", "Y", "x", "x"], {"y", "Y", "x"}),
+        (["Sox2", "SOX2", "a", "A"], {"Sox2", "SOX2", "a", "A"}),
+        (["1", "1.0", "2.", "other"], {"1", "2", "other"}),
+        (["1.0", "1.10", "1.1", "other"], {"1.0", "1.10", "1.1", "other"}),
+        (["007", "7", "x", "x"], {"007", "7", "x"}),
+    ],
+)
+def test_spellings_of_one_category(read, texts, kept) -> None:
+    assert set(read("x,y\n" + "".join(f"{text},a\n" for text in texts)).column("x").typed().texts) == kept
+
+
+def test_new_rows_may_spell_categories_otherwise(read) -> None:
+    table = labelled_table(read("x,z,y\nyes,1,a\nno,2,b\nno,other,a\nyes,1,b\n"), "y")
+    encoding = Encoding.fit(table.features, table.labels)
+    assert encoding.encode(read("x,z\nYES,1.0\nNo,other\n")).tolist() == [[1, 0], [0, 2]]
