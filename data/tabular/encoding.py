@@ -37,7 +37,8 @@ class ColumnCode:
         if column.texts is not None:
             return cls(column.name, tuple(column.distinct_texts))
         if len(column.distinct) < 2:  # the mean of equal numbers may differ from them in the last bit
-            return cls(column.name, None, *column.distinct.tolist(), spelling=column.spelling)
+            mean = float(column.distinct.sum())  # 0.0 where there is none
+            return cls(column.name, None, mean, spelling=column.spelling)
         values = column.values[~column.is_missing]
         return cls(column.name, None, float(values.mean()), float(values.std()), column.spelling)
 

@@ -1,17 +1,23 @@
 """The column that is to be predicted, as numbered classes."""
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from data.files import shown
+from data.tabular.spelling import PLAIN, is_mark_among_numbers
 from data.tabular.table import Column, Table
 from trainer.common.errors import BadInput
 
 _FEWEST_ROWS_PER_CLASS = 2
 """On average: a column with more values than that are measurements, or names of the rows."""
+_FEWEST_ROWS_PER_NUMBER = 5
+"""On average, where classes are many whole numbers: with fewer they are a quantity, such as a price."""
+_MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
+"""Different numbers, and such with decimals: as many may be classes, such as grades."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +26,46 @@ class Labels:
 
     classes: in order, by value where all are numbers, else by text.
     values: (n,) int64, places in classes; -1 where a row has no label.
+    may_be_quantity: whether the classes are many whole numbers.
     """
 
     name: str
     classes: tuple[str, ...]
     values: np.ndarray
+    may_be_quantity: bool = False
 
 
 def class_labels(table: Table, name: str) -> Labels:
-    """Those of the column of --label. Raises BadInput where it is not there, or has no two classes."""
+    """Those of the column of --label. Raises BadInput where it is not there, has no two classes, or is a quantity."""
     column = named_column(table, name, "--label")
-    classes = _in_order(column)
+    where = f"{table.where}: --label {name}"
+    spelling = column.reading.spelling
+    number_of = (spelling or PLAIN).number
+    column = column.with_one_text_a_category()
+    texts = column.distinct_texts
+    numbers = {text: number_of(text) for text in texts if not is_mark_among_numbers(text)}
+    quantity = [number for number in numbers.values() if not math.isnan(number)]
+    are_numbers = 0 < len(quantity) == len(numbers)
+    classes = sorted(numbers, key=numbers.__getitem__) if are_numbers else sorted(texts)
     values = class_numbers(column, classes)
     num_labelled = int((values >= 0).sum())
-    where = f"{table.where}: --label {name}"
     if num_labelled == 0:
         raise BadInput(f"{where}: no row has a label; give a column with some")
+    if spelling is not None:
+        _refuse_quantity(quantity, num_labelled, where)
     refuse_unless_classes(classes, num_labelled, where)
-    return Labels(name, classes, values)
+    return Labels(name, tuple(classes), values, are_numbers and len(classes) > _MOST_NUMBERS)
+
+
+def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) -> None:
+    are_whole = all(map(float.is_integer, numbers))
+    are_repeated = are_whole and num_labelled >= _FEWEST_ROWS_PER_NUMBER * len(numbers)
+    if len(numbers) > (_MOST_NUMBERS if are_whole else _MOST_FRACTIONS) and not are_repeated:
+        raise BadInput(
+            f"{where}: is a quantity, {len(numbers):,} different numbers from {min(numbers):g} to {max(numbers):g} in "
+            f"{num_labelled:,} rows, and only classes can be predicted, as there is no regression; make classes of it, "
+            "such as intervals, or where the numbers are names of classes write them as text, such as c1"
+        )
 
 
 def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
@@ -66,10 +94,3 @@ def named_column(table: Table, name: str, flag: str) -> Column:
         known = f"perhaps {' or '.join(map(repr, near))} is meant" if near else f"there are {shown(table.names)}"
         raise BadInput(f"{table.where}: {flag} {name}: no such column; {known}")
     return column
-
-
-def _in_order(column: Column) -> tuple[str, ...]:
-    texts = column.distinct_texts
-    numbers = Column.of_codes("", np.arange(len(texts)), texts).as_numbers()
-    by_number = dict(zip(texts, numbers.tolist(), strict=True))
-    return tuple(sorted(texts, key=by_number.__getitem__ if np.isfinite(numbers).all() else None))

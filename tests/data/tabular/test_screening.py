@@ -144,8 +144,9 @@ def test_the_label_of_arrays(read_arrays) -> None:
         ({"y": ["NA"] * NUM_ROWS}, r"--label y: no row has a label"),
         (
             {"y": [i / 7 for i in range(NUM_ROWS)]},
-            r"--label y: has 40 different values in 40 rows, too many for classes",
+            r"--label y: is a quantity, 40 different numbers from 0 to 5.57143 in 40 rows, and only classes",
         ),
+        ({"y": [f"row {i}" for i in range(NUM_ROWS)]}, r"--label y: has 40 different values in 40 rows, too many for"),
     ],
 )
 def test_what_cannot_be_learned_from_is_named_in_one_sentence(screen, settings, message) -> None:

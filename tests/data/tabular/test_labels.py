@@ -1,0 +1,80 @@
+"""Which texts are one class, which are none, and quantities, which are no classes."""
+
+import numpy as np
+import pytest
+
+from data.tabular.labels import Labels, class_labels
+from data.tabular.reader import read_table
+from tests.data.tabular.test_reader import real
+from trainer.common.errors import BadInput
+
+
+@pytest.fixture
+def labels(read):
+    """The labels of a column y."""
+
+    def run(*texts: object) -> Labels:
+        return class_labels(read("x;y\n" + "".join(f"1;{text}\n" for text in texts)), "y")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("texts", "classes"),
+    [
+        (["1.0", "0.0", "1.0", "0.0"], ("0", "1")),
+        (["1.0", "0", "1", "0.0"], ("0", "1")),
+        (["yes", "YES", "no", "NO"], ("no", "yes")),
+        (["TRUE", "True", "False", "FALSE", "TRUE"], ("FALSE", "TRUE")),
+        (["a", "A", "b", "B"] * 2, ("A", "B", "a", "b")),
+        (["Good", "good", "bad", "bad"] * 2, ("Good", "bad", "good")),
+        (["5 %", "10 %", "5 %", "10 %"], ("5 %", "10 %")),
+        (["None", "mild", "None", "mild"], ("None", "mild")),
+        (["-", "+", "-", "+"], ("+", "-")),
+        (["0.5", "1.0", "0.5", "1.0"], ("0.5", "1.0")),
+        (["0", "1", "other"] * 30 + ["0"] * 900, ("0", "1", "other")),
+    ],
+)
+def test_spellings_of_classes(labels, texts, classes) -> None:
+    found = labels(*texts)
+    assert found.classes == classes and (found.values >= 0).all()
+
+
+def test_a_mark_among_numbers_is_no_class(labels) -> None:
+    found = labels("0", "1", "-", "1", "0", "None")
+    assert found.classes == ("0", "1") and found.values.tolist() == [0, 1, -1, 1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"{18 + i % 40 + 0.5 * (i % 3)}" for i in range(2000)],
+        [f"${1 + i % 97},250.50" for i in range(400)],
+        [f"{i % 97},5" for i in range(400)],
+        [1000 + 17 * (i % 120) for i in range(500)],
+        [*(i % 97 for i in range(400)), "unknown"],
+        range(40),
+    ],
+    ids=["decimals", "currency", "decimal commas", "whole numbers", "with a word", "all different"],
+)
+def test_a_quantity_is_refused_and_said(labels, texts) -> None:
+    with pytest.raises(BadInput, match=r"--label y: is a quantity, .* no regression; make classes of it, .*as text"):
+        labels(*texts)
+
+
+def test_whole_numbers_that_occur_often_are_classes_with_a_doubt(labels) -> None:
+    assert not labels(*[i % 20 for i in range(200)]).may_be_quantity
+    assert labels(*[i % 29 for i in range(200)]).may_be_quantity
+    assert not labels(*[f"c{i % 29}" for i in range(200)]).may_be_quantity
+    assert len(labels(*[f"{0.5 * (i % 10)}" for i in range(60)]).classes) == 10
+
+
+@pytest.mark.parametrize("column", ["age", "fare"])
+def test_quantities_of_a_real_table(column) -> None:
+    with pytest.raises(BadInput, match=f"--label {column}: is a quantity"):
+        class_labels(read_table(real("titanic.csv")), column)
+
+
+def test_rings_of_a_real_table_are_classes_with_a_doubt() -> None:
+    found = class_labels(read_table(real("abalone.csv")), "rings")
+    assert found.may_be_quantity and len(found.classes) == 28 and np.bincount(found.values).sum() == 4177
