@@ -1,12 +1,15 @@
 """Which columns of a table are learned from, and what its owner should know of them."""
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from data.tabular.labels import Labels, class_labels, named_column
+from data.tabular.spelling import PLAIN
 from data.tabular.table import Column, Table
 from trainer.common.errors import BadInput
 
@@ -19,8 +22,23 @@ _MOST_NAMES_SHOWN = 10
 
 EMPTY = "no value in any row"
 CONSTANT = "the same value in every row"
-DATES = "dates, which are not understood: add what matters of them as numbers, such as the month or an age in days"
-ID = "a different value in every row, or nearly so, which names a row and tells nothing of another"
+DATES = "dates are not read: add numbers, such as the month"
+ID = "names the rows: a different value in nearly every one"
+HEADING = ("column", "kind", "missing", "values", "note")
+
+
+class ColumnReport(NamedTuple):
+    """What was understood of a column, a row below `HEADING`; `note` is empty where nothing of it is surprising."""
+
+    name: str
+    kind: str
+    num_missing: int
+    values: str
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.name, self.kind, f"{self.num_missing:,}" if self.num_missing else "", self.values, self.note
 
 
 @dataclass(frozen=True)
@@ -29,12 +47,14 @@ class LabelledTable:
 
     features: the columns that are left, numbers where they hold numbers; of the rows with a label.
     labels: of these rows; none is -1.
-    notes: sentences for the owner of the table, the gravest first.
+    reports: of all columns: the label, what is left out, what has a note, and the others.
+    warnings: sentences for the owner of the table.
     """
 
     features: Table
     labels: Labels
-    notes: tuple[str, ...]
+    reports: tuple[ColumnReport, ...]
+    warnings: tuple[str, ...]
 
 
 def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> LabelledTable:
@@ -50,47 +70,46 @@ def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> Labell
     if label in drop:
         raise BadInput(f"{table.where}: --drop {label}: is the column of --label; name another one")
     rows = labels.values >= 0
-    notes = []
-    if not rows.all():
-        notes.append(f"{(~rows).sum():,} of {table.num_rows:,} rows have no {label}, and are left out.")
-    labels = Labels(label, labels.classes, labels.values[rows])
-    features, of_columns = screened(table.without([label, *drop]), labels, rows)
-    notes = [*of_columns, *notes, *_lonely_classes(labels)]
-    return LabelledTable(features, labels, tuple(notes))
+    labels = replace(labels, values=labels.values[rows])
+    features, reports, warnings = screened(table.without([label, *drop]), labels, rows)
+    dropped = [_left_out(named_column(table, name, "--drop"), "--drop") for name in drop]
+    return LabelledTable(
+        features, labels, (_report_of(labels, int((~rows).sum())), *dropped, *reports), tuple(warnings)
+    )
 
 
-def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, list[str]]:
-    """The columns that can be learned from, and sentences about them and the others.
+def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, list[ColumnReport], list[str]]:
+    """The columns that can be learned from, reports of these and the others, and warnings.
 
     labels: of the rows (n,) bool, which are kept.
     """
-    kept, left_out, leaks, mixed = [], dict[str, list[str]](), [], []
+    kept, left_out, noted, plain, warnings = [], list[ColumnReport](), list[ColumnReport](), list[ColumnReport](), []
     for raw in table.columns:
         whole = raw.typed()
         column = whole.take(rows)
-        if reason := _why_useless(whole, column):
-            left_out.setdefault(reason, []).append(raw.name)
+        if reason := _why_useless(raw, whole, column):
+            left_out.append(_left_out(raw, reason))
             continue
         kept.append(column)
-        mixed += _what_is_no_number(raw, whole)
+        report = _report(raw, whole)
+        (noted if report.note else plain).append(report)
         if _tells_class(column, labels):
-            leaks.append(_leak_warning(raw.name, labels.name))
+            warnings.append(_leak_warning(raw.name, labels.name))
     if not kept:
-        reasons = "; ".join(f"{_shown(names)}: {reason}" for reason, names in left_out.items())
+        reasons = "; ".join(f"{report.name}: {report.note}" for report in left_out[:_MOST_NAMES_SHOWN])
         raise BadInput(f"{table.where}: no column is left to learn from ({reasons or 'there is none'}); give others")
-    told = [f"Left out: {_shown(names)} ({reason})." for reason, names in left_out.items()]
-    return Table(table.where, tuple(kept)), leaks + told + mixed
+    return Table(table.where, tuple(kept)), left_out + noted + plain, warnings
 
 
-def _why_useless(whole: Column, column: Column) -> str | None:
-    """column: the rows of `whole` that are learned from."""
+def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
+    """whole: the column with its type. column: the rows of it that are learned from."""
     if len(column.distinct) == 0:
         return EMPTY
     if len(column.distinct) == 1 and not column.is_missing.any():
         return CONSTANT
     if whole.is_date():
         return DATES
-    return ID if _is_id(whole) else None
+    return "; ".join(filter(None, [raw.reading.doubt, ID])) if _is_id(whole) else None
 
 
 def _is_id(column: Column) -> bool:
@@ -123,18 +142,58 @@ def _leak_warning(name: str, label: str) -> str:
     )
 
 
-def _what_is_no_number(raw: Column, typed: Column) -> list[str]:
-    lost = typed.is_missing & ~raw.is_missing
-    if not lost.any():
-        return []
-    count = f"{lost.sum():,} of {len(lost):,} values count as missing"
-    return [f"{raw.name}: {count}, as they are no numbers, such as {raw.take(lost).distinct_texts[0]!r}."]
+def _left_out(raw: Column, reason: str) -> ColumnReport:
+    return ColumnReport(raw.name, "left out", int(raw.is_missing.sum()), _values(raw), reason)
 
 
-def _lonely_classes(labels: Labels) -> list[str]:
-    """A class with one row can be learned, but not held out to be scored."""
-    lonely = [labels.classes[i] for i in np.flatnonzero(np.bincount(labels.values) == 1)]
-    return [f"{labels.name}: classes with one row alone are never held out: {_shown(lonely)}."] if lonely else []
+def _report(raw: Column, typed: Column) -> ColumnReport:
+    """Of a column that is learned from."""
+    num_missing = int(typed.is_missing.sum())
+    if typed.texts is not None:
+        note = raw.reading.doubt or _differ_by_case(typed.distinct_texts)
+        return ColumnReport(raw.name, "category", num_missing, _values(typed), note)
+    notes = []
+    if typed.spelling != PLAIN:
+        text = next(text for text in raw.distinct_texts if not math.isnan(typed.spelling.number(text)))
+        notes.append(f"{text!r} is {typed.spelling.number(text):.7g}")
+    lost = raw.take(typed.is_missing & ~raw.is_missing)
+    if len(lost.distinct) == 1:
+        notes.append(f"{lost.distinct_texts[0]!r} is missing")
+    elif len(lost.distinct) > 1:
+        notes.append(f"no numbers, so missing: {_shown(list(map(repr, lost.distinct_texts)))}")
+    return ColumnReport(raw.name, "number", num_missing, _values(typed), "; ".join(notes))
+
+
+def _report_of(labels: Labels, num_missing: int) -> ColumnReport:
+    counts = np.bincount(labels.values, minlength=len(labels.classes)).tolist()
+    lonely = [name for name, count in zip(labels.classes, counts, strict=True) if count == 1]
+    notes = [
+        _differ_by_case(labels.classes),
+        "a quantity? each number is a class" if labels.may_be_quantity else "",
+        "rows without it are left out" if num_missing else "",
+        f"never held out, as one row has it: {_shown(lonely)}" if lonely else "",
+    ]
+    shown = [f"{name} ({count:,})" for name, count in zip(labels.classes, counts, strict=True)]
+    values = f"{len(shown)} classes: {_shown(shown)}"
+    return ColumnReport(labels.name, "label", num_missing, values, "; ".join(filter(None, notes)))
+
+
+def _values(column: Column) -> str:
+    """The range of numbers, or some of the categories."""
+    if len(column.distinct) == 0:
+        return ""
+    if column.texts is None:
+        return f"{column.distinct[0]:.7g} to {column.distinct[-1]:.7g}"
+    return f"{len(column.distinct):,}: {_shown(column.distinct_texts)}"
+
+
+def _differ_by_case(texts: Sequence[str]) -> str:
+    """Says which of the texts, of two letters or more, differ by their case alone; empty where none do."""
+    seen = dict[str, str]()
+    for text in texts:
+        if (other := seen.setdefault(text.lower(), text)) != text and len(text) > 1:
+            return f"{other!r} and {text!r} are not the same"
+    return ""
 
 
 def _shown(names: Sequence[str]) -> str:

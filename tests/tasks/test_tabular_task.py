@@ -172,15 +172,25 @@ def test_weights_that_tuning_spoils_are_not_used(table, run_here, tmp_path):
     assert results(tmp_path / "run")["best"]["step"] == 0
 
 
-def test_what_is_left_out_of_a_table_is_said(run_here, tmp_path):
+def test_a_run_begins_with_what_was_understood_of_the_table(new_rows, run_here, tmp_path):
     path = write_table(tmp_path / "train.csv")
     lines = path.read_text().splitlines()
     named = [f"{line},{'id' if i == 0 else f'row {i}'}" for i, line in enumerate(lines)]
-    path.write_text("\n".join(named))
+    path.write_text("\n".join(named).replace(",,", ",-,"))
     argv = [*TASK, "--data-dir", path, "--label", "kind", "--max-context", 16, "--num-estimators", 1]
-    out, _ = run_here(*argv, "--save-dir", tmp_path / "none")
-    assert "id" in out and "which names a row and tells nothing of another" in out
+    argv += ["--save-dir", tmp_path / "none"]
+    out = run_here(*argv)[0].splitlines()
+    start = out.index(f"Columns of {path}:")
+    rows = [re.split("  +", line.strip()) for line in out[start + 1 : start + 7]]
+    assert rows[0] == ["column", "kind", "missing", "values", "note"]
+    assert rows[1][:2] == ["kind", "label"] and rows[1][2].startswith("2 classes: big (")
+    assert rows[2][:2] == ["id", "left out"] and rows[2][-1].startswith("names the rows")
+    assert rows[3][:2] == ["weight", "number"] and int(rows[3][2]) > 0 and rows[3][-1] == "'-' is missing"
+    assert rows[4][:2] == ["size", "number"] and rows[5] == ["colour", "category", "3: blue, green, red"]
     assert "Of 72 rows with known classes each prediction learns from 16 (--max-context)." in out
+    table, err = run_here(*argv, "--predict", new_rows)
+    assert table.startswith("kind,p(big),p(small)") and table.count("\n") == 201
+    assert err.splitlines()[:6] == out[start : start + 6]
 
 
 def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here, refused, tmp_path):

@@ -60,7 +60,7 @@ class TabularClassifier:
         probabilities = classifier.predict_proba(X_new)
 
     Attributes after `fit`: classes_ (num_classes,) in order; n_features_in_; feature_names_in_ of a data frame; notes_,
-    sentences about columns and rows that are not learned from.
+    a line for each column that may hold something else than its owner believes, or is left out.
     """
 
     def __init__(
@@ -144,8 +144,9 @@ class TabularClassifier:
             self.feature_names_in_ = np.array(table.names, dtype=object)
         known = Labels("y", tuple(map(str, classes.tolist())), labels)
         refuse_unless_classes(known.classes, len(labels), known.name)
-        features, notes = screened(table, known, np.ones(len(labels), bool))
-        self.notes_ = tuple(notes)
+        features, reports, warnings_ = screened(table, known, np.ones(len(labels), bool))
+        noted = [f"{report.name}: {report.kind}: {report.note}" for report in reports if report.note]
+        self.notes_ = (*warnings_, *noted)
         self._encoding = Encoding.fit(features, known)
         self._context, self._labels = torch.from_numpy(self._encoding.encode(table)), torch.from_numpy(labels)
         self._use(self._untuned() if self.strategy == "none" else self._tuned())

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data.overview import overview
 from data.tabular.encoding import Encoding
 from data.tabular.other_generators import OtherTables
 from data.tabular.prior.settings import PriorSettings
@@ -18,13 +19,13 @@ from data.tabular.prior.tables import PriorTables, write_tables
 from data.tabular.problems import Episodes, Rows
 from data.tabular.reader import read_table
 from data.tabular.scores import scores
-from data.tabular.screening import LabelledTable, labelled_table
+from data.tabular.screening import HEADING, LabelledTable, labelled_table
 from data.tabular.split import stratified_hold_out
 from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, printable
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
@@ -291,12 +292,14 @@ class TabularTask(Task):
         return {"classes": list(self._table.labels.classes), "columns": list(self._table.features.names)}
 
     def remarks(self) -> Sequence[str]:
-        """On columns and rows of a table, and of one that is to be predicted."""
+        """What was understood of a table, and of one that is to be predicted."""
         if self.config.data_dir is None:
             return ()
         known, most = len(self._known.labels), self.config.max_context
         sampled = f"Of {known:,} rows with known classes each prediction learns from {most:,} (--max-context)."
-        return [*self._table.notes, *([sampled] if known > most else []), *self._of_new_rows]
+        columns = overview(HEADING, [report.cells for report in self._table.reports])
+        told = [printable(f"Columns of {self.config.data_dir}:"), *columns, *self._table.warnings]
+        return [*told, *([sampled] if known > most else []), *self._of_new_rows]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
         """Synthetic tables in the order of their numbers: neighbours have one shape."""
