@@ -19,6 +19,7 @@ from trainer.common.files import ARCHIVE_ERRORS, MOST_WHOLE, read_at_most, requi
 
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
+_MOST_OF_A_REASON = 200
 
 
 class Source(ABC):
@@ -200,7 +201,8 @@ def reading_errors(where: str) -> Iterator[None]:
         raise BadInput(f"{where}: {error.strerror or error}; the data set is not complete") from None
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise BadInput(f"{where}: cannot be read or is damaged ({reason}); fetch it again") from None
+        told = str(reason)[:_MOST_OF_A_REASON]  # that of a damaged zip repeats bytes of the file
+        raise BadInput(f"{where}: cannot be read or is damaged ({told}); fetch it again") from None
 
 
 def shown(names: Iterable[str]) -> str:

@@ -40,7 +40,8 @@ class ColumnCode:
             mean = float(column.distinct.sum())  # 0.0 where there is none
             return cls(column.name, None, mean, spelling=column.spelling)
         values = column.values[~column.is_missing]
-        return cls(column.name, None, float(values.mean()), float(values.std()), column.spelling)
+        std = float(values.std()) or 1.0  # 0 of differences whose squares are too small for float64
+        return cls(column.name, None, float(values.mean()), std, column.spelling)
 
     def encode(self, column: Column) -> np.ndarray:
         """(n,) float64, NaN where a value is missing, no number, or a category that is not known."""

@@ -1,6 +1,7 @@
 """A user's table: CSV as programs and people write it, or arrays in a .npz."""
 
 import gzip
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -13,7 +14,7 @@ from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
 from data.tabular.spelling import PLAIN, Spelling
 from data.tabular.table import Column, Table, table_of_array
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, reason
 from trainer.common.files import MOST_WHOLE, require_regular
 
 MOST_COLUMNS = 1000
@@ -145,7 +146,9 @@ def _read_arrays(path: Path, where: str) -> Table:
 def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
     """Those of X, y and names that are there; X is. Nothing in the file is run."""
     try:
-        with reading_errors(where), np.load(path, allow_pickle=False) as archive:
+        # Python's own parser, by which numpy reads the headers of arrays, warns of what it finds odd.
+        quiet = warnings.catch_warnings(action="ignore")
+        with reading_errors(where), path.open("rb") as file, quiet, np.load(file, allow_pickle=False) as archive:
             for part in archive.zip.infolist():
                 if part.file_size > MOST_WHOLE:
                     raise BadInput(
@@ -153,13 +156,15 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
                     )
             if "X" not in archive:
                 raise BadInput(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
-            return {name: archive[name] for name in ("X", "y", "names") if name in archive}
-    except ValueError as error:
-        if isinstance(error, BadInput):
-            raise
-        if not zipfile.is_zipfile(path):  # numpy takes text for pickled objects
+            arrays = {name: archive[name] for name in ("X", "y", "names") if name in archive}
+            for array in arrays.values():
+                if array.dtype.kind == "U":
+                    array.tolist()  # refuses numbers that stand for no character
+            return arrays
+    except BadInput:
+        raise
+    except Exception as error:  # of any kind: numpy checks little of what it reads
+        if not zipfile.is_zipfile(path):
             raise BadInput(f"{where}: is no .npz; {_ADVICE}") from None
-        reason = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
-        raise BadInput(f"{where}: {reason}; nothing in it was run; save numbers and texts by numpy.savez") from None
-    except (zipfile.BadZipFile, EOFError, AttributeError, TypeError):
-        raise BadInput(f"{where}: is no .npz; {_ADVICE}") from None
+        found = "holds Python objects" if "Object arrays" in str(error) else f"is damaged ({reason(error)})"
+        raise BadInput(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None
