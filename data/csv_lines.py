@@ -12,6 +12,16 @@ from trainer.common.errors import BadInput
 from trainer.common.files import lines_of
 
 DELIMITERS = (",", ";", "\t")
+_OTHER_FORMATS = {
+    b"PAR1": "Parquet",
+    b"PK\x03\x04": "Excel or a zip",
+    b"\xd0\xcf\x11\xe0": "Excel",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+    b"\x1f\x8b": "compressed, but not named .gz",
+    b"BZh": "compressed by bzip2",
+}
+"""By the bytes that a file begins with."""
 
 Line = tuple[int, list[str]]
 """The number of a line in its file, from 1, and its fields."""
@@ -96,6 +106,8 @@ def csv_table(file: IO[str], where: str) -> CsvTable:
     """
     text = lines_of(file)
     num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
+    if first.lstrip().startswith(("{", "[{", "[[")):
+        raise BadInput(f"{where}: is JSON, which is not read; save it as CSV in UTF-8")
     delimiter = delimiter_of(first)
     lines = csv_lines(chain([first], text), delimiter, where, num_blank)
     line, names = next(lines, (0, []))
@@ -108,5 +120,8 @@ def reading_utf8(where: str, advice: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
+        start = next((start for start in _OTHER_FORMATS if error.object.startswith(start)), None)
+        if start is not None:
+            raise BadInput(f"{where}: is {_OTHER_FORMATS[start]}, which is not read; {advice}") from None
         byte = f"0x{error.object[error.start]:02x}"
         raise BadInput(f"{where}: is not text in UTF-8, but has the byte {byte}; {advice}") from None

@@ -92,5 +92,7 @@ def named_column(table: Table, name: str, flag: str) -> Column:
         by_lower = {known.lower(): known for known in table.names}
         near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
         known = f"perhaps {' or '.join(map(repr, near))} is meant" if near else f"there are {shown(table.names)}"
+        if len(table.names) == 1:
+            known = f"there is one alone, {table.names[0]!r}; separate columns by commas, semicolons or tabs"
         raise BadInput(f"{table.where}: {flag} {name}: no such column; {known}")
     return column

@@ -78,3 +78,10 @@ def test_quantities_of_a_real_table(column) -> None:
 def test_rings_of_a_real_table_are_classes_with_a_doubt() -> None:
     found = class_labels(read_table(real("abalone.csv")), "rings")
     assert found.may_be_quantity and len(found.classes) == 28 and np.bincount(found.values).sum() == 4177
+
+
+def test_a_table_of_one_column_has_another_separator(read) -> None:
+    with pytest.raises(
+        BadInput, match=r"--label y: no such column; there is one alone, 'x\|y'; separate columns by com"
+    ):
+        class_labels(read("x|y\n1|a\n"), "y")
