@@ -1,6 +1,9 @@
 """Clocks of recordings: when each row was measured, by dates, or by numbers in units that nobody names."""
 
+import re
 from collections.abc import Sequence
+from datetime import date
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,6 +18,12 @@ _UNITS = (1, 1e3, 1e6, 1e9)
 """Of a second."""
 _SLOWEST_HZ = 3.0
 """Of recordings: of the units of a clock one alone gives a rate between this and a thousand times as much."""
+_SAME_RATE = (0.8, 1.25)
+"""Quotients of rates between which they count as one."""
+_DATE = re.compile(r"(\d{1,2})([./-])(\d{1,2})\2(\d{4})(?:[T ,]+(\S.*))?", re.ASCII)
+_TIME = re.compile(r"(\d{1,2}):(\d\d)(?::(\d{1,2})(?:[.,:](\d{1,9}))?)?\s*([AaPp][Mm])?", re.ASCII)
+_MOST_CHARACTERS = 64
+"""Of a moment; whatever is longer is none."""
 
 
 def is_clock(name: str) -> bool:
@@ -23,18 +32,66 @@ def is_clock(name: str) -> bool:
     return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
 
 
-def clocks_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """(lines, columns) float64: numbers, or dates in the forms of ISO 8601 as seconds; NaN for what is neither."""
-    texts = [[fields[column] for column in columns] for _, fields in lines]
-    if decimal_comma:
-        texts = [[text.replace(",", ".") for text in row] for row in texts]
-    values = [[float(text) if is_number(text) else _seconds(text) for text in row] for row in texts]
-    return np.array(values).reshape(len(lines), len(columns))
+def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
+    """(lines, columns, 2) float64, in seconds where the clock shows dates or times; NaN for what is no moment.
+
+    Read are numbers, ISO 8601, times of a day, and dates such as 31/05/2024, to which both numbers belong: the first by
+    taking the day for what comes first, the second by taking the month. See `settled`.
+    """
+    found = [[_moment(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
+    return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
 
 
-def _seconds(text: str) -> float:
+def settled(moments: np.ndarray) -> np.ndarray:
+    """The clocks of a file, (n, K) float64, of the moments (n, K, 2) of all its rows.
+
+    Of day and month that comes first of which more cells are dates. Where both orders are possible and lead to other
+    steps, nothing of the clock is known: all of it is NaN.
+    """
+    day_first, month_first = np.moveaxis(moments, 2, 0)
+    is_better = np.isfinite(day_first).sum(axis=0) >= np.isfinite(month_first).sum(axis=0)
+    clocks: np.ndarray = np.where(is_better, day_first, month_first)
+    both = np.isfinite(day_first).sum(axis=0) == np.isfinite(month_first).sum(axis=0)
+    steps = np.diff(day_first, axis=0), np.diff(month_first, axis=0)
+    differs = ((steps[0] != steps[1]) & ~np.isnan(steps[0] + steps[1])).any(axis=0)
+    clocks[:, both & differs] = np.nan
+    return clocks
+
+
+def _moment(text: str, decimal_comma: bool) -> tuple[float, float]:
+    number = text.replace(",", ".") if decimal_comma else text
+    if is_number(number):
+        return float(number), float(number)
+    if len(text) > _MOST_CHARACTERS:
+        return np.nan, np.nan
     try:
-        return utc_seconds(text.strip())
+        return (utc_seconds(text),) * 2
+    except (ValueError, OverflowError):
+        pass
+    of_date = _DATE.fullmatch(text)
+    of_day = _seconds_of_day((of_date[5] or "0:00") if of_date else text)
+    if of_date is None:
+        return of_day, of_day
+    first, second, year = (int(of_date[group]) for group in (1, 3, 4))
+    return _day(year, second, first) * 86400.0 + of_day, _day(year, first, second) * 86400.0 + of_day
+
+
+def _seconds_of_day(text: str) -> float:
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        return np.nan
+    hours, minutes, seconds, fraction, half = found.groups()
+    if int(hours) > 24 or int(minutes) > 59 or int(seconds or 0) > 60:
+        return np.nan
+    if half:
+        hours = int(hours) % 12 + 12 * (half in ("PM", "pm", "Pm", "pM"))
+    return int(hours) * 3600 + int(minutes) * 60 + float(f"{seconds or 0}.{fraction or 0}")
+
+
+@lru_cache(maxsize=1024)
+def _day(year: int, month: int, day: int) -> float:
+    try:
+        return date(year, month, day).toordinal() - date(1970, 1, 1).toordinal()
     except ValueError:
         return np.nan
 
@@ -45,27 +102,69 @@ def num_disorders(clocks: np.ndarray) -> int:
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
-def step_and_gaps(clocks: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """By how much the finest clock of a recording, (n, K), rises a row, and the rows, int64, before which it jumps.
+def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
+    """Rows a second by the finest clock of a recording, (n, K), and the rows, int64, before which it jumps.
 
-    None, and no rows, where no clock rises.
+    in_seconds: (K,) bool, of which clocks the unit is known. The rate is None where no clock rises twice, where it
+    counts rows, and where no unit gives a rate of recordings.
     """
     found: list[tuple[int, float | None, np.ndarray]] = [(0, None, np.empty(0, np.int64))]
-    for steps in np.diff(clocks, axis=0).T:
+    for steps, is_in_seconds in zip(np.diff(clocks, axis=0).T, in_seconds, strict=True):
         rising = steps[steps > 0]
         if len(rising):
             is_gap = steps > GAP * np.median(rising)
             # A clock that is coarser than the rows stands still in between: it is read from its first rise to its last.
             rises = np.flatnonzero((steps > 0) & ~is_gap)
             counts = (steps >= 0) & ~is_gap
-            if len(rises) > 1:
-                counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
-            found.append((len(rising), float(steps[counts].mean()), np.flatnonzero(is_gap) + 1))
-    _, step_of_finest, gaps = max(found, key=lambda one: (one[0], -len(one[2])))
-    return step_of_finest, gaps
+            counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
+            rate_hz = _rate_hz(float(steps[counts].mean()), bool(is_in_seconds)) if counts.any() else None
+            found.append((len(rising), rate_hz, np.flatnonzero(is_gap) + 1))
+    _, rate_of_finest, gaps = max(found, key=lambda one: (one[0], -len(one[2])))
+    return rate_of_finest, gaps
 
 
-def told_rate_hz(step: float) -> float | None:
-    """Rows a second, by a clock that rises by so much a row; None where it counts rows, or no unit gives a rate."""
+def _rate_hz(step: float, is_in_seconds: bool) -> float | None:
+    """Rows a second, by a clock that rises by so much a row."""
+    if is_in_seconds:
+        return 1 / step
     rates = (unit / step for unit in _UNITS)
     return None if step == 1 else next((rate for rate in rates if _SLOWEST_HZ <= rate < 1e3 * _SLOWEST_HZ), None)
+
+
+def is_same_rate(one_hz: float, other_hz: float) -> bool:
+    """Whether they differ by less than clocks and sensors of one kind do."""
+    lowest, highest = _SAME_RATE
+    return lowest < one_hz / other_hz < highest
+
+
+def usual_rate_hz(told_hz: float) -> float:
+    """The rate that is meant: the whole number within half a percent, else three digits. 99.97 is 100."""
+    whole = round(told_hz)
+    return float(whole) if abs(told_hz - whole) < 0.005 * whole else float(f"{told_hz:.3g}")
+
+
+def middle_rate_hz(rates: Sequence[tuple[float, int]]) -> float | None:
+    """The rate of which half are no higher, of (rate in Hz, how often it counts); always one of them. None of none."""
+    half, seen = sum(count for _, count in rates) / 2, 0
+    for rate_hz, count in sorted(rates):
+        seen += count
+        if seen >= half:
+            return rate_hz
+    return None
+
+
+def seconds_of(clocks: np.ndarray, in_seconds: np.ndarray) -> np.ndarray | None:
+    """When each row was measured, (n,) float64 since the first, by the first clock that rises with nearly every row.
+
+    None where no clock does, or the unit is not known.
+    """
+    for clock, is_in_seconds in zip(clocks.T, in_seconds, strict=True):
+        steps = np.diff(clock)
+        rising = steps[steps > 0]
+        if not np.isfinite(clock).all() or steps.min(initial=0) < 0 or len(rising) <= 0.9 * len(steps):
+            continue
+        rate_hz = _rate_hz(float(np.median(rising)), bool(is_in_seconds))
+        if rate_hz is not None:
+            seconds: np.ndarray = (clock - clock[0]) / (np.median(rising) * rate_hz)
+            return seconds
+    return None

@@ -2,32 +2,50 @@
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import compress, groupby, islice, pairwise
-from pathlib import Path
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import CsvTable, csv_table, in_order, plain_name, reading_utf8
+from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, reading_utf8
 from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
-from data.har.clocks import GAP, clocks_of, is_clock, num_disorders, step_and_gaps
-from data.har.recording import ROWS_AT_ONCE, numbers, signal_columns
+from data.har.clocks import GAP, is_same_rate, middle_rate_hz, moments_of, num_disorders
+from data.har.rows import (
+    LABELS,
+    ROWS_AT_ONCE,
+    SUBJECTS,
+    Rows,
+    key_of_name,
+    read_rows,
+    roles_of,
+    usual_column,
+    why_no_signal,
+)
 from data.har.windows import HarRecordings, triplets_first
+from data.overview import overview
 from trainer.common.errors import BadInput
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
-_FORMAT_VERSION = 6
+_FORMAT_VERSION = 7
 _SUFFIXES = (".csv", ".tsv")
-_SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
-_LABELS = ("label", "activity", "class")
-_TRIALS = ("trial", "session")
-"""Columns that say, where they change, that another recording begins."""
-_NOT_SIGNALS = (*_SUBJECTS, *_LABELS, *_TRIALS, "index", "row", "sample", "unnamed0", "", "id")
-"""Columns that are left out where the channels are not named, beside clocks: what a subject, an activity or a row is
-called besides."""
+_HARDLY = 1e-3
+"""Of all that a column spans: what spans less within each recording tells recordings apart, and no motion."""
+_MOST_LISTED = 10_000
+"""Files that a message about unknown data looks at."""
+_PUBLISHED = {
+    r"subject1\d\d\.dat": "PAMAP2",
+    r"mHealth_subject\d+\.log": "MHEALTH",
+    r"S\d-(ADL\d|Drill)\.dat": "OPPORTUNITY",
+    r"WISDM.*|data_\d+_(accel|gyro)_(phone|watch)\.txt": "WISDM",
+}
+"""Names of files of data sets that people have."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 """Columns of the table of `--predict`, which has one for each class too."""
 
@@ -47,14 +65,14 @@ class OwnFormat:
 class OwnRecordings:
     """Windows, none of them in the test part yet, and what the user should know of how they were read.
 
-    digest: differs where the windows, their subjects or their classes do. clock_step: by how much the clock usually
-    rises from row to row, in its unit; NaN without one.
+    remarks: first of all a table of the columns. digest: differs where the windows, their subjects or their classes do.
+    rate_hz: rows a second by the clock; None without one that tells.
     """
 
     recordings: HarRecordings
     remarks: Sequence[str]
     digest: str
-    clock_step: float
+    rate_hz: float | None
 
 
 def are_own(path: Path) -> bool:
@@ -65,6 +83,25 @@ def are_own(path: Path) -> bool:
             has_csv = any(_is_csv(file.name) and is_visible(file.name) for file in path.iterdir() if file.is_file())
             return has_csv and not any((path / p).exists() for p in published)
     return path.is_file() and _is_csv(path.name)
+
+
+def refuse_other_data(path: Path) -> NoReturn:
+    """Raises BadInput for what is neither a user's own recordings nor UCI HAR, with what it seems to be."""
+    kinds = "neither UCI HAR, a folder or a zip, nor a CSV of recordings of your own, whose name ends in .csv, .tsv, "
+    if not path.is_dir():
+        raise BadInput(f"--data-dir {path}: is {kinds}.csv.gz or .tsv.gz")
+    with reading_errors(f"--data-dir {path}"):
+        names = [name for name in islice(Folder(path, depth=3).names(), _MOST_LISTED) if is_visible(name)]
+    for pattern, published in _PUBLISHED.items():
+        if some := [name for name in names if re.fullmatch(pattern, PurePosixPath(name).name)]:
+            raise BadInput(
+                f"--data-dir {path}: looks like {published} ({min(some)}), which is not read as it is published: write "
+                "its recordings as CSV, with a line of column names, a subject and an activity"
+            )
+    found = f"is {kinds}or a folder of such; it holds {shown(names)}"
+    if any(map(_is_csv, names)):
+        found = f"has its CSV files in folders ({shown(filter(_is_csv, names))}); put them side by side into one"
+    raise BadInput(f"--data-dir {path}: {found}")
 
 
 def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRecordings:
@@ -94,8 +131,12 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
         texts_of_array(arrays["classes"]),
         texts_of_array(arrays["subject_names"]),
     )
+    rate_hz = float(arrays["rate_hz"])
     return OwnRecordings(
-        recordings, texts_of_array(arrays["remarks"]), texts_of_array(arrays["digest"])[0], float(arrays["clock_step"])
+        recordings,
+        texts_of_array(arrays["remarks"]),
+        texts_of_array(arrays["digest"])[0],
+        None if math.isnan(rate_hz) else rate_hz,
     )
 
 
@@ -103,68 +144,89 @@ def _is_csv(name: str) -> bool:
     return name.lower().removesuffix(".gz").endswith(_SUFFIXES)
 
 
-@dataclass
-class _Rows:
-    """Those of a file: signals (n, C) float32, names of subject, activity and trial of each, and clocks (n, K) float64.
-
-    trials: what stands in the columns that tell one recording from the next. clocks: columns of numbers that are called
-    so; NaN where a number is missing.
-    """
-
-    signals: np.ndarray
-    subjects: list[str]
-    labels: list[str]
-    trials: list[tuple[str, ...]]
-    clocks: np.ndarray
-
-
 class _Cut:
-    """Windows of recordings, (n, C, T) each, whose they are and what is done in them, and what was seen on the way."""
+    """Windows of recordings, (n, C, T) each, whose they are and what is done in them, and what was seen on the way.
+
+    subjects, labels: of each window, as keys (see `key_of_name`). spellings: how often each is written how.
+    """
 
     def __init__(self, wanted: OwnFormat, num_columns: int) -> None:
         self._wanted = wanted
         self.windows: list[np.ndarray] = []
         self.subjects: list[str] = []
         self.labels: list[str] = []
-        self.num_short = self.num_short_rows = self.num_disorders = self.num_gaps = 0
+        self.spellings: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self.num_rows = self.num_short = self.num_short_rows = self.num_disorders = self.num_gaps = 0
         self.longest = 0
-        self._clock_steps: list[float] = []
-        self._rises, self._falls = np.ones(num_columns, bool), np.zeros(num_columns, bool)
+        self.unread: dict[str, str] = {}
+        self.moments: dict[str, tuple[str, str]] = {}
+        self._rates: list[tuple[str, float, int]] = []
+        self._rises, self._falls = np.zeros(num_columns, bool), np.zeros(num_columns, bool)
+        self._widest = np.zeros(num_columns)
+        self.lowest, self.highest = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
 
-    def add(self, rows: _Rows) -> None:
+    def add(self, rows: Rows) -> None:
         """The recordings of a file."""
-        for start, stop in self._recordings(rows):
-            recording = rows.signals[start:stop]
+        self.num_rows += len(rows.signals)
+        for ours, theirs in zip(self.spellings, rows.spellings, strict=True):
+            ours.update(theirs)
+        self.unread = rows.unread | self.unread
+        for name, (first, last) in rows.moments.items():
+            self.moments[name] = self.moments.get(name, (first, last))[0], last
+        for recording in rows.recordings(by_label=True):
+            start, stop, *_ = recording
+            self.num_gaps += recording.is_behind_gap
             self.longest = max(self.longest, stop - start)
             self.num_disorders += num_disorders(rows.clocks[start:stop])
             if stop - start < self._wanted.length:
                 self.num_short, self.num_short_rows = self.num_short + 1, self.num_short_rows + stop - start
                 continue
-            steps = np.diff(recording, axis=0)
-            self._rises &= (steps > 0).any(axis=0)
-            self._falls |= (steps < 0).any(axis=0)
-            windows = sliding_window_view(recording, self._wanted.length, axis=0)[:: self._wanted.hop]
-            self.windows.append(windows)
-            self.subjects += [rows.subjects[start]] * len(windows)
-            self.labels += [rows.labels[start]] * len(windows)
+            num_windows = self._add_windows(rows.signals[start:stop])
+            self.subjects += [rows.subjects[start]] * num_windows
+            self.labels += [rows.labels[start]] * num_windows
+            if recording.rate_hz is not None:
+                self._rates.append((rows.subjects[start], recording.rate_hz, num_windows))
 
-    def _recordings(self, rows: _Rows) -> Iterator[tuple[int, int]]:
-        """Where they begin and end: bouts, divided at gaps of the clock."""
-        for start, stop in _bouts(rows):
-            step, gaps = step_and_gaps(rows.clocks[start:stop])
-            self._clock_steps += [] if step is None else [step]
-            self.num_gaps += len(gaps)
-            yield from pairwise([start, *(start + gaps).tolist(), stop])
-
-    @property
-    def clock_step(self) -> float:
-        """The median over recordings; NaN where no clock rises."""
-        return float(np.median(self._clock_steps)) if self._clock_steps else math.nan
+    def _add_windows(self, signals: np.ndarray) -> int:
+        """signals: of a recording, (n, C). Returns how many windows it gives."""
+        steps = np.diff(signals, axis=0)
+        self._rises |= (steps > 0).any(axis=0)
+        self._falls |= (steps < 0).any(axis=0)
+        low, high = signals.min(axis=0), signals.max(axis=0)
+        self._widest = np.maximum(self._widest, high - low)
+        self.lowest, self.highest = np.minimum(self.lowest, low), np.maximum(self.highest, high)
+        windows = sliding_window_view(signals, self._wanted.length, axis=0)[:: self._wanted.hop]
+        self.windows.append(windows)
+        return len(windows)
 
     @property
-    def only_rises(self) -> np.ndarray:
-        """(C,) bool, which columns rise within each recording, and never fall."""
-        return self._rises & ~self._falls
+    def rate_hz(self) -> float | None:
+        """Rows a second, of most windows; None where no clock tells."""
+        return middle_rate_hz([(rate_hz, count) for _, rate_hz, count in self._rates])
+
+    def rates_of_people(self) -> dict[str, float]:
+        """Rows a second of each person of whom a clock tells it."""
+        found = defaultdict(list)
+        for subject, rate_hz, count in self._rates:
+            found[subject].append((rate_hz, count))
+        return {subject: middle for subject, rates in found.items() if (middle := middle_rate_hz(rates)) is not None}
+
+    def windows_at_another_rate(self) -> list[float]:
+        """The rates of the recordings that differ from most, one for each window."""
+        usual = self.rate_hz
+        return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
+
+    def why_no_signal(self, column: int) -> str:
+        """Why the numbers of a column are none of a motion; "" where they may be."""
+        if not self._rises[column] and not self._falls[column]:
+            return "never changes within a recording"
+        if not self._falls[column]:
+            return "only rises within recordings, as a clock or a counter does"
+        if not self._rises[column]:
+            return "only falls within recordings, as a battery does"
+        if self._widest[column] < _HARDLY * (self.highest[column] - self.lowest[column]):
+            return "hardly changes within a recording, but from one to another"
+        return ""
 
     def signals(self, columns: Sequence[int]) -> np.ndarray:
         """Some columns of all windows, (N, len(columns), T) float32."""
@@ -176,38 +238,72 @@ class _Cut:
 
 
 def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
-    named, left_out, (subject, label) = _columns(files[0], wanted)
-    cut = _Cut(wanted, len(named))
+    columns = _columns(files[0], wanted)
+    cut = _Cut(wanted, len(columns.channels))
     for file in files:
-        cut.add(_read(file, wanted, named))
+        cut.add(_read(file, wanted, columns))
     where = files[0].source.where if len(files) > 1 else files[0].where
     if not cut.windows:
-        raise BadInput(_why_no_window(cut, wanted, where, label))
-    names, classes = in_order(set(cut.subjects)), in_order(set(cut.labels))
+        raise BadInput(_why_no_window(cut, wanted, where, columns.label))
+    people, several = _spelt(set(cut.subjects), cut.spellings[0])
+    activities, several_labels = _spelt(set(cut.labels), cut.spellings[1])
+    _refuse_other_rates({people[key]: rate_hz for key, rate_hz in cut.rates_of_people().items()}, cut.rate_hz, where)
+    names, classes = in_order(people.values()), in_order(activities.values())
     _refuse_names(names, classes, where)
-    counted = [] if wanted.channels else list(compress(named, cut.only_rises))
-    read = [name for name in named if name not in counted]
-    if not read:
-        raise BadInput(f"{where}: has no columns of signals, but {', '.join(counted)}, whose numbers only rise")
-    channels = triplets_first(read)[0]
-    summary = (
-        f"Recordings: {len(names)} subjects (column {subject}), {len(classes)} classes (column {label}), channels "
-        f"{', '.join(read)}."
-    )
-    signals = cut.signals([named.index(name) for name in channels])
-    labels, subjects = _places(cut.labels, classes), _places(cut.subjects, names)
+    if not wanted.channels:
+        columns = columns.without({
+            name: why for k, name in enumerate(columns.channels) if (why := cut.why_no_signal(k))
+        })  # fmt: skip
+    if not columns.channels:
+        reasons = "; ".join(f"{name} {why}" for name, why in columns.left_out.items())
+        raise BadInput(f"{where}: has no columns of signals ({reasons}); name them by --channels")
+    channels = triplets_first(columns.channels)[0]
+    signals = cut.signals([columns.read.index(name) for name in channels])
+    labels = _places([activities[key] for key in cut.labels], classes)
+    subjects = _places([people[key] for key in cut.subjects], names)
+    remarks = [*_table(columns, cut, len(names), len(classes)), *_remarks(cut, [*several, *several_labels])]
     return {
         "signals": signals,
         "labels": labels,
         "subjects": subjects,
         # Here, for all windows have to be read for it.
         "digest": array_of_texts([digest_of(signals, labels, subjects)]),
-        "clock_step": np.array(cut.clock_step),
+        "rate_hz": np.array(cut.rate_hz or math.nan),
         "channels": array_of_texts(channels),
         "classes": array_of_texts(classes),
         "subject_names": array_of_texts(names),
-        "remarks": array_of_texts([summary, *_remarks(cut, left_out, counted)]),
+        "remarks": array_of_texts(remarks),
     }
+
+
+def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
+    """Of each key the name that is shown, its most frequent spelling; and which have several: "1 and 1.0".
+
+    Where one of several is a whole number, all whole numbers are shown without a point.
+    """
+    written = defaultdict(list)
+    for text, _ in sorted(spellings.items(), key=lambda one: (-one[1], one[0])):
+        written[key_of_name(text)].append(" ".join(text.split()))
+    several = {key: sorted(set(written[key])) for key in in_order(keys) if len(set(written[key])) > 1}
+    whole = re.compile(r"[+-]?\d+", re.ASCII)
+    as_whole = any(whole.fullmatch(key) for key in several)
+    names = {key: key if as_whole and whole.fullmatch(key) else written[key][0] for key in keys}
+    return names, [" and ".join(texts) for texts in several.values()]
+
+
+def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, where: str) -> None:
+    """Raises BadInput where the clocks of people tell rates that differ. people: names -> rows a second."""
+    others = defaultdict(list)
+    for name, rate_hz in people.items():
+        if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
+            others[f"{rate_hz:.3g}"].append(name)
+    if others:
+        told = "; ".join(f"{shown(in_order(names))}: {rate} rows a second" for rate, names in others.items())
+        raise BadInput(
+            f"{where}: by the clock people were recorded at different rates ({told}; the others: {usual_hz:.3g}), and "
+            "a window is a number of rows: resample them to one rate, or take out these people, or the column of the "
+            "clock where it is wrong"
+        )
 
 
 def _why_no_window(cut: _Cut, wanted: OwnFormat, where: str, label: str) -> str:
@@ -219,13 +315,37 @@ def _why_no_window(cut: _Cut, wanted: OwnFormat, where: str, label: str) -> str:
     )
 
 
-def _remarks(cut: _Cut, left_out: Sequence[str], counted: Sequence[str]) -> Iterator[str]:
-    if left_out:
-        yield f"Not read: the columns {', '.join(left_out)}; --channels names those that are."
-    if counted:
+def _table(columns: "_Columns", cut: _Cut, num_people: int, num_classes: int) -> list[str]:
+    """What was understood of each column."""
+    rate = "" if cut.rate_hz is None else f"; {cut.rate_hz:.4g} rows a second"
+    unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
+    rows = [
+        (name, "clock", f"cannot be read: {cut.unread[name]!r}" if name in cut.unread else f"{first} to {last}{rate}")
+        for name, (first, last) in cut.moments.items()
+    ]
+    rows.append((columns.subject, "subject", f"{num_people} people"))
+    unlabelled_rows = f"; {unlabelled:,} rows without a label" if unlabelled else ""
+    rows.append((columns.label, "label", f"{num_classes} classes{unlabelled_rows}"))
+    rows += [(name, "trial", "another recording begins where it changes") for name in columns.trials]
+    rows += [(name, "left out", why) for name, why in columns.left_out.items()]
+    for name in columns.channels:
+        k = columns.read.index(name)
+        rows.append((name, "channel", f"{cut.lowest[k]:.4g} to {cut.highest[k]:.4g}"))
+    return overview(("column", "kind", f"of {cut.num_rows:,} rows"), rows)
+
+
+def _remarks(cut: _Cut, several: Sequence[str]) -> Iterator[str]:
+    if several:
+        yield f"Taken for one name: {'; '.join(several)}."
+    for name, cell in cut.unread.items():
         yield (
-            f"Not read: {', '.join(counted)}, whose numbers never fall within a recording, like those of a clock or a "
-            "counter; --channels names what is read."
+            f"Warning: {name} is called as a clock is and cannot be read, as in {cell!r}, so that gaps and other rates "
+            "are not seen: write seconds, or dates such as 2024-05-31T18:30:00.25."
+        )
+    if others := cut.windows_at_another_rate():
+        yield (
+            f"Warning: {len(others):,} windows are of recordings at another rate by the clock, such as {others[0]:.3g} "
+            f"rows a second where most have {cut.rate_hz:.3g}: resample them, or leave them out."
         )
     if cut.num_gaps:
         yield (
@@ -249,20 +369,58 @@ def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
     return np.array([place[name] for name in names])
 
 
-def _columns(file: DataFile, wanted: OwnFormat) -> tuple[list[str], list[str], list[str]]:
-    """The columns that are signals, those that are left out, and those of subject and label."""
+@dataclass(frozen=True)
+class _Columns:
+    """What the columns of the files are, by name. read: those whose numbers are read; channels: those that are kept.
+
+    left_out: name -> why it is no channel.
+    """
+
+    subject: str
+    label: str
+    clocks: tuple[str, ...]
+    trials: tuple[str, ...]
+    read: tuple[str, ...]
+    channels: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+    def without(self, left_out: Mapping[str, str]) -> "_Columns":
+        """Without some of the channels, each with the reason."""
+        kept = tuple(name for name in self.channels if name not in left_out)
+        return replace(self, channels=kept, left_out={**self.left_out, **left_out})
+
+
+def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
+    """Found out by the names of the columns and by the first rows of a file. Raises BadInput."""
     with _opened(file) as table:
-        own = [table.header[column] for column in _subject_and_label(table, wanted, file)]
-    if unknown := [name for name in wanted.channels or () if name not in table.header]:
-        known = ", ".join(table.header)
+        header, decimal_comma = table.header, table.decimal_comma
+        subject, label = _subject_and_label(table, wanted, file)
+        first = list(islice(table.lines, ROWS_AT_ONCE))
+    if unknown := [name for name in wanted.channels or () if name not in header]:
+        known = ", ".join(header)
         raise BadInput(f"--channels {' '.join(unknown)}: {file.where} has no such columns; there are: {known}")
+    roles = roles_of(header, wanted.channels or (), subject, label)
+    clocks, trials = [header[i] for i in roles.clocks], [header[i] for i in roles.trials]
+    others = [i for i in range(len(header)) if i not in (subject, label, *roles.clocks, *roles.trials)]
+    left_out = {}
     if wanted.channels:
-        return list(wanted.channels), [], own
-    others = [name for name in table.header if name not in own]
-    channels = [name for name in others if plain_name(name) not in _NOT_SIGNALS and not is_clock(name)]
+        left_out = {header[i]: "not among --channels" for i in others if header[i] not in wanted.channels}
+    else:
+        clocks += [header[i] for i in others if _shows_moments(first, i, decimal_comma)]
+        left_out = {
+            header[i]: why for i in others if header[i] not in clocks and (why := why_no_signal(header[i], i, first))
+        }
+    channels = wanted.channels or tuple(header[i] for i in others if header[i] not in (*clocks, *left_out))
     if not channels:
-        raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(table.header)}")
-    return channels, [name for name in others if name not in channels], own
+        raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(header)}; name them by --channels")
+    return _Columns(header[subject], header[label], tuple(clocks), tuple(trials), channels, channels, left_out)
+
+
+def _shows_moments(lines: Sequence[Line], column: int, decimal_comma: bool) -> bool:
+    """Whether the cells of a column are dates or times, and none a number."""
+    cells = [line for line in lines if len(line[1]) > column and line[1][column].strip()]
+    has_number = any(is_number(fields[column].replace(",", ".")) for _, fields in cells)
+    return bool(cells) and not has_number and bool(np.isfinite(moments_of(cells, [column], decimal_comma)).any())
 
 
 @contextmanager
@@ -277,14 +435,11 @@ def _opened(file: DataFile) -> Iterator[CsvTable]:
 def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
     """Their columns. Raises BadInput for those that are not known, with the flags that name them."""
     header, found, problems = table.header, [], []
-    usual = {"subject": (wanted.subject_column, _SUBJECTS), "label": (wanted.label_column, _LABELS)}
+    usual = {"subject": (wanted.subject_column, SUBJECTS), "label": (wanted.label_column, LABELS)}
     for role, (chosen, names) in usual.items():
-        as_written, plain = [name.lower() for name in header], [plain_name(name) for name in header]
-        columns = [some.index(name) for some in (as_written, plain) for name in names if name in some]
-        if chosen is not None:
-            columns = [header.index(chosen)] if chosen in header else []
-        found += columns[:1]
-        if not columns:
+        if (column := usual_column(header, names, chosen)) is not None:
+            found.append(column)
+        else:
             problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it by --{role}-column)")
     if problems:
         missing = f"has no column known as {' and '.join(problems)}"
@@ -302,54 +457,27 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
     return subject, label
 
 
-def _read(file: DataFile, wanted: OwnFormat, channels: Sequence[str]) -> _Rows:
+def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
     with _opened(file) as table:
-        line, header, lines, decimal_comma = table
         subject, label = _subject_and_label(table, wanted, file)
-        columns = signal_columns(header, channels, f"{file.where}, line {line}")
-        parts: list[np.ndarray] = []
-        subjects: list[str] = []
-        labels: list[str] = []
-        trials: list[tuple[str, ...]] = []
-        clocks: list[np.ndarray] = []
-        taken = (subject, label, *columns)
-        trial_columns = [i for i, name in enumerate(header) if plain_name(name) in _TRIALS and i not in taken]
-        clock_columns = [i for i, name in enumerate(header) if is_clock(name) and i not in taken]
-        advice = "mend it, or name the columns of signals by --channels"
-        while some := list(islice(lines, ROWS_AT_ONCE)):
-            parts.append(numbers(some, header, columns, file.where, decimal_comma, advice))
-            subjects += [fields[subject].strip() for _, fields in some]
-            labels += [fields[label].strip() for _, fields in some]
-            trials += [tuple(fields[column].strip() for column in trial_columns) for _, fields in some]
-            clocks.append(clocks_of(some, clock_columns, decimal_comma))
-    if not parts:
+        roles = roles_of(table.header, columns.read, subject, label, columns.clocks)
+        rows = read_rows(
+            table, columns.read, roles, file.where, "mend it, or name the columns of signals by --channels"
+        )
+    if not len(rows.signals):
         raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
-    if "" in subjects:
-        raise BadInput(f"{file.where}: row {subjects.index('') + 1} below the names has no subject; mend it")
-    return _Rows(np.concatenate(parts), subjects, labels, trials, np.concatenate(clocks))
-
-
-def _bouts(rows: _Rows) -> Iterator[tuple[int, int]]:
-    """Where runs of rows with one subject, label and trial begin and end; those without a label are left out."""
-    start = 0
-    for (_, label, _), run in groupby(zip(rows.subjects, rows.labels, rows.trials, strict=True)):
-        stop = start + sum(1 for _ in run)
-        if label:
-            yield start, stop
-        start = stop
+    if "" in rows.subjects:
+        raise BadInput(f"{file.where}: row {rows.subjects.index('') + 1} below the names has no subject; mend it")
+    return rows
 
 
 def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -> None:
     """Raises BadInput for what flags and tables cannot hold, and for too few classes."""
     for name in subjects:
-        if name.startswith("-") or "," in name or "\n" in name:
-            raise BadInput(
-                f"{where}: subject {name!r}: must not begin with '-', nor hold commas or line breaks; rename it"
-            )
+        if name.startswith("-") or "," in name:
+            raise BadInput(f"{where}: subject {name!r}: must not begin with '-', nor hold commas; rename it")
     for name in classes:
         if name in _OF_TABLE:
             raise BadInput(f"{where}: label {name!r}: is a column of the table of --predict; rename it")
-        if "\n" in name:
-            raise BadInput(f"{where}: label {name!r}: must not hold a line break; rename it")
     if len(classes) < 2:
         raise BadInput(f"{where}: has windows of {shown(classes)} alone, where two classes at least are needed")

@@ -1,95 +1,154 @@
 """New inertial signals to be labelled: one recording as a CSV, or windows that are cut already as a .npy."""
 
 import gzip
+import math
 import zipfile
 import zlib
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import Line, csv_table, reading_utf8
-from data.har.windows import SIGNALS, WindowFormat
+from data.csv_lines import csv_table, reading_utf8
+from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate_hz
+from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
+from data.har.windows import WindowFormat, triplets_first
 from trainer.common.errors import BadInput
 from trainer.common.files import require_regular
 from trainer.loading.order import SampleKeys
 
-STANDING_STILL_G = (0.5, 2.0)
-FASTEST_TURN_RAD_S = 10.0
+_OTHER_SIZE = 4.0
+"""Factor on a sensor's root of the mean square beyond which its numbers are doubted."""
+_CONSTANT = 0.5
+"""Of that root: a mean that is larger is of a sensor that shows a constant, as gravity is one."""
+_USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
+_NEAR = 1.6
 
-ROWS_AT_ONCE = 4096
-LARGEST = 1e15
-"""No sensor's number is larger."""
-_NUM_SHOWN = 30
 
-
+@dataclass(frozen=True)
 class NewWindows:
-    """Windows without labels, in physical units."""
+    """Windows without labels, in physical units.
 
-    def __init__(self, signals: np.ndarray, first_rows: np.ndarray | None) -> None:
-        """signals: (N, C, T) float32. first_rows: (N,) int64, where in a recording they begin, if that is known."""
-        self.signals = signals
-        self.first_rows = first_rows
+    where: the file as messages name it. signals: (N, C, T) float32. start_s: (N,) float64, when they begin in their
+    file, and duration_s: how long each lasts; None where the windows came without their recording. remarks: what the
+    user should know of the file.
+    """
+
+    where: str
+    signals: np.ndarray
+    start_s: np.ndarray | None = None
+    duration_s: float | None = None
+    remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.signals)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """{"signals": (n, C, T) float32}, and of a recording {"first_row": (n,) int64}."""
-        samples = {"signals": np.ascontiguousarray(self.signals[keys.index])}
-        return samples if self.first_rows is None else {**samples, "first_row": self.first_rows[keys.index]}
+        """{"signals": (n, C, T) float32}."""
+        return {"signals": np.ascontiguousarray(self.signals[keys.index])}
 
 
 UCI_HAR = WindowFormat()
 
 
-def read_new_windows(path: Path, wanted: WindowFormat = UCI_HAR) -> NewWindows:
+def read_new_windows(
+    path: Path, wanted: WindowFormat = UCI_HAR, subject_column: str | None = None, label_column: str | None = None
+) -> NewWindows:
     """Reads the file of `--predict`.
 
-    path: either the CSV, plain or .gz, of one continuous recording at the rate of the training data, whose header names
-        the channels in any order and perhaps other columns, which are ignored. It is cut into windows as those were; a
-        rest at the end, shorter than a hop, is dropped. Or, with the suffix .npy, windows (N, C, T), the channels in
-        their order.
+    path: either a CSV, plain or .gz, at the rate of the training data, whose header names the channels in any order.
+        It is cut into windows as those were: none reaches over a gap of its clock, or from one person or trial to the
+        next, where columns tell them; a rest at the end, shorter than a hop, is dropped. Other columns are ignored.
+        Or, with the suffix .npy, windows (N, C, T), the channels in their order.
+    subject_column, label_column: what they were called in training; None for their usual names.
 
-    Raises BadInput, naming file, line and column (of an array window, signal and sample), for whatever is wrong.
+    Raises BadInput, naming file, line and column (of an array window, signal and sample), for whatever is wrong, and
+    for a clock that tells another rate.
     """
     label = f"--predict {path}"
     try:
         require_regular(path)
         if path.suffix.lower() == ".npy":
-            return NewWindows(_read_array(path, label, wanted), first_rows=None)
-        rows = _read_recording(path, label, wanted.channels)
+            return NewWindows(label, _read_array(path, label, wanted))
+        rows = _read_recording(path, label, wanted.channels, subject_column, label_column)
     except (EOFError, zlib.error) as error:
         raise BadInput(f"{label}: is damaged: {error}; give the whole file") from None
     except OSError as error:
         raise BadInput(f"{label}: {error.strerror or error}; give a file with recordings") from None
-    if len(rows) < wanted.length:
-        needed = f"a window takes {wanted.length} ({wanted.length / wanted.rate_hz:g} s at {wanted.rate_hz:g} Hz)"
-        raise BadInput(f"{label}: has {len(rows)} rows below its header, and {needed}; give a longer recording")
-    signals = sliding_window_view(rows, wanted.length, axis=0)[:: wanted.hop]
-    return NewWindows(signals, first_rows=np.arange(len(signals)) * wanted.hop)
+    return _windows_of(rows, label, wanted)
 
 
-def doubts_about_units(windows: NewWindows) -> list[str]:
-    """One sentence for each sensor whose numbers a person with a phone at the waist cannot have caused."""
-    gravity, turn = (float(np.median(_norms(windows.signals, kind))) for kind in ("total_acc", "body_gyro"))
-    found = []
-    if not STANDING_STILL_G[0] <= gravity <= STANDING_STILL_G[1]:
-        found.append(
-            f"the median length of total_acc is {gravity:.3g}, where gravity alone is 1: the accelerations must be in "
-            "g (m/s² divided by 9.80665)"
+def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
+    length = wanted.length
+    pieces = [(piece, range(piece.start, piece.stop - length + 1, wanted.hop)) for piece in rows.recordings(False)]
+    first_rows = np.array([row for _, starts in pieces for row in starts], np.int64)
+    if not len(first_rows):
+        found = f"has {len(rows.signals)} rows below its header"
+        if len(pieces) > 1:
+            found += f", at most {max(piece.stop - piece.start for piece, _ in pieces)} of one person without a gap"
+        needed = f"a window takes {length} ({length / wanted.rate_hz:g} s at {wanted.rate_hz:g} Hz)"
+        raise BadInput(f"{label}: {found}, and {needed}; give a longer recording")
+    rates = [(piece.rate_hz, len(starts)) for piece, starts in pieces if piece.rate_hz is not None and len(starts)]
+    rate_hz = wanted.rate_hz
+    if (told_hz := middle_rate_hz(rates)) is not None:
+        if not is_same_rate(told_hz, rate_hz):
+            raise BadInput(
+                f"{label}: by its clock ({', '.join(rows.moments)}) {told_hz:.3g} rows are a second, and the run was "
+                f"trained on {rate_hz:.3g}: resample it, or leave the column out where it is wrong"
+            )
+        rate_hz = usual_rate_hz(told_hz)
+    seconds = seconds_of(rows.clocks, rows.in_seconds)
+    start_s = first_rows / rate_hz if seconds is None else seconds[first_rows]
+    signals = sliding_window_view(rows.signals, length, axis=0)[first_rows]
+    remarks = tuple(_remarks(rows, label, [piece for piece, _ in pieces]))
+    return NewWindows(label, signals, start_s, length / rate_hz, remarks)
+
+
+def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
+    if num_gaps := sum(piece.is_behind_gap for piece in pieces):
+        yield f"{label}: the clock jumps at {num_gaps:,} places, and no window reaches over them."
+    if (num_people := len(set(rows.subjects))) > 1:
+        yield f"{label}: has rows of {num_people} people, one after another; no window reaches from one to the next."
+    if any(rows.labels):
+        yield f"{label}: has a column of labels, which is not looked at."
+    for name, cell in rows.unread.items():
+        yield (
+            f"Warning: {label}: {name} is called as a clock is and cannot be read, as in {cell!r}: neither gaps nor "
+            "the rate are known."
         )
-    if turn > FASTEST_TURN_RAD_S:
-        found.append(f"the median length of body_gyro is {turn:.3g}, too fast for a person: it must be in rad/s")
-    return found
 
 
-def _norms(signals: np.ndarray, kind: str) -> np.ndarray:
-    """The lengths of one sensor's vectors: (N, 128)."""
-    first = SIGNALS.index(f"{kind}_x")
-    return np.linalg.norm(signals[:, first : first + 3], axis=1)
+def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
+    """Says of which sensors the numbers are larger or smaller than a motion alone makes them; "" of none.
+
+    mean, std: of each channel in training, (C,). A triplet is one sensor, whatever way up it was worn. Small numbers
+    alone tell only of little motion; they are doubted where they are those of a constant, such as gravity, in training
+    as here.
+    """
+    told: list[str] = []
+    found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)
+    num_triplets = triplets_first(channels)[1]
+    triplets = [slice(3 * k, 3 * k + 3) for k in range(num_triplets)]
+    for sensor in [*triplets, *(slice(k, k + 1) for k in range(3 * num_triplets, len(channels)))]:
+        now, then = (np.linalg.norm([part[sensor] for part in parts]) for parts in (found, (mean, std)))
+        if now == 0:
+            continue
+        constants = np.linalg.norm(found[0][sensor]) / now, np.linalg.norm(mean[sensor]) / then
+        factor = float(now / then)
+        if factor > _OTHER_SIZE or (factor < 1 / _OTHER_SIZE and min(constants) > _CONSTANT):
+            unit = _known_unit(factor)
+            told.append(f"{', '.join(channels[sensor])} {factor:.3g} times as large as in training{unit}")
+    return "; ".join(told) and f"{'; '.join(told)}. If they are in other units, the labels below are wrong"
+
+
+def _known_unit(factor: float) -> str:
+    for usual, units in _USUAL_FACTORS.items():
+        for of_units, known in ((units, usual), (units[::-1], 1 / usual)):
+            if abs(np.log(factor / known)) < np.log(_NEAR):
+                return f" (as {of_units[0]} instead of {of_units[1]})"
+    return ""
 
 
 # --- arrays ------------------------------------------------------------------------------------------------------
@@ -118,7 +177,7 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
         raise BadInput(f"{label}: has shape {array.shape}; windows have shape {wanted}, {order}")
     if len(array) == 0:
         raise BadInput(f"{label}: holds no window; give at least one")
-    signals = _as_float32(array)
+    signals = as_float32(array)
     if not np.isfinite(signals).all():
         row, signal, sample = np.argwhere(~np.isfinite(signals))[0].tolist()
         where = f"window {row}, signal {channels[signal]}, sample {sample} (all counted from 0)"
@@ -128,87 +187,21 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
     return signals
 
 
-def _as_float32(array: np.ndarray) -> np.ndarray:
-    """What is too large to be squared and added up in float32 becomes infinite."""
-    with np.errstate(over="ignore"):
-        values = array.astype(np.float32, copy=False)
-    is_too_large = np.abs(values) > LARGEST
-    return np.where(is_too_large, np.inf, values) if is_too_large.any() else values
-
-
 # --- recordings --------------------------------------------------------------------------------------------------
 
 
-def _read_recording(path: Path, label: str, channels: Sequence[str]) -> np.ndarray:
-    """(rows, C) float32."""
+def _read_recording(
+    path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None
+) -> Rows:
     opened = gzip.open if path.suffix.lower() == ".gz" else open
     with (
         opened(path, "rt", encoding="utf-8-sig", newline="") as file,
         reading_utf8(label, "give a CSV, or an array as .npy"),
     ):
-        line, header, lines, decimal_comma = csv_table(file, label)
-        if not header:
+        table = csv_table(file, label)
+        if not table.header:
             raise BadInput(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
-        columns = signal_columns(header, channels, f"{label}, line {line}")
-        parts = []
-        while some := list(islice(lines, ROWS_AT_ONCE)):
-            parts.append(numbers(some, header, columns, label, decimal_comma))
-    return np.concatenate(parts) if parts else np.empty((0, len(channels)), np.float32)
-
-
-def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
-    """The column of each channel, counted from 0. Raises BadInput when a channel has none, or several."""
-    missing = [name for name in channels if name not in header]
-    number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
-    if len(missing) == len(channels):
-        advice = f"give a CSV whose first line names them, separated by commas: {','.join(channels)}"
-        raise BadInput(f"{where}: names none of the {number} signals; {advice}")
-    if missing:
-        raise BadInput(f"{where}: lacks {', '.join(missing)}; all {number} signals are needed")
-    twice = [name for name in channels if header.count(name) > 1]
-    if twice:
-        raise BadInput(f"{where}: names {', '.join(twice)} more than once; keep one column of each")
-    return [header.index(name) for name in channels]
-
-
-def numbers(
-    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], label: str, decimal_comma: bool,
-    advice: str = "repair the file",
-) -> np.ndarray:  # fmt: skip
-    """Some columns of some lines, (rows, C) float32. Raises BadInput, with line and column.
-
-    advice: what to do where a field is no number.
-    """
-    values = _numbers(lines, len(header), columns, decimal_comma)
-    if values is None or not np.isfinite(values).all():
-        raise BadInput(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma, advice)}")
-    return values
-
-
-def _numbers(lines: Sequence[Line], num_columns: int, columns: Sequence[int], decimal_comma: bool) -> np.ndarray | None:
-    """None when a line has too few or too many fields, or a field is not a number."""
-    if any(len(fields) != num_columns for _, fields in lines):
-        return None
-    rows = [[fields[i] for i in columns] for _, fields in lines]
-    if decimal_comma:
-        rows = [[field.replace(",", ".") for field in row] for row in rows]
-    try:
-        return _as_float32(np.array([list(map(float, row)) for row in rows]))
-    except ValueError:
-        return None
-
-
-def _what_is_wrong(
-    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool, advice: str
-) -> str:
-    """Says slowly and precisely what is wrong with the first line that is, and what to do."""
-    for number, fields in lines:
-        if len(fields) != len(header):
-            return f"line {number}: {len(fields)} columns, but the header has {len(header)}; mend that line"
-        for i in columns:
-            values = _numbers([(number, fields)], len(header), [i], decimal_comma)
-            if values is None or not np.isfinite(values).all():
-                kind = "a number" if values is None else f"a finite number below {LARGEST:g}"
-                shown = fields[i][:_NUM_SHOWN]
-                return f"line {number}, column {i + 1} ({header[i]}): {shown!r} is not {kind}; {advice}"
-    raise AssertionError("nothing is wrong with these lines")
+        subject = usual_column(table.header, SUBJECTS, subject_column)
+        label_of_rows = usual_column(table.header, LABELS, label_column)
+        roles = roles_of(table.header, channels, subject, label_of_rows)
+        return read_rows(table, channels, roles, label, "repair the file")

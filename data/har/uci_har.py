@@ -5,6 +5,7 @@ Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap b
 """
 
 import hashlib
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -159,6 +160,13 @@ def _find(path: Path) -> _Published:
     raise BadInput(
         f"--data-dir {path}: holds no folder train with the files of UCI HAR; give the folder {_TOP_FOLDER} or its zip"
     )
+
+
+def is_uci_har(path: Path) -> bool:
+    """Whether a folder holds the data set, unpacked or as a zip, or a file is a zip by its name or its content."""
+    if path.is_file():
+        return path.suffix == ".zip" or zipfile.is_zipfile(path)
+    return _find_if_there(path) is not None
 
 
 def _find_if_there(path: Path) -> _Published | None:

@@ -111,7 +111,7 @@ def test_columns_in_any_order_among_others(windows, label, tmp_path):
     rows = np.concatenate([joined(windows), np.zeros((63, 9), np.float32)])
     order = [7, 2, 0, 8, 1, 4, 3, 6, 5]
     lines = [[*(SIGNALS[i] for i in order), "time", "note"]]
-    lines += [[*(f"{x:.9g}" for x in row[order]), f"00:{i}", "a, b"] for i, row in enumerate(rows)]
+    lines += [[*(f"{x:.9g}" for x in row[order]), f"{i / 50:.2f}", "a, b"] for i, row in enumerate(rows)]
     text = io.StringIO()
     csv.writer(text, quoting=csv.QUOTE_ALL).writerows(lines)
     path = tmp_path / "walk.csv"
@@ -153,13 +153,14 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
     path = save_windows(tmp_path / "walk.npy", windows * np.float32(9.80665))
     out, err = on_cpu("--predict", path, "--save-dir", trained, "--num-threads", 1)
     assert len(read_table(out)) == 14
-    assert len(err) == 1 and err[0].startswith(f"Warning: --predict {path}: the median length of total_acc is 9.")
+    assert len(err) == 1 and err[0].startswith(f"Warning: --predict {path}: body_acc_x, body_acc_y, body_acc_z ")
+    assert "total_acc_z 9.7 times as large as in training (as m/s² instead of g)" in err[0]
 
 
 # --- which run, and what it needs --------------------------------------------------------------------------------
 
 
-def test_the_training_data_may_be_gone(on_cpu, label, windows, tmp_path, monkeypatch):
+def test_the_training_data_may_be_gone(on_cpu, windows, tmp_path, monkeypatch):
     data, cache, run = write_layout(tmp_path / "UCI HAR Dataset"), tmp_path / "cache", tmp_path / "run"
     argv = ["--data-dir", data, "--num-val-subjects", 1, "--cache-dir", cache]
     on_cpu(*SMALL, *argv, "--save-dir", run)
@@ -167,7 +168,9 @@ def test_the_training_data_may_be_gone(on_cpu, label, windows, tmp_path, monkeyp
     shutil.rmtree(cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
-    rows = label(save_windows(tmp_path / "walk.npy", windows), "--cache-dir", cache, save_dir=run)
+    path = save_windows(tmp_path / "walk.npy", windows)
+    out, _ = on_cpu("--predict", path, "--save-dir", run, "--num-threads", 1, "--cache-dir", cache)
+    rows = read_table(out)
     expected = expected_probabilities(run / "best.pth", windows)
     np.testing.assert_allclose(probabilities(rows), expected, rtol=0, atol=ROUNDING)
     assert not cache.exists() and not (tmp_path / "none").exists()

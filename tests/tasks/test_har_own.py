@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import load
 from trainer import load as load_run
+from trainer.common.errors import BadInput
 
 NAMES = ["when", "heart", "acc_x", "acc_y", "acc_z", "person", "label"]
 RATE, WINDOW = 20, 40
@@ -73,8 +74,9 @@ def test_other_people_held_out_than_at_the_checkpoint_are_said(more, own, run_he
 def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_here, tmp_path):
     run = tmp_path / "run"
     out, _ = run_here(*own, *model, "--save-dir", run)
-    read = "6 subjects (column person), 2 classes (column label), channels heart, acc_x, acc_y, acc_z."
-    assert read in out and "Held out for the test: eve." in out
+    for row in ("person subject 6 people", "heart channel 62 to 100", "when left out not among --channels"):
+        assert row in {" ".join(line.split()) for line in out.splitlines()}, out
+    assert "Classes (2, windows of each): rest: 30, run: 60." in out and "Held out for the test: eve." in out
     results = json.loads((run / "results.json").read_text())
     assert results["classes"] == ["rest", "run"] and results["metrics"]["test/accuracy"] > 0.9
     assert load(run / "best.pth")["data_facts"]["channels"] == ["acc_x", "acc_y", "acc_z", "heart"]
@@ -108,6 +110,48 @@ def test_a_clock_that_speaks_for_another_rate_is_said(step, says, recordings, ma
     assert not found or f"{says} rows are a second, and --rate says 25" in found[0]
 
 
+def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
+    """In the run that is gone on with, and in what is labelled with it alone."""
+    header, *lines = (line.split(",") for line in recordings.read_text().splitlines())
+    clocked = [",".join([f"{i / 99.98:.5f}", *line[2:]]) for i, line in enumerate(lines)]
+    recordings.write_text("\n".join([",".join(["time", *header[2:]]), *clocked]))
+    argv = ["--window", WINDOW, *SHORT, "--save-dir", tmp_path / "run"]
+    out, _ = run_here("--data-dir", recordings, *argv)
+    assert "99.98 rows a second" in out and "Warning" not in out
+    run_here("--data-dir", recordings, *argv, "--epochs", 3)
+    new = tmp_path / "new.csv"
+    new.write_text("\n".join([",".join(header[2:5]), *(",".join(line[2:5]) for line in lines[:100])]))
+    out, err = run_here("--predict", new, "--save-dir", tmp_path / "run", "--num-threads", 1)
+    assert err == "" and [row["end_s"] for row in csv.DictReader(out.splitlines())] == ["0.40", "0.60", "0.80", "1.00"]
+    new.write_text("\n".join([",".join(header[2:5]), *(",".join(f"{60 * float(v):.2f}" for v in line[2:5])
+                                                       for line in lines[:100])]))  # fmt: skip
+    _, err = run_here("--predict", new, "--save-dir", tmp_path / "run", "--num-threads", 1)
+    assert err.startswith(f"Warning: --predict {new}: acc_x, acc_y, acc_z ") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["Protocol/subject101.dat"], "looks like PAMAP2 (Protocol/subject101.dat), which is not read as it is"),
+        (["mHealth_subject1.log"], "looks like MHEALTH"),
+        (["dataset/S1-ADL1.dat", "doc/notes.txt"], "looks like OPPORTUNITY"),
+        (["walk/ann.csv", "rest/ann.csv"], "has its CSV files in folders (rest/ann.csv, walk/ann.csv); put them"),
+        (["notes.txt"], "is neither UCI HAR, a folder or a zip, nor a CSV of recordings of your own"),
+        ([], "it holds no files"),
+    ],
+)
+def test_what_other_data_are_is_said(files, says, make_task, tmp_path):
+    """Whether there is a flag for recordings of one's own or not."""
+    (tmp_path / "data").mkdir()
+    for name in files:
+        (tmp_path / "data" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text("1 2 3\n")
+    for more in ((), ("--rate", 100)):
+        with pytest.raises(BadInput) as refused:
+            make_task("--data-dir", tmp_path / "data", *more).splits()
+        assert str(refused.value).startswith(f"--data-dir {tmp_path / 'data'}: ") and says in str(refused.value)
+
+
 def test_folds_are_made_of_people(own, run_here, tmp_path):
     run_here(*own, "--epochs", 1, "--folds", 2, "--save-dir", tmp_path / "folds")
     held_out = [
@@ -128,7 +172,10 @@ def test_mistakes(own, run_here, recordings, tmp_path):
         ([*own, "--subject-column", "who"], "has no column known as --subject-column who; there are: when, heart"),
         ([*own[:2], "--channels", "heart,acc_x,heart", *own[4:]], "--channels: names heart more than once"),
         ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs 17 rows at least"),
-        (["--data-dir", tmp_path / "notes.pdf"], "notes.pdf: is neither UCI HAR, a folder or a zip, nor a CSV"),
+        (
+            ["--data-dir", tmp_path / "notes.pdf", "--rate", 50],
+            "notes.pdf: is neither UCI HAR, a folder or a zip, nor a CSV",
+        ),
     ):
         (tmp_path / "notes.pdf").write_text("x")
         _, err = run_here(*argv, *save, status=2)

@@ -7,19 +7,19 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
-from zipfile import is_zipfile
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.har.augmentation import Augmentation
-from data.har.clocks import told_rate_hz
-from data.har.own_recordings import OwnRecordings, are_own, load_own_recordings
-from data.har.recording import doubts_about_units, read_new_windows
+from data.har.clocks import is_same_rate, usual_rate_hz
+from data.har.own_recordings import OwnRecordings, are_own, load_own_recordings, refuse_other_data
+from data.har.recording import NewWindows, doubt_about_units, read_new_windows
 from data.har.synthetic import load_synthetic_har
-from data.har.uci_har import download_uci_har, load_uci_har
+from data.har.uci_har import download_uci_har, is_uci_har, load_uci_har
 from data.har.windows import (
     FeaturedDataset,
     HarDataset,
@@ -38,7 +38,7 @@ from models.har.tinyhar import TinyHar
 from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
 from trainer.common.errors import BadInput
-from trainer.common.streams import to_stdout
+from trainer.common.streams import to_stderr, to_stdout
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
@@ -49,6 +49,8 @@ from trainer.tasks.har_flags import OF_OWN, HarFlags
 from trainer.tasks.har_pictures import draw_windows, panels_of
 
 _MOST_VAL_SUBJECTS = 4
+_MOST_SHOWN = 30
+"""Classes, and people, that a line names."""
 
 
 class HarObjective(Objective):
@@ -111,10 +113,24 @@ def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> Abstr
     )  # fmt: skip
 
 
-def _seconds(rows: list[int | None], num_rows_later: int, rate_hz: float) -> list[str]:
-    """When rows of a recording were measured; empty when it is not known."""
+def _seconds(times_s: list[float | None], later_s: float, rate_hz: float) -> list[str]:
+    """Times as the table shows them; empty where they are not known."""
     digits = max(2, math.ceil(math.log10(rate_hz)))
-    return ["" if row is None else f"{(row + num_rows_later) / rate_hz:.{digits}f}" for row in rows]
+    return ["" if time_s is None else f"{time_s + later_s:.{digits}f}" for time_s in times_s]
+
+
+def _counts(recordings: HarRecordings) -> list[str]:
+    """How many windows there are of each class, and of each person."""
+    labels, subjects = np.bincount(recordings.labels), np.bincount(recordings.subjects)
+    counted = {
+        "Classes": [f"{name}: {count:,}" for name, count in zip(recordings.classes, labels, strict=True)],
+        "People": [f"{name}: {count:,}" for name, count in zip(recordings.subject_names, subjects, strict=True)],
+    }
+    return [
+        f"{what} ({len(each)}, windows of each): {', '.join(each[:_MOST_SHOWN])}"
+        + (f", and {len(each) - _MOST_SHOWN} more." if len(each) > _MOST_SHOWN else ".")
+        for what, each in counted.items()
+    ]
 
 
 def _four_digits(probabilities: Tensor) -> list[str]:
@@ -129,8 +145,9 @@ class HarTask(Task):
     defaults = {"epochs": 12}
     hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
     headline = ("loss", "accuracy", "macro_f1")
-    _doubts: Sequence[str] = ()
-    """About what `new_data` has read."""
+    _new: NewWindows | None = None
+    """What `new_data` has read."""
+    _has_doubted = False
 
     def splits(self) -> Mapping[str, KeyedDataset]:
         return self._splits
@@ -188,24 +205,16 @@ class HarTask(Task):
         config: HarFlags = self.config
         if self._has_own:
             return with_test_subjects(self._own.recordings, config.test_subjects)
-        given = given_flags(config, OF_OWN)
-        if given:
-            advice = "give them by --data-dir"
-            if config.data_dir is not None:
-                advice = f"--data-dir {config.data_dir} is no CSV, nor a folder with some and none of UCI HAR's"
-            raise BadInput(f"{', '.join(given)}: for recordings of your own alone; {advice}")
         path = config.data_dir
+        if path is not None and not config.download and not is_uci_har(path):
+            refuse_other_data(path)
+        if given := given_flags(config, OF_OWN):
+            advice = "give them by --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
+            raise BadInput(f"{', '.join(given)}: for recordings of your own alone; {advice}")
         if config.download:
             path = path or self.cache_dir / "uci_har"
             download_uci_har(path, self.cache_dir, show_download)
-        if path is None:
-            return load_synthetic_har(self.cache_dir)
-        if path.is_file() and path.suffix != ".zip" and not is_zipfile(path):
-            raise BadInput(
-                f"--data-dir {path}: is neither UCI HAR, a folder or a zip, nor a CSV of recordings of your own, whose "
-                "name ends in .csv, .tsv, .csv.gz or .tsv.gz"
-            )
-        return load_uci_har(path, self.cache_dir)
+        return load_synthetic_har(self.cache_dir) if path is None else load_uci_har(path, self.cache_dir)
 
     @cached_property
     def format(self) -> WindowFormat:
@@ -213,14 +222,25 @@ class HarTask(Task):
         config: HarFlags = self.config
         if not self._has_own:
             return WindowFormat()
-        own = self.data_facts or {"channels": self._recordings.channels, "classes": self._recordings.classes}
+        own = self.data_facts or self._facts_of_own
         length, hop = config.window_and_hop
-        rate_hz = config.rate or WindowFormat.rate_hz
+        rate_hz = config.rate or own.get("rate_hz", WindowFormat.rate_hz)
         return WindowFormat(tuple(own["channels"]), tuple(own["classes"]), length, hop, rate_hz)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Channels and classes of a user's own recordings."""
-        return {"channels": list(self.format.channels), "classes": list(self.format.classes)} if self._has_own else {}
+        """Channels and classes of a user's own recordings, and their rate where it is told by a clock alone."""
+        if not self._has_own:
+            return {}
+        return self.data_facts or self._facts_of_own
+
+    @cached_property
+    def _facts_of_own(self) -> Mapping[str, Any]:
+        recordings, told_hz = self._recordings, self._own.rate_hz
+        facts: dict[str, Any] = {"channels": list(recordings.channels), "classes": list(recordings.classes)}
+        # Not the usual rate: a run goes on with data of the same facts alone, and older ones have none of a rate.
+        if self.config.rate is None and told_hz is not None and not is_same_rate(told_hz, WindowFormat.rate_hz):
+            facts["rate_hz"] = usual_rate_hz(told_hz)
+        return facts
 
     def data_digest(self) -> str | None:
         """Of a user's own recordings, and who is held out."""
@@ -229,12 +249,14 @@ class HarTask(Task):
         return digest_of(self._own.digest, *(part.rows for part in self._windows.values()))
 
     def remarks(self) -> Sequence[str]:
-        """On how a user's own recordings were read; on the units of others that are to be labelled."""
+        """On how a user's own recordings were read, or others that are to be labelled."""
+        if self._new is not None:
+            return self._new.remarks
         if not self._has_own or self.data_facts is not None:
-            return self._doubts
+            return ()
         recordings = self._recordings
         tested = sorted({recordings.name_of(subject) for subject in recordings.subjects[recordings.is_test].tolist()})
-        found = [*self._own.remarks, f"Held out for the test: {', '.join(tested)}."]
+        found = [*self._own.remarks, *_counts(recordings), f"Held out for the test: {', '.join(tested)}."]
         found += self._doubts_about_rate()
         shown = set(self._windows["train"].labels.tolist())
         unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
@@ -244,13 +266,12 @@ class HarTask(Task):
         return found
 
     def _doubts_about_rate(self) -> list[str]:
-        step, rate_hz = self._own.clock_step, self.format.rate_hz
-        told_hz = told_rate_hz(step)
-        if told_hz is None or 0.8 < told_hz / rate_hz < 1.25:
+        told_hz, rate_hz = self._own.rate_hz, self.format.rate_hz
+        if told_hz is None or is_same_rate(told_hz, rate_hz):
             return []
         return [
-            f"Warning: by its clock, which rises by {step:g} from row to row, {told_hz:g} rows are a second, and "
-            f"--rate says {rate_hz:g}: times in the table of --predict depend on it."
+            f"Warning: by its clock {told_hz:.4g} rows are a second, and --rate says {rate_hz:g}: times in the table "
+            "of --predict depend on it; without --rate the clock counts."
         ]
 
     def build_objective(self) -> HarObjective:
@@ -325,10 +346,18 @@ class HarTask(Task):
         return {"confusion_matrix": draw_confusion_matrix(sums["confusion"], self.format.classes)}
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """See `data.har.recording.read_new_windows`. Numbers in other units are remarked on."""
-        windows = read_new_windows(path, self.format)
-        self._doubts = [] if self._has_own else [f"Warning: --predict {path}: {d}" for d in doubts_about_units(windows)]
-        return windows
+        """See `data.har.recording.read_new_windows`."""
+        config: HarFlags = self.config
+        self._new = read_new_windows(path, self.format, config.subject_column, config.label_column)
+        return self._new
+
+    def _doubt_units(self, model: Standardised) -> None:
+        """Says once, on standard error, where new numbers are not of the size of those that were trained on."""
+        if self._new is not None and not self._has_doubted:
+            self._has_doubted = True
+            mean, std = (statistic.flatten().double().cpu().numpy() for statistic in (model.mean, model.std))
+            if doubt := doubt_about_units(self._new, self.format.channels, mean, std):
+                to_stderr(f"Warning: {self._new.where}: {doubt}.")
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Each window's place in its recording, activity and probabilities, rounded as a table wants it.
@@ -336,15 +365,17 @@ class HarTask(Task):
         Start and end are in seconds, and empty where the windows came without their recording.
         """
         assert isinstance(objective, HarObjective)
+        self._doubt_units(objective.model)
         probabilities = objective.model(batch["signals"]).double().softmax(dim=1).cpu()
         confidence, predicted = probabilities.max(dim=1)
-        num_windows = len(predicted)
-        first_rows = batch["first_row"].tolist() if "first_row" in batch else [None] * num_windows
-        window = self.format
+        index, window, new = batch["index"].tolist(), self.format, self._new
+        start_s: list[float | None] = [None] * len(index)
+        if new is not None and new.start_s is not None:
+            start_s = new.start_s[index].tolist()
         return {
-            "window": batch["index"].tolist(),
-            "start_s": _seconds(first_rows, 0, window.rate_hz),
-            "end_s": _seconds(first_rows, window.length, window.rate_hz),
+            "window": index,
+            "start_s": _seconds(start_s, 0.0, window.rate_hz),
+            "end_s": _seconds(start_s, (new and new.duration_s) or 0.0, window.rate_hz),
             "activity": [window.classes[i] for i in predicted],
             "confidence": _four_digits(confidence),
             **{name: _four_digits(column) for name, column in zip(window.classes, probabilities.T, strict=True)},

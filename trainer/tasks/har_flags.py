@@ -38,10 +38,12 @@ class HarFlags(FlagGroup):
         None, "own recordings: column of the activity (default: found by usual names)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
-        None, "own recordings: columns that are signals (default: all but subject, label, time and row numbers)",
-        metavar="COLUMN",
+        None, "own recordings: columns that are signals (default: all but subject, label, clocks, texts, positions "
+        "and counters)", metavar="COLUMN",
     )  # fmt: skip
-    rate: float | None = flag(None, "own recordings: rows a second (default: 50)", metavar="HZ", above=0)
+    rate: float | None = flag(
+        None, "own recordings: rows a second (default: by the clock, else 50)", metavar="HZ", above=0
+    )
     window: int | None = flag(None, "own recordings: rows of a window (default: 128)", metavar="ROWS", at_least=8)
     hop: int | None = flag(
         None, "own recordings: rows from the start of a window to that of the next (default: half of --window)",

@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from data.har.recording import doubts_about_units, read_new_windows
-from data.har.windows import SIGNALS
+from data.har.recording import NewWindows, doubt_about_units, read_new_windows
+from data.har.windows import SIGNALS, WindowFormat
 from tests.helpers.malicious import Malicious
 from tests.helpers.recordings import joined, save_recording, save_windows, windows_of_a_walk
 from trainer.common.errors import BadInput
@@ -27,7 +27,7 @@ def test_number_of_windows_at_the_edges(windows, tmp_path):
         assert len(dataset) == num_windows
         samples = dataset.__getitems__(SampleKeys(np.arange(num_windows), epoch=0))
         np.testing.assert_array_equal(samples["signals"], windows[:num_windows])
-        assert samples["first_row"].tolist() == [64 * i for i in range(num_windows)]
+        assert dataset.start_s.tolist() == [1.28 * i for i in range(num_windows)]
 
 
 def test_a_packed_recording(windows, tmp_path):
@@ -48,11 +48,84 @@ def test_recording_longer_than_what_is_parsed_at_once(tmp_path):
     np.testing.assert_array_equal(dataset.signals[-1], rows[64 * 138 : 64 * 138 + 128].T)
 
 
-def test_numbers_in_other_units_are_doubted(windows, tmp_path):
-    degrees = windows.copy()
-    degrees[:, 3:6] *= np.float32(np.rad2deg(1))
-    (doubt,) = doubts_about_units(read_new_windows(save_windows(tmp_path / "walk.npy", degrees)))
-    assert "body_gyro" in doubt and "rad/s" in doubt
+@pytest.mark.parametrize(
+    ("sensor", "factor", "says"),
+    [
+        (0, 9.80665, "body_acc_x, body_acc_y, body_acc_z 9.81 times as large as in training"),
+        (2, 9.80665, "as m/s² instead of g"),
+        (2, 1 / 9.80665, "as g instead of m/s²"),
+        (1, 57.3, "as degrees instead of radians"),
+        (1, 1000, "as thousandths instead of whole units"),
+        (1, 0.01, ""),  # little motion, as of one who rests
+        (2, -1, ""),  # upside down
+    ],
+)
+def test_numbers_in_other_units_are_doubted(sensor, factor, says, windows):
+    mean, std = (windows.mean(axis=(0, 2), dtype=np.float64), windows.std(axis=(0, 2), dtype=np.float64))
+    changed = windows.copy()
+    changed[:, 3 * sensor : 3 * sensor + 3] *= np.float32(factor)
+    doubt = doubt_about_units(NewWindows("--predict x", changed), SIGNALS, mean, std)
+    assert bool(doubt) == bool(says) and says in doubt
+
+
+def recorded(path, people, rate=50.0, names=("t", "who"), clock=lambda time: f"{time:.3f}", gap=0):
+    """A file with the channel a: (person, number of rows) after one another, and a hole of so many rows in each."""
+    rows = []
+    for person, num in people:
+        for k in range(num):
+            rows.append(f"{clock((k + gap * (k >= num // 2)) / rate)},{k % 7},{person}")
+    path.write_text("\n".join([f"{names[0]},a,{names[1]}", *rows]))
+    return path
+
+
+ONE = WindowFormat(("a",), ("x", "y"), length=10, hop=5, rate_hz=50)
+
+
+def test_windows_keep_to_one_person_and_one_side_of_a_gap(tmp_path):
+    path = recorded(tmp_path / "new.csv", [("p", 30), ("q", 24)], names=("time", "subject"), gap=500)
+    windows = read_new_windows(path, ONE)
+    starts = [0, 5, 15, 20, 30, 42, 44 - 2]
+    assert windows.signals[:, 0, 0].tolist() == [row % 7 if row < 30 else (row - 30) % 7 for row in starts[:6]]
+    text = " ".join(windows.remarks)
+    assert "the clock jumps at 2 places" in text and "has rows of 2 people" in text
+
+
+def test_times_are_those_of_the_clock(tmp_path):
+    path = recorded(tmp_path / "new.csv", [("p", 40)], rate=48.0, names=("time", "subject"), gap=500)
+    windows = read_new_windows(path, ONE)
+    assert windows.start_s == pytest.approx([0, 5 / 48, 10 / 48, 520 / 48, 525 / 48, 530 / 48], abs=1e-3)
+    assert windows.duration_s == pytest.approx(10 / 48)
+    without = read_new_windows(recorded(tmp_path / "new.csv", [("p", 40)], names=("row", "subject")), ONE)
+    assert without.start_s.tolist() == [k / 10 for k in range(7)] and without.remarks == ()
+
+
+@pytest.mark.parametrize(
+    "clock",
+    [
+        lambda time: f"{time:.3f}",
+        lambda time: f"{1000 * time:.0f}",
+        lambda time: f"2024-05-31T23:59:{time:06.3f}",
+        lambda time: f"31/05/2024 23:59:{time:06.3f}",
+        lambda time: f"5/6/2024 11:59:{time:06.3f} pm",
+        lambda time: f"18:30:{time:06.3f}",
+    ],
+)
+def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
+    path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
+    with pytest.raises(BadInput, match=r"^--predict .*by its clock \(time\) 25 rows are a second, and .* on 50"):
+        read_new_windows(path, ONE)
+    path = recorded(path, [("p", 100)], names=("time", "subject"), clock=clock)
+    assert len(read_new_windows(path, ONE)) == 19
+
+
+def test_labels_are_not_looked_at_and_a_clock_that_cannot_be_read_is_said(tmp_path):
+    path = recorded(
+        tmp_path / "new.csv", [("sit", 20), ("walk", 20)], names=("time", "activity"), clock=lambda _: "noon"
+    )
+    windows = read_new_windows(path, ONE)
+    assert len(windows) == 7
+    assert "has a column of labels, which is not looked at" in windows.remarks[0]
+    assert "time is called as a clock is and cannot be read, as in 'noon'" in windows.remarks[1]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -1,0 +1,239 @@
+"""Rows of a CSV of recordings: signals, whose they are, what was done and when; and what each column is."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, islice, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from data.csv_lines import CsvTable, Line, is_number, plain_name
+from data.har.clocks import is_clock, moments_of, rate_and_gaps, settled
+from data.har.windows import SIGNALS
+from data.tabular.table import MISSING
+from trainer.common.errors import BadInput
+
+SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
+LABELS = ("label", "activity", "class")
+TRIALS = ("trial", "session")
+"""Columns that say, where they change, that another recording begins."""
+_OF_ROWS = ("index", "row", "sample", "unnamed0", "", "id")
+_SLOW = {"battery", "latitude", "longitude", "gps", "accuracy", "pedometer"}
+"""Words in the names of columns that tell where and when something was recorded, and nothing of a motion."""
+_SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step counts"}
+"""Whole names of such columns, without units."""
+
+ROWS_AT_ONCE = 4096
+LARGEST = 1e15
+"""No sensor's number is larger."""
+_NUM_SHOWN = 30
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Columns of a file, counted from 0, that are no signals. subject, label: None where there is none."""
+
+    subject: int | None
+    label: int | None
+    trials: tuple[int, ...]
+    clocks: tuple[int, ...]
+
+
+class Recording(NamedTuple):
+    """Rows from `start` to before `stop`. rate_hz: rows a second by the clock; None where it does not tell.
+
+    is_behind_gap: whether the clock jumps before the first row.
+    """
+
+    start: int
+    stop: int
+    rate_hz: float | None
+    is_behind_gap: bool
+
+
+@dataclass
+class Rows:
+    """Of a file: signals (n, C) float32, the keys (see `key_of_name`) of subject and activity, and when they were.
+
+    subjects, labels: "" where none is named. spellings: how often each is written how, [subjects, labels].
+    trials: what stands in the columns that tell one recording from the next.
+    clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, of which the unit is known, as of dates.
+    moments: names of the clocks -> their first and last cell. unread: those of which a cell could not be read -> the
+        cell.
+    """
+
+    signals: np.ndarray
+    subjects: list[str]
+    labels: list[str]
+    spellings: tuple[Counter[str], Counter[str]]
+    trials: list[tuple[str, ...]]
+    clocks: np.ndarray
+    in_seconds: np.ndarray
+    moments: dict[str, tuple[str, str]]
+    unread: dict[str, str]
+
+    def recordings(self, by_label: bool) -> Iterator["Recording"]:
+        """The recordings that the rows consist of, in their order.
+
+        Another one begins where subject, trial and, if so asked, label change, and where the clock jumps. by_label:
+        rows without a label belong to none.
+        """
+        labels = self.labels if by_label else [""] * len(self.signals)
+        start = 0
+        for (_, label, _), run in groupby(zip(self.subjects, labels, self.trials, strict=True)):
+            stop = start + sum(1 for _ in run)
+            if label or not by_label:
+                rate_hz, gaps = rate_and_gaps(self.clocks[start:stop], self.in_seconds)
+                for first, last in pairwise([start, *(start + gaps).tolist(), stop]):
+                    yield Recording(first, last, rate_hz, first > start)
+            start = stop
+
+
+def key_of_name(text: str) -> str:
+    """The same for spellings of one name: 1 and 1.0, yes and YES; "" for a mark of what is missing.
+
+    A single letter is another than its capital, for codes have both.
+    """
+    text = " ".join(text.split())
+    if text in MISSING:
+        return ""
+    whole = re.fullmatch(r"([+-]?\d+)\.0*", text, re.ASCII)
+    return whole[1] if whole else text.casefold() if len(text) > 1 else text
+
+
+def roles_of(
+    header: Sequence[str], channels: Sequence[str], subject: int | None, label: int | None, clocks: Sequence[str] = ()
+) -> Roles:
+    """What the columns beside the channels are, by their names. clocks: names of such that do not tell it."""
+    others = [i for i, name in enumerate(header) if name not in channels and i not in (subject, label)]
+    trials = tuple(i for i in others if plain_name(header[i]) in TRIALS)
+    moments = (i for i in others if i not in trials and (header[i] in clocks or is_clock(header[i])))
+    return Roles(subject, label, trials, tuple(moments))
+
+
+def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
+    """The chosen column; without one the first with one of the names, those first that are written so to the letter."""
+    if chosen is not None:
+        return header.index(chosen) if chosen in header else None
+    for written in ([name.lower() for name in header], [plain_name(name) for name in header]):
+        for name in names:
+            if name in written:
+                return written.index(name)
+    return None
+
+
+def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
+    """Why a column is left out of the signals, by its name or by its first rows; "" where it is one."""
+    if plain_name(name) in (*SUBJECTS, *LABELS, *_OF_ROWS):
+        return "by its name: numbers of rows, people or activities"
+    words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*", "", name)).lower())
+    if _SLOW & set(words) or " ".join(words) in _SLOW_NAMES:
+        return "by its name: of a place or a device, not of a motion"
+    texts = [text for _, fields in lines if len(fields) > column and (text := fields[column].strip()) not in MISSING]
+    if texts and not any(re.match(r"[+-]?[.,]?\d", text) or is_number(text) for text in texts):
+        return f"text, such as {texts[0][:_NUM_SHOWN]!r}"
+    return ""
+
+
+def read_rows(table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str) -> Rows:
+    """All rows of an opened file. advice: what to do where a field is no number. Raises BadInput, with its line."""
+    header, decimal_comma = table.header, table.decimal_comma
+    columns = signal_columns(header, channels, f"{where}, line {table.line}")
+    clocks = roles.clocks
+    signals: list[np.ndarray] = [np.empty((0, len(columns)), np.float32)]
+    moments: list[np.ndarray] = [np.empty((0, len(clocks), 2))]
+    keys: tuple[list[str], list[str]] = ([], [])
+    spellings: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    key_of = lru_cache(maxsize=1 << 16)(key_of_name)
+    trials: list[tuple[str, ...]] = []
+    ends: list[list[str]] = []
+    unread: dict[str, str] = {}
+    while some := list(islice(table.lines, ROWS_AT_ONCE)):
+        signals.append(numbers(some, header, columns, where, decimal_comma, advice))
+        moments.append(moments_of(some, clocks, decimal_comma))
+        for k, clock in enumerate(clocks):
+            for row in np.flatnonzero(np.isnan(moments[-1][:, k]).all(axis=1)).tolist():
+                if (cell := some[row][1][clock].strip()) not in MISSING:
+                    unread.setdefault(header[clock], cell)
+                    break
+        for k, column in enumerate((roles.subject, roles.label)):
+            texts = [""] * len(some) if column is None else [fields[column].strip() for _, fields in some]
+            spellings[k].update(texts)
+            keys[k].extend(map(key_of, texts))
+        trials += [tuple(fields[column].strip() for column in roles.trials) for _, fields in some]
+        ends = [*ends[:1], *([fields[column].strip() for column in clocks] for _, fields in (some[0], some[-1]))]
+    clock_values = settled(np.concatenate(moments))
+    of_file = {header[column]: (ends[0][k], ends[-1][k]) for k, column in enumerate(clocks) if ends}
+    is_known = dict(zip(of_file, np.isfinite(clock_values).any(axis=0), strict=bool(ends)))
+    unread |= {name: first for name, (first, _) in of_file.items() if not is_known[name] and name not in unread}
+    in_seconds = np.array([not any(map(is_number, cells)) for cells in of_file.values()], bool)
+    return Rows(np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread)
+
+
+def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
+    """The column of each channel, counted from 0. Raises BadInput when a channel has none, or several."""
+    missing = [name for name in channels if name not in header]
+    number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
+    if len(missing) == len(channels):
+        advice = f"give a CSV whose first line names them, separated by commas: {','.join(channels)}"
+        raise BadInput(f"{where}: names none of the {number} signals; {advice}")
+    if missing:
+        raise BadInput(f"{where}: lacks {', '.join(missing)}; all {number} signals are needed")
+    twice = [name for name in channels if header.count(name) > 1]
+    if twice:
+        raise BadInput(f"{where}: names {', '.join(twice)} more than once; keep one column of each")
+    return [header.index(name) for name in channels]
+
+
+def numbers(
+    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], label: str, decimal_comma: bool,
+    advice: str = "repair the file",
+) -> np.ndarray:  # fmt: skip
+    """Some columns of some lines, (rows, C) float32. Raises BadInput, with line and column.
+
+    advice: what to do where a field is no number.
+    """
+    values = _numbers(lines, len(header), columns, decimal_comma)
+    if values is None or not np.isfinite(values).all():
+        raise BadInput(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma, advice)}")
+    return values
+
+
+def _numbers(lines: Sequence[Line], num_columns: int, columns: Sequence[int], decimal_comma: bool) -> np.ndarray | None:
+    """None when a line has too few or too many fields, or a field is not a number."""
+    if any(len(fields) != num_columns for _, fields in lines):
+        return None
+    rows = [[fields[i] for i in columns] for _, fields in lines]
+    if decimal_comma:
+        rows = [[field.replace(",", ".") for field in row] for row in rows]
+    try:
+        return as_float32(np.array([list(map(float, row)) for row in rows]))
+    except ValueError:
+        return None
+
+
+def _what_is_wrong(
+    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool, advice: str
+) -> str:
+    """Says slowly and precisely what is wrong with the first line that is, and what to do."""
+    for number, fields in lines:
+        if len(fields) != len(header):
+            return f"line {number}: {len(fields)} columns, but the header has {len(header)}; mend that line"
+        for i in columns:
+            values = _numbers([(number, fields)], len(header), [i], decimal_comma)
+            if values is None or not np.isfinite(values).all():
+                kind = "a number" if values is None else f"a finite number below {LARGEST:g}"
+                shown = fields[i][:_NUM_SHOWN]
+                return f"line {number}, column {i + 1} ({header[i]}): {shown!r} is not {kind}; {advice}"
+    raise AssertionError("nothing is wrong with these lines")
+
+
+def as_float32(array: np.ndarray) -> np.ndarray:
+    """The numbers in float32; what is too large to be squared and added up there becomes infinite."""
+    with np.errstate(over="ignore"):
+        values = array.astype(np.float32, copy=False)
+    is_too_large = np.abs(values) > LARGEST
+    return np.where(is_too_large, np.inf, values) if is_too_large.any() else values
