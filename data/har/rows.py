@@ -60,7 +60,7 @@ class Rows:
 
     subjects, labels: "" where none is named. spellings: how often each is written how, [subjects, labels].
     trials: what stands in the columns that tell one recording from the next.
-    clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, of which the unit is known, as of dates.
+    clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, whose unit is known, as that of dates.
     moments: names of the clocks -> their first and last cell. unread: those of which a cell could not be read -> the
         cell.
     """

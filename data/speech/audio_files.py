@@ -19,6 +19,8 @@ MIN_RATE, MAX_RATE = 1_000, 384_000
 
 FULL_SCALE = 32768
 """What a 16-bit sample is divided by."""
+_LOUDEST = 2.0**31
+"""Of floats: of whole numbers of 32 bits that nobody has divided. Beyond, they are no sound."""
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000
@@ -39,7 +41,8 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
     """The samples of a sound file, (length,) float32 in [-1, 1], its channels averaged; and how many make a second.
 
     wav with whole numbers of 8 to 32 bits or with floats of 32 or 64 is read here; other codecs, and FLAC, mp3, Ogg,
-    need the package `soundfile`. Floats beyond 1 stay as they are. name: of the file; of it only the suffix counts.
+    need the package `soundfile`. Floats beyond 1 stay as they are: see `within_full_scale`.
+    name: of the file; of it only the suffix counts.
 
     Raises UnreadableAudio, and BadInput when `soundfile` is needed and not installed.
     """
@@ -53,7 +56,18 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
         raise UnreadableAudio(f"says {rate} samples a second, not {MIN_RATE} to {MAX_RATE}")
     if not np.isfinite(samples).all():
         raise UnreadableAudio("has samples that are not finite numbers")
+    if (peak := float(np.abs(samples).max(initial=0))) > _LOUDEST:
+        raise UnreadableAudio(f"has samples up to {peak:.3g}, where full scale is 1")
     return samples.mean(axis=1, dtype=np.float32), rate
+
+
+def within_full_scale(samples: np.ndarray) -> tuple[np.ndarray, bool]:
+    """The samples, scaled down where some are beyond [-1, 1], so that nothing is cut off; and whether they were.
+
+    By less than a step of 16 bits they may be beyond.
+    """
+    peak = np.abs(samples).max(initial=0)
+    return (samples / peak, True) if peak > 1 + 1 / FULL_SCALE else (samples, False)
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:

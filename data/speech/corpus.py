@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ class Corpus:
         different from each other.
     speakers: "" where unknown. splits: "train", "val", "test", or "" where the source does not say.
     skipped: why utterances were left out, in words -> how many.
+    found: what was found, for the table that a run begins with: where the transcripts are, which rates, what is too
+        loud. Empty where nobody asks.
     """
 
     audio: np.ndarray
@@ -32,6 +34,7 @@ class Corpus:
     speakers: tuple[str, ...]
     splits: tuple[str, ...]
     skipped: Mapping[str, int]
+    found: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,12 +53,13 @@ def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Cor
         offsets=arrays["offsets"],
         sample_rate=facts["sample_rate"],
         skipped=facts["skipped"],
+        found=facts.get("found", {}),  # not kept of generated ones by older versions
         **{name: tuple(facts[name]) for name in _TEXTS},
     )
 
 
 def _to_arrays(corpus: Corpus) -> Arrays:
     # Not arrays of text, in which each transcript would take the memory of the longest.
-    facts = {name: getattr(corpus, name) for name in ("sample_rate", "skipped", *_TEXTS)}
+    facts = {name: getattr(corpus, name) for name in ("sample_rate", "skipped", "found", *_TEXTS)}
     text = json.dumps(facts).encode()
     return {"audio": corpus.audio, "offsets": corpus.offsets, "facts": np.frombuffer(text, np.uint8)}

@@ -3,7 +3,7 @@
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -16,7 +16,23 @@ _SPLIT = re.compile(r"(train|dev|val|test)(id|idation|ing)?(?![a-z])")
 _COMMON_VOICE = {"train.tsv": "train", "dev.tsv": "val", "test.tsv": "test"}
 # A name has a letter, which tells it from digits that were said one after another.
 _FSDD = re.compile(r"[0-9]_[^_]*[a-z][^_]*_[0-9]+")
-_TABLES = (*MANIFESTS, ".tsv", ".csv")
+_TEXTS = (*MANIFESTS, ".tsv", ".csv", ".txt", ".lab", ".trn", ".phn", ".wrd", ".textgrid", ".stm", ".ctm", ".data")
+_TEXTS_OF_KALDI = ("text", "wav.scp", "utt2spk", "segments", "transcripts")
+_ABOUT = ("readme", "license", "licence", "copying", "changes", "changelog")
+"""What files are called that say something about a corpus, and not what is said in it."""
+_UNREAD = {
+    r"(.*/)?[0-9a-f]{8}_nohash_\d+\.wav": "Speech Commands, whose folders are the words",
+    r"(.*/)?p\d{3}_\d{3}(_mic\d)?\.(wav|flac|txt)": "VCTK",
+    r"(.*/)?(wav\.scp|utt2spk)": "Kaldi's files",
+    r".*\.normalized\.txt": "LibriTTS",
+    r"(.*/)?transcripts\.txt": "Multilingual LibriSpeech",
+    r"(.*/)?txt\.done\.data": "CMU ARCTIC",
+    r"(.*/)?metadata\.(csv|jsonl)": "LJSpeech, or an audio folder of Hugging Face",
+    r".*\.(phn|wrd)": "TIMIT",
+    r".*\.lab": "labels beside the sound",
+    r".*\.(jsonl|json)": "a manifest",
+}
+"""Patterns of names of files, in lower case, and what they are signs of."""
 _NUM_FSDD_TEST = 5
 _NUM_SHOWN = 12
 
@@ -36,8 +52,8 @@ class Utterance:
     duration: float | None = None
 
 
-def utterances_of(source: Source) -> list[Utterance]:
-    """What the source holds, in the first of these forms that it has:
+def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
+    """Where the transcripts are, in words, and what the source holds, in the first of these forms that it has:
 
     manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object a line: `audio_path`,
         relative to the manifest's folder, `text` and, if known, `duration` in seconds and `speaker`. Or one such file.
@@ -45,19 +61,37 @@ def utterances_of(source: Source) -> list[Utterance]:
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` beside the sound.
     text files: `x.txt` beside `x.wav`; the folder of a file is its speaker, if there are several.
     names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset; indices below 5 are the test), or words
-        joined by `_` (yesno).
+        joined by `_` (yesno). Names are words where no other text lies about, each consists of letters or of single
+        digits, and they have words in common; not where they hold numbers, or a name and a number.
 
     In all but the first two, the folders `train*`, `dev*`, `val*`, `test*` are splits.
     Raises BadInput, naming file and line, for a table that cannot be read, and when no form fits.
     """
-    for layout in (_manifests, _common_voice, _librispeech, _text_files, _file_names):
+    forms = {
+        "lines of manifests": _manifests,
+        "tables of Common Voice": _common_voice,
+        "LibriSpeech's *.trans.txt": _librispeech,
+        "a .txt beside each file": _text_files,
+        "the names of the files": _file_names,
+    }
+    for what, layout in forms.items():
         utterances = layout(source)
         if utterances is not None:
-            return utterances
+            return what, utterances
+    raise BadInput(f"{source.where()}: {_why_unknown(source)}")
+
+
+def _why_unknown(source: Source) -> str:
+    advice = "write a manifest train.jsonl: JSON lines with audio_path and text"
+    for pattern, what in _UNREAD.items():
+        if some := [name for name in source.names if re.fullmatch(pattern, name.lower())]:
+            if what == "a manifest":
+                advice = f"give it by --data-dir {source.path}/{some[0]}, or call it train.jsonl"
+            return f"looks like {what} ({some[0]}), which is not read as it is: {advice}"
     shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
-    raise BadInput(
-        f"{source.where()}: no recordings with transcripts: neither a manifest, nor Common Voice's or LibriSpeech's "
-        f"files, nor sound with .txt beside it or words in its name; there are: {shown or 'no files'}"
+    return (
+        "no recordings with transcripts: neither a manifest, nor Common Voice's or LibriSpeech's files, nor sound with "
+        f".txt of the same name beside it or words in its name; there are: {shown or 'no files'}. Else {advice}"
     )
 
 
@@ -94,6 +128,8 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shown = line if len(line) <= 80 else line[:77] + "..."
         reason = f"{shown!r} is no JSON object with audio_path and text"
+        if '"audio_filepath"' in line:
+            raise BadInput(f"{where}: has audio_filepath, as manifests of NeMo; call it audio_path") from None
         raise BadInput(f"{where}: {reason}; give one a line") from None
     if not isinstance(sound, str) or not isinstance(text, str) or not isinstance(duration, int | float | None):
         raise BadInput(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
@@ -188,10 +224,10 @@ def _text_files(source: Source) -> list[Utterance] | None:
 def _file_names(source: Source) -> list[Utterance] | None:
     sound = _sound_of(source)
     stems = [PurePosixPath(name).stem for name in sound]
-    # Where there is a table, of a form that is not known, names are numbers more likely than words.
-    if not any("_" in stem for stem in stems) or any(name.lower().endswith(_TABLES) for name in source.names):
+    are_fsdd = bool(stems) and all(map(_FSDD.fullmatch, stems))
+    if any(map(_may_hold_transcripts, source.names)) or not (are_fsdd or _are_words(stems)):
         return None
-    if not all(map(_FSDD.fullmatch, stems)):
+    if not are_fsdd:
         return [
             Utterance(name, stem.replace("_", " "), "", _split_of_folders(name))
             for name, stem in zip(sound, stems, strict=True)
@@ -201,6 +237,28 @@ def _file_names(source: Source) -> list[Utterance] | None:
         digit, speaker, index = stem.split("_")
         utterances.append(Utterance(name, digit, speaker, "test" if int(index) < _NUM_FSDD_TEST else ""))
     return utterances
+
+
+def _may_hold_transcripts(name: str) -> bool:
+    """Whether it is called like a file with texts: beside one, names are numbers more likely than words."""
+    bare = PurePosixPath(name).name.lower()
+    return (bare.endswith(_TEXTS) or bare in _TEXTS_OF_KALDI) and not bare.startswith(_ABOUT)
+
+
+def _are_words(stems: Sequence[str]) -> bool:
+    """Whether names are what is said: letters or single digits joined by `_`, most of them in several places."""
+    names = [stem.split("_") for stem in stems]
+    are_alike = all(all(map(_is_digit, words)) or all(map(_is_word, words)) for words in names)
+    words = [word.lower() for some in names for word in some]
+    return any(len(some) > 1 for some in names) and are_alike and len(set(words)) <= len(words) / 2
+
+
+def _is_digit(word: str) -> bool:
+    return len(word) == 1 and word.isdigit()
+
+
+def _is_word(word: str) -> bool:
+    return word != "" and all(character.isalpha() or character in "'-" for character in word)
 
 
 def _sound_of(source: Source) -> list[str]:

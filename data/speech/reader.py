@@ -3,14 +3,14 @@
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 
 from data.files import is_visible
-from data.speech.audio_files import FULL_SCALE, SUFFIXES, UnreadableAudio, decode, resample, to_int16
+from data.speech.audio_files import FULL_SCALE, SUFFIXES, UnreadableAudio, decode, resample, to_int16, within_full_scale
 from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
 from data.speech.sources import Source, find, is_archive, opened
@@ -23,7 +23,7 @@ Unreadable = Literal["skip", "refuse"]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 """(things, how many) -> the same things, showing how far one is with them."""
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _DURATION_TOLERANCE = 0.5
 
 
@@ -58,44 +58,77 @@ def load_corpus(
     return cached_corpus(cache_dir, key, build)
 
 
-def read_recordings(path: Path, sample_rate: int) -> Corpus:
+def read_recordings(path: Path, sample_rate: int, unreadable: Unreadable = "skip") -> Corpus:
     """Recordings of which nothing else is known, to be transcribed: those of `--predict`.
 
     path: a sound file, or a folder with such, also in its folders; the names are relative to it.
-    sample_rate: to which all are resampled.
+    sample_rate: to which all are resampled. unreadable: files of a folder that cannot be used are left out and counted
+        ("skip"), or the first is refused ("refuse").
 
-    Raises BadInput, naming the file, when one cannot be used, and when there is none.
+    Raises BadInput, naming the file, when one that was given by itself cannot be used, and when none is left.
     """
-    files = [path]
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
-        files = [file for file in found if is_visible(file.relative_to(path).as_posix())]
-    if not files:
+    if not path.is_dir():
+        try:
+            samples, is_loud = _read_recording(path, sample_rate)
+        except UnreadableAudio as error:
+            raise BadInput(f"--predict {path}: {error}; give recordings that can be read") from None
+        return _unknown([(path.name, samples)], sample_rate, {}, [path.name] * is_loud)
+    found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
+    names = [name for file in found if is_visible(name := file.relative_to(path).as_posix())]
+    if not names:
         raise BadInput(f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings")
-    sound = [_read_recording(file, sample_rate) for file in files]
-    unknown = ("",) * len(files)
+    skipped = _Skipped(lambda name: f"--predict {path}/{name}", unreadable)
+    sound, loud = [], []
+    for name in names:
+        try:
+            samples, is_loud = _read_recording(path / name, sample_rate)
+        except UnreadableAudio as error:
+            skipped.add(name, str(error))
+            continue
+        sound.append((name, samples))
+        loud += [name] * is_loud
+    if not sound:
+        raise BadInput(f"--predict {path}: none of its {len(names)} recordings can be used: {skipped}")
+    return _unknown(sound, sample_rate, skipped.counts(), loud)
+
+
+def _unknown(
+    sound: Sequence[tuple[str, np.ndarray]], sample_rate: int, skipped: Mapping[str, int], loud: Sequence[str]
+) -> Corpus:
+    """Recordings by name, of which nothing else is known. loud: those that were scaled down."""
+    unknown = ("",) * len(sound)
     return Corpus(
-        audio=np.concatenate(sound),
-        offsets=_offsets([len(samples) for samples in sound]),
+        audio=np.concatenate([samples for _, samples in sound]),
+        offsets=_offsets([len(samples) for _, samples in sound]),
         sample_rate=sample_rate,
         transcripts=unknown,
-        names=tuple(str(file.relative_to(path)) if file != path else path.name for file in files),
+        names=tuple(name for name, _ in sound),
         speakers=unknown,
         splits=unknown,
-        skipped={},
+        skipped=skipped,
+        found=_too_loud(loud),
     )
 
 
-def _read_recording(file: Path, sample_rate: int) -> np.ndarray:
-    """(length,) int16, at least one sample."""
+def _too_loud(names: Sequence[str]) -> dict[str, str]:
+    """For the table of what was found."""
+    return (
+        {"beyond full scale": f"{len(names)} file{'s' * (len(names) > 1)}, scaled down, such as {names[0]}"}
+        if names
+        else {}
+    )
+
+
+def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
+    """(length,) int16, at least one sample; and whether they had to be scaled down. Raises UnreadableAudio."""
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
-        if not len(samples):
-            raise UnreadableAudio("has no samples")
-    except (OSError, UnreadableAudio) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"--predict {file}: {reason}; give recordings that can be read") from None
-    return to_int16(resample(samples, rate, sample_rate))
+    except OSError as error:
+        raise UnreadableAudio(error.strerror or str(error)) from None
+    if not len(samples):
+        raise UnreadableAudio("has no samples")
+    samples, is_loud = within_full_scale(samples)
+    return to_int16(resample(samples, rate, sample_rate)), is_loud
 
 
 def _stamps(path: Path, cache_dir: Path) -> list[object]:
@@ -118,22 +151,26 @@ def _stamp(file: str) -> tuple[str, int, int] | None:
 def _read(
     source: Source, cache_dir: Path, sample_rate: int | None, unreadable: Unreadable, progress: Progress
 ) -> Corpus:
-    utterances = utterances_of(source)
+    what, utterances = utterances_of(source)
     _refuse_repeated(source, utterances)
-    skipped = _Skipped(source, unreadable)
+    skipped = _Skipped(source.where, unreadable)
     # By way of files without a name, and not of memory: a corpus is as long as it likes.
     with (
         refusing_disk_errors(f"--cache-dir {cache_dir}", "choose a folder with room for the decoded sound"),
         tempfile.TemporaryFile(dir=cache_dir) as decoded,
         tempfile.TemporaryFile(dir=cache_dir) as resampled,
     ):
-        kept, lengths, rates = [], [], []
+        kept, lengths, rates, loud = [], [], [], []
+        of_files: Counter[int] = Counter()
         for utterance in progress(utterances, len(utterances)):
             try:
                 samples, rate = _decode(source, utterance)
             except UnreadableAudio as error:
-                skipped.add(utterance, str(error))
+                skipped.add(utterance.name, str(error))
                 continue
+            samples, is_loud = within_full_scale(samples)
+            loud += [utterance.name] * is_loud
+            of_files[rate] += 1
             if sample_rate is not None:
                 samples, rate = resample(samples, rate, sample_rate), sample_rate
             decoded.write(to_int16(samples).tobytes())
@@ -152,6 +189,11 @@ def _read(
             speakers=tuple(utterance.speaker for utterance in kept),
             splits=tuple(utterance.split for utterance in kept),
             skipped=skipped.counts(),
+            found={
+                "transcripts": f"{what}, such as {' '.join(kept[0].transcript.split())!r}",
+                "samples a second": ", ".join(f"{hz} ({count} files)" for hz, count in of_files.most_common()),
+                **_too_loud(loud),
+            },
         )
 
 
@@ -184,16 +226,16 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
 class _Skipped:
     """Counts what is left out, by the reason, and names the first of each; or refuses it."""
 
-    def __init__(self, source: Source, unreadable: Unreadable) -> None:
-        self._source = source
+    def __init__(self, where: Callable[[str], str], unreadable: Unreadable) -> None:
+        """where: the file of a name, as messages call it."""
+        self._where = where
         self._unreadable = unreadable
         self._names: dict[str, list[str]] = {}
 
-    def add(self, utterance: Utterance, reason: str) -> None:
+    def add(self, name: str, reason: str) -> None:
         if self._unreadable == "refuse":
-            where = self._source.where(utterance.name)
-            raise BadInput(f"{where}: {reason}; mend it, or leave out such utterances with --unreadable skip")
-        self._names.setdefault(reason, []).append(utterance.name)
+            raise BadInput(f"{self._where(name)}: {reason}; mend it, or leave out such files with --unreadable skip")
+        self._names.setdefault(reason, []).append(name)
 
     def counts(self) -> dict[str, int]:
         return {f"{reason}, such as {names[0]}": len(names) for reason, names in self._names.items()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from data.speech.text import Alphabet
 from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_speech import (
@@ -294,6 +295,33 @@ def test_recordings_that_cannot_be_read_are_refused(content, said, spoken, refus
     refused([f"--predict {path}: "], "--predict", path, "--save-dir", spoken)
 
 
+def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(run_here, spoken, refused, tmp_path):
+    write_wav(tmp_path / "a.wav", tone(0))
+    (tmp_path / "b.wav").write_bytes(b"RIFF of nothing")
+    argv = ["--task", "speech", "--predict", tmp_path, "--save-dir", spoken]
+    out, err = run_here(*argv)
+    assert [row["file"] for row in csv.DictReader(out.splitlines())] == ["a.wav"]
+    assert err.startswith("Left out (1): ") and "such as b.wav" in err
+    refused([f"--predict {tmp_path}/b.wav: "], *argv, "--unreadable", "refuse")
+
+
+def test_a_run_begins_with_a_table_of_what_was_found(digits, make_task):
+    rows = {" ".join(line.split()) for line in make_task("--task", "speech", "--data-dir", digits).remarks()}
+    for row in (
+        "recordings found", "transcripts the names of the files, such as '0'", "samples a second 8000 (72 files)",
+        "speakers 3", "alphabet 4 characters: 0 1 2 3",
+    ):  # fmt: skip
+        assert row in rows
+    assert make_task("--task", "speech").remarks() == []
+
+
+def test_a_text_has_single_blanks(make_task, spoken, monkeypatch, tmp_path, recognised):
+    """Whatever symbols come out."""
+    monkeypatch.setattr(Alphabet, "decode", lambda self, ids: "  a   b ")
+    (row,) = recognised(write_wav(tmp_path / "a.wav", tone(0)))
+    assert row["text"] == "a b"
+
+
 def test_a_folder_without_sound_is_refused(spoken, refused, tmp_path):
     (tmp_path / "a.txt").write_text("one")
     refused([f"--predict {tmp_path}: holds no sound"], "--predict", tmp_path, "--save-dir", spoken)
@@ -443,7 +471,6 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
         ("--num-strings 9", "--num-strings 9: does nothing without --strings"),
         ("--growing-epochs 9", "--growing-epochs 9: does nothing without --strings"),
         ("--sample-rate 16000", "--sample-rate 16000: does nothing without --data-dir"),
-        ("--unreadable refuse", "--unreadable refuse: does nothing without --data-dir"),
         ("--beam 0", "--beam 0"),
         ("--dropout 1", "--dropout 1"),
         ("--val-share 1", "--val-share 1"),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.overview import overview
 from data.speech.augmentation import Augmentation, Augmenter
 from data.speech.corpus import Corpus
 from data.speech.reader import load_corpus, read_recordings
@@ -54,7 +55,6 @@ _NEEDS = {
     "num_strings": ("strings", "--strings"),
     "growing_epochs": ("strings", "--strings"),
     "sample_rate": ("data_dir", "--data-dir"),
-    "unreadable": ("data_dir", "--data-dir"),
 }
 """Flags that do nothing unless another one is given: its field, and what to say of it."""
 _EVALUATION_STRINGS = 300
@@ -83,8 +83,8 @@ class SpeechFlags(FlagGroup):
         at_least=4000,
     )  # fmt: skip
     unreadable: Literal["skip", "refuse"] = flag(
-        "skip", "recordings that cannot be read, are empty or too short for their transcript: leave them out and count "
-        "them in results.json, or stop",
+        "skip", "recordings, also of a folder of --predict, that cannot be read, are empty or too short for their "
+        "transcript: leave them out and count them, in results.json too, or stop",
     )  # fmt: skip
     split: Split = flag(
         "utterance", "where the data do not say what is held out: single recordings, or all of some speakers"
@@ -255,7 +255,10 @@ class SpeechTask(Task):
     }  # fmt: skip
     headline = ("loss", "wer", "cer")
     hold_out_flags = ("split", "val_share", "test_share", "val_speakers", "test_speakers")
-    predict_flags = ("beam", "language_model", "lm_weight", "length_bonus")
+    predict_flags = ("unreadable", "beam", "language_model", "lm_weight", "length_bonus")
+
+    _new: Corpus | None = None
+    """The recordings of `--predict`."""
 
     # --- data ---------------------------------------------------------------------------------------------------
 
@@ -382,10 +385,26 @@ class SpeechTask(Task):
         return self._splits
 
     def remarks(self) -> Sequence[str]:
-        """How many utterances are left out, and why."""
-        if self.data_facts is not None:
-            return ()
-        return [f"Left out ({count}): {reason}." for reason, count in self._left_out.items()]
+        """What was found in a user's own data, or in new recordings, and how many are left out, and why."""
+        if self._new is not None:
+            rows, left_out = list(self._new.found.items()), self._new.skipped
+        elif self.data_facts is not None or self.config.data_dir is None:
+            rows, left_out = [], {}
+        else:
+            rows, left_out = self._found(), self._left_out
+        table = overview(("recordings", "found"), rows) if rows else []
+        return [*table, *(f"Left out ({count}): {reason}." for reason, count in left_out.items())]
+
+    def _found(self) -> list[tuple[str, str]]:
+        corpus, symbols = self.corpus, self.alphabet.symbols
+        num_speakers = len({*corpus.speakers} - {""})
+        shown = " ".join("<space>" if symbol == " " else symbol for symbol in symbols)
+        return [
+            ("files", f"{len(corpus)}, {len(corpus.audio) / corpus.sample_rate / 3600:.3g} hours"),
+            *corpus.found.items(),
+            ("speakers", f"{num_speakers}" if num_speakers else "not known"),
+            ("alphabet", f"{len(symbols)} {self.config.units}: {shown}"),
+        ]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:
         """Utterances of like lengths meet in a batch."""
@@ -523,15 +542,15 @@ class SpeechTask(Task):
 
     def new_data(self, path: Path) -> KeyedDataset:
         """A recording, or all below a folder."""
-        self._recordings = read_recordings(path, self.sample_rate)
-        return Utterances(self._recordings, np.arange(len(self._recordings)), None)
+        self._new = read_recordings(path, self.sample_rate, self.config.unreadable)
+        return Utterances(self._new, np.arange(len(self._new)), None)
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """What was said in each recording; its words with their times in seconds, and confidences in [0, 1].
 
         The confidence of a recording is that of its least sure word, and empty where there is none.
         """
-        assert isinstance(objective, SpeechObjective)
+        assert isinstance(objective, SpeechObjective) and self._new is not None
         texts = self._decoder.aligned(objective.recognise(batch))
         seconds = (batch["num_samples"] / self.sample_rate).tolist()
         words = [
@@ -539,9 +558,9 @@ class SpeechTask(Task):
             for text, duration_s in zip(texts, seconds, strict=True)
         ]
         return {
-            "file": [self._recordings.names[i] for i in batch["index"].tolist()],
+            "file": [self._new.names[i] for i in batch["index"].tolist()],
             "seconds": [f"{duration:.2f}" for duration in seconds],
-            "text": [self.alphabet.decode(text.ids) for text in texts],
+            "text": [" ".join(self.alphabet.decode(text.ids).split()) for text in texts],
             "confidence": [f"{min(word.confidence for word in own):.4f}" if own else "" for own in words],
             "words": ["; ".join(map(str, own)) for own in words],
         }

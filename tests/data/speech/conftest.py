@@ -1,6 +1,7 @@
 """Sound files to read."""
 
 import io
+import struct
 import wave
 
 import numpy as np
@@ -16,6 +17,16 @@ def wav(samples, rate=8000):
         file.setframerate(rate)
         file.writeframes(samples.astype("<i2").tobytes())
     return buffer.getvalue()
+
+
+def riff(codec, bits, channels, data, rate=8000, extension=b"", size=None):
+    """The content of a wav, byte by byte as the format says."""
+    frame = channels * bits // 8
+    header = struct.pack("<HHIIHH", codec, channels, rate, rate * frame, frame, bits) + extension
+    chunks = b"fmt " + struct.pack("<I", len(header)) + header
+    chunks += b"LIST" + struct.pack("<I", 3) + b"abc\0"  # odd, so one byte of padding
+    chunks += b"data" + struct.pack("<I", len(data) if size is None else size) + data
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
 
 
 @pytest.fixture

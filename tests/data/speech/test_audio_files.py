@@ -5,21 +5,11 @@ import struct
 import numpy as np
 import pytest
 
-from data.speech.audio_files import UnreadableAudio, decode, resample, to_int16
-from tests.data.speech.conftest import wav
+from data.speech.audio_files import UnreadableAudio, decode, resample, to_int16, within_full_scale
+from tests.data.speech.conftest import riff, wav
 from trainer.common.errors import BadInput
 
 has_soundfile = importlib.util.find_spec("soundfile") is not None
-
-
-def riff(codec, bits, channels, data, rate=8000, extension=b"", size=None):
-    """The content of a wav, byte by byte as the format says."""
-    frame = channels * bits // 8
-    header = struct.pack("<HHIIHH", codec, channels, rate, rate * frame, frame, bits) + extension
-    chunks = b"fmt " + struct.pack("<I", len(header)) + header
-    chunks += b"LIST" + struct.pack("<I", 3) + b"abc\0"  # odd, so one byte of padding
-    chunks += b"data" + struct.pack("<I", len(data) if size is None else size) + data
-    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
 
 
 def test_16_bits_come_back_exactly():
@@ -80,6 +70,7 @@ GOOD = riff(1, 16, 1, bytes(20))
         (riff(1, 16, 0, b""), "without channels"),
         (riff(1, 16, 1, bytes(20), rate=0), "0 samples a second"),
         (riff(3, 32, 1, struct.pack("<f", float("nan"))), "not finite"),
+        (riff(3, 32, 1, struct.pack("<f", 1e30)), "has samples up to 1e.30, where full scale is 1"),
     ],
 )
 def test_damaged_file_is_unreadable(content, says):
@@ -89,6 +80,16 @@ def test_damaged_file_is_unreadable(content, says):
 
 def test_wav_without_samples_is_of_length_zero():
     assert len(decode(riff(1, 16, 1, b""), "a.wav")[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("peak", "is_loud"), [(0.5, False), (1.0, False), (1.00001, False), (1.5, True), (20000.0, True)]
+)
+def test_sound_beyond_full_scale_is_scaled_down_and_not_cut_off(peak, is_loud):
+    samples = np.float32(peak) * np.array([1, -0.5, 0.25, -1], np.float32)
+    scaled, was_loud = within_full_scale(samples)
+    assert was_loud == is_loud
+    np.testing.assert_allclose(scaled, samples / peak if is_loud else samples, rtol=1e-6)
 
 
 def test_cut_anywhere_it_is_read_or_unreadable():

@@ -13,7 +13,7 @@ from data.speech.audio_files import resample, to_int16
 from data.speech.corpus import Corpus
 from data.speech.reader import load_corpus, read_recordings
 from data.speech.splits import hold_out
-from tests.data.speech.conftest import wav
+from tests.data.speech.conftest import riff, wav
 from trainer.common.errors import BadInput
 
 # --- forms in which the same files are given ----------------------------------------------------------------------
@@ -208,8 +208,9 @@ def test_text_files_of_one_folder_have_no_speaker(load, noise):
 
 def test_names_need_not_be_text(tmp_path, noise):
     (tmp_path / "corpus").mkdir()
-    for name in (b"a_\xff.wav", b"b_\xff.wav"):
-        Path(os.fsdecode(bytes(tmp_path / "corpus") + b"/" + name)).write_bytes(wav(noise()))
+    for name in (b"a_\xff", b"b_\xff"):
+        Path(os.fsdecode(bytes(tmp_path / "corpus") + b"/" + name + b".wav")).write_bytes(wav(noise()))
+        Path(os.fsdecode(bytes(tmp_path / "corpus") + b"/" + name + b".txt")).write_text("a")
     corpus = load_corpus(tmp_path / "corpus", tmp_path / "cache")
     assert corpus.names == (os.fsdecode(b"a_\xff.wav"), os.fsdecode(b"b_\xff.wav"))
     assert len(hold_out(corpus, split="utterance", val_share=0, test_share=0.5)["test"]) == 1
@@ -295,6 +296,7 @@ def test_nothing_usable_is_refused(load):
     [
         ("no JSON", "'no JSON' is no JSON object with audio_path and text"),
         ('{"audio_path": "1.wav"}', "with audio_path and text"),
+        ('{"audio_filepath": "1.wav", "text": "a"}', "has audio_filepath, as manifests of NeMo; call it audio_path"),
         ("[1]", "with audio_path and text"),
         ('{"audio_path": "1.wav", "text": 1}', "must be texts"),
         ('{"audio_path": "1.wav", "text": "a", "duration": "1 s"}', "a number of seconds"),
@@ -322,6 +324,58 @@ def test_recording_listed_twice_is_refused(load, noise):
 def test_several_corpora_are_refused(load, noise):
     with pytest.raises(BadInput, match="2 folders can be meant; give one of de, en"):
         load({"de/train.jsonl": manifest(entry("1.wav")), "en/train.jsonl": manifest(entry("1.wav"))})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["p225_001", "p225_002", "p226_001"],
+        ["yes/0a7c2a8d_nohash_0", "no/0b09edd3_nohash_1"],
+        ["anna_1", "anna_2", "ben_1", "ben_2"],
+        ["1_12", "1_3", "12_1"],
+        ["arctic_a0001", "arctic_a0002"],
+        ["meeting_monday", "talk_jones"],
+        ["a__b", "b__a"],
+        ["one", "two"],
+    ],
+)
+def test_names_that_are_no_words_are_no_transcripts(load, names):
+    with pytest.raises(BadInput, match=r"looks like|no recordings with transcripts"):
+        load({f"{name}.wav": b"" for name in names})
+
+
+@pytest.mark.parametrize(
+    "beside", ["a.txt", "txt/a.TXT", "text", "data/wav.scp", "lab/a.lab", "a.Lab", "all.json", "names.tsv", "list.CSV"]
+)
+def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
+    files = {"0_1.wav": wav(noise()), "1_0.wav": wav(noise())}
+    with pytest.raises(BadInput, match=r"looks like|no recordings with transcripts"):
+        load(files | {beside: "1"})
+    corpus = load(files | {"README.txt": "1", "docs/LICENSE.txt": "1"}, as_zip)
+    assert corpus.found["transcripts"] == "the names of the files, such as '0 1'"
+    assert corpus.found["samples a second"] == "8000 (2 files)"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["wav48/p225/p225_001.wav", "txt/p225/p225_001.txt"], r"VCTK \(txt/p225/p225_001.txt\), which is not read"),
+        (["yes/0a7c2a8d_nohash_0.wav", "testing_list.txt"], "Speech Commands, whose folders are the words"),
+        (["wav.scp", "text", "a_b.wav"], "Kaldi's files"),
+        (["84/1/84_1_0_0.wav", "84/1/84_1_0_0.normalized.txt"], "LibriTTS"),
+        (["audio/1/2/1_2_3.wav", "transcripts.txt"], "Multilingual LibriSpeech"),
+        (["wav/arctic_a0001.wav", "etc/txt.done.data"], "CMU ARCTIC"),
+        (["wavs/LJ001-0001.wav", "metadata.csv"], "LJSpeech"),
+        (["DR1/SA1.WAV", "DR1/SA1.PHN", "DR1/SA1.TXT"], "TIMIT"),
+        (
+            ["a.wav", "data.jsonl"],
+            r"a manifest \(data.jsonl\).* give it by --data-dir .*/data.jsonl, or call it",
+        ),
+    ],
+)
+def test_forms_that_are_not_read_are_named(load, files, says):
+    with pytest.raises(BadInput, match=f"looks like {says}"):
+        load(dict.fromkeys(files, b""))
 
 
 @pytest.mark.parametrize(
@@ -449,8 +503,32 @@ def test_bad_new_recordings_are_named(tmp_path, noise):
         read_recordings(tmp_path / "none.wav", 8_000)
     for content, says in ((b"-", "is damaged"), (wav(noise(0)), "has no samples")):
         (tmp_path / "a.wav").write_bytes(content)
-        with pytest.raises(BadInput, match=f"--predict {tmp_path}/a.wav: {says}"):
+        with pytest.raises(BadInput, match=f"--predict {tmp_path}: none of its 1 recordings can be used: {says}"):
             read_recordings(tmp_path, 8_000)
+        with pytest.raises(BadInput, match=f"--predict {tmp_path}/a.wav: {says}"):
+            read_recordings(tmp_path / "a.wav", 8_000)
+
+
+def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(tmp_path, noise):
+    """As in training."""
+    as_folder(tmp_path, {"a.wav": wav(noise())[:-1], "in/b.wav": wav(noise()), "c.wav": ""})
+    corpus = read_recordings(tmp_path, 8_000)
+    assert corpus.names == ("in/b.wav",)
+    assert corpus.skipped == {
+        "is cut off within its samples, such as a.wav": 1, "is an empty file, such as c.wav": 1
+    }  # fmt: skip
+    with pytest.raises(BadInput, match=f"--predict {tmp_path}/a.wav: is cut off .* --unreadable skip"):
+        read_recordings(tmp_path, 8_000, "refuse")
+
+
+def test_sound_beyond_full_scale_is_scaled_down_and_said(load, tmp_path, noise):
+    samples = np.array([0.1, -2.0, 1.5, 0.4], "<f4")
+    loud = riff(3, 32, 1, samples.tobytes())
+    corpus = load({"1_0.wav": loud, "0_1.wav": wav(noise())})
+    assert corpus.utterance(1).tolist() == to_int16(samples / 2).tolist()
+    assert corpus.found["beyond full scale"] == "1 file, scaled down, such as 1_0.wav"
+    again = read_recordings(tmp_path / "corpus", 8_000)
+    assert again.utterance(1).tolist() == corpus.utterance(1).tolist() and again.found["beyond full scale"]
 
 
 # --- as published ------------------------------------------------------------------------------------------------
