@@ -286,8 +286,8 @@ def test_library_stays_in_its_rooms(library):
 
 
 def test_weights_reach_a_model_in_one_place():
-    """The scaler's state, and a part of a fresh model that a task brings in `initialise`, are other things."""
-    parallel = {"trainer.parallel.base", "trainer.parallel.ddp"}
+    """States of optimizers and of the scaler, and a part of a fresh model from `initialise`, are other things."""
+    parallel = {"trainer.parallel.base", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
         "load_state_dict": {*parallel, "trainer.loop.checkpointing", "trainer.tasks.har_encoder"},
         "load_weights": {"trainer.commands.weights"},

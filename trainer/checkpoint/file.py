@@ -7,18 +7,35 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
-from trainer.checkpoint.format import CHECKSUM, RESUMABLE, checksum_of, flaw_of_checkpoint
+from trainer.checkpoint.format import (
+    CHECKSUM,
+    RESUMABLE,
+    checksum_of,
+    flaw_of_checkpoint,
+    flaw_of_weights,
+    is_as_written,
+)
+from trainer.checkpoint.kinds import brief
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
-from trainer.common.errors import BadInput
+from trainer.checkpoint.snapshot import with_tensors_replaced
+from trainer.common.errors import BadInput, reason
 from trainer.common.files import refusing_disk_errors, require_regular, stamp
 
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""
+MOST_BEYOND = 16 << 20
+"""Bytes that tensors may have beyond those of their file, as views of the same memory do."""
+
+
+class OtherVersion(BadInput):
+    """A checkpoint is whole, and lacks what this version of the trainer goes on from."""
 
 
 def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
@@ -38,6 +55,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
             state = torch.load(path, map_location="cpu", weights_only=True)
+        _refuse_more_than_its_file(state, path.stat().st_size)
     except pickle.UnpicklingError as error:
         # What torch says of it advises to load the file without this protection.
         if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
@@ -46,20 +64,70 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
             flaw = "is damaged, or no checkpoint at all"
         raise BadInput(f"{label}: {flaw}; nothing in it was run") from None
     except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
+        if "weights_only" in str(error):  # the same advice
+            raise BadInput(
+                f"{label}: refused, it is an archive of TorchScript or of torch before 1.6, which only code in it "
+                "could read; nothing in it was run; save the model's state_dict() by torch.save"
+            ) from None
         raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
     if only_weights and _are_weights(state):
-        return {"model": state}
+        state = {"model": state}
     if not isinstance(state, dict) or not _are_weights(state.get("model")):
         also = ", and is no state dict either" if only_weights else ""
         raise BadInput(f"{label}: is no checkpoint: it has no entry `model` with the weights{also}")
     missing = [] if only_weights else [name for name in RESUMABLE if name not in state]
-    if missing:
+    if missing and not is_as_written(state):
         raise BadInput(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
     if not only_weights or _is_of_run(state):
         wrong = flaw_of_checkpoint(state, resumable=not only_weights)
-        if wrong is not None:
-            raise BadInput(f"{label}: is damaged: {wrong}")
+    else:
+        wrong = flaw_of_weights(state["model"])
+    if wrong is not None and is_as_written(state):
+        raise OtherVersion(
+            f"{label}: was written by another version of the trainer: {wrong}; go on with that version, or begin with "
+            "its weights alone by --init-from"
+        )
+    if wrong is not None:
+        raise BadInput(f"{label}: is damaged: {wrong}")
     return state
+
+
+def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
+    """Raises ValueError where what was read has more parts or numbers than its file has bytes.
+
+    Tensors may repeat what they hold without end, by strides of 0, and lists may name each other.
+    """
+    waiting: list[Any] = [state]
+    seen: set[Any] = set()
+    num_parts, num_beyond = num_bytes, 2 * num_bytes + MOST_BEYOND
+    while waiting:
+        value = waiting.pop()
+        num_parts -= 1
+        if isinstance(value, Tensor):
+            if any(hasattr(Tensor, name) for name in vars(value)):
+                raise ValueError("a tensor in it brings methods of its own")
+            for part in _dense_parts(value):
+                view = (part.untyped_storage().data_ptr(), part.storage_offset(), part.shape, part.stride())
+                num_beyond -= 0 if view in seen else part.nbytes
+                seen.add(view)
+        elif isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif isinstance(value, str | bytes | bytearray):
+            num_beyond -= 0 if id(value) in seen else len(value)
+            seen.add(id(value))
+        if num_parts < 0 or num_beyond < 0:
+            raise ValueError("it holds more than its file has bytes, such as a tensor that repeats one value")
+
+
+def _dense_parts(value: Tensor) -> list[Tensor]:
+    """What a tensor has in memory; of kinds that are refused by `trainer.checkpoint.kinds.tensor` nothing."""
+    if value.is_meta or value.is_nested:
+        return []
+    if value.layout == torch.sparse_coo:
+        return [value._indices(), value._values()]
+    return [value] if value.layout == torch.strided else []
 
 
 def _is_of_run(state: Mapping[str, Any]) -> bool:
@@ -104,12 +172,73 @@ def _refuse_odd_archive(path: Path) -> None:
         raise zipfile.BadZipFile("a part of it is marked as a folder")  # torch would take it for an empty one
 
 
+def flaw_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | None:
+    """Why a state would be refused when it is read again, by the name of an entry; None for nothing.
+
+    resumable: it is to have all entries; otherwise those that are there count.
+
+    The reader itself says it, of the state without the content of its tensors, and then `flaw_of_checkpoint`.
+    """
+    return _unreadable(state) or flaw_of_checkpoint(state, resumable)
+
+
+def flaw_of_model(weights: Mapping[str, Any]) -> str | None:
+    """The same of a state dict of a model."""
+    return _unreadable(weights) or flaw_of_weights(weights)
+
+
+def _unreadable(state: Mapping[str, Any]) -> str | None:
+    name = ""
+    value: Any = outline_of(state)
+    if _flaw_of_reading(value) is None:
+        return None
+    while isinstance(value, dict | list | tuple):
+        named = {f".{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
+        parts = named or {f"[{index}]": item for index, item in enumerate(value)}
+        refused = next((part for part, item in parts.items() if _flaw_of_reading(item) is not None), None)
+        if refused is None:
+            break  # it is a name in a mapping, or the container itself
+        name, value = name + refused, parts[refused]
+    kind = type(value)
+    whose = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name.lstrip('.')} {brief(value)}: is of type {whose}, which no file brings back"
+
+
+def outline_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with an empty tensor in the place of each that is an ordinary one, on whatever device."""
+    empty: dict[torch.dtype, Tensor] = {}
+
+    def outlined(value: Tensor) -> Tensor:
+        is_ordinary = type(value) in (Tensor, torch.nn.Parameter) or hasattr(value, "to_local")  # or a part of one
+        if not is_ordinary or value.is_nested or value.is_quantized or value.layout != torch.strided:
+            return value
+        return empty.setdefault(value.dtype, torch.empty(0, dtype=value.dtype))
+
+    outline: dict[str, Any] = with_tensors_replaced(state, outlined)
+    return outline
+
+
+def _flaw_of_reading(value: Any) -> str | None:
+    file = BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:  # whatever a class does that is asked to be stored
+        return reason(error)
+    return None
+
+
 def write_checkpoint(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Writes a file, with the checksum of its entries, and flushes it to disk; returns its `size_and_sum`.
 
-    Raises OSError, RuntimeError.
+    Raises OSError, RuntimeError; BadInput, and writes nothing, for a state that would be refused when it is read.
     """
-    state = {**state, CHECKSUM: checksum_of(state)}
+    state = {name: value for name, value in state.items() if name != CHECKSUM}
+    flaw = flaw_of_saving(state)
+    if flaw is not None:
+        raise BadInput(f"{path.parent}: nothing is saved, for it could not be read again: {flaw}")
+    state[CHECKSUM] = checksum_of(state)
     # Given a path instead of a file, torch writes with the interpreter held, and stops training.
     with path.open("wb") as file:
         hashed = _HashedFile(file)
@@ -158,13 +287,15 @@ class CheckpointReader:
         """File -> its stamp when it last matched its checksum."""
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
-        """The checkpoint, or None when it is damaged."""
+        """The checkpoint, or None when it is damaged. Raises OtherVersion."""
         path = self._folder / entry.file
         flaw = self._flaw(entry)
         try:
             if flaw is None:
                 return read_checkpoint(path, str(path), verified=True)
             self._say(f"{path} is damaged: {flaw}.")
+        except OtherVersion:
+            raise
         except BadInput as error:
             self._say(str(error))
         return None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.checkpoint.kinds import (
     Kind,
+    anything,
     brief,
     by_name,
     each,
@@ -35,8 +36,6 @@ CHECKSUM = "checksum"
 """Of all other entries of a file."""
 CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+(_\d+)?)?(_again\d+)?\.pth"
 RUN_ID = "[0-9a-f]{12}"
-NOT_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
-"""Of what an optimizer keeps of a parameter."""
 
 
 # --- the entries -------------------------------------------------------------------------------------------------
@@ -48,7 +47,13 @@ _POSITION = record(
     closed=True,
 )
 _GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)}, {"changed": each(text())})
-_OPTIMIZER = record({"state": record({}), "param_groups": each(_GROUP)})
+_OF_OPTIMIZER = record({"param_groups": each(_GROUP)}, {"state": record({})})
+
+
+def _optimizer(name: str, value: Any) -> None:
+    _OF_OPTIMIZER(name, value)
+    anything(name, value)  # in entries of its own too
+
 
 _CONFIG: Mapping[str, Kind] = {
     "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
@@ -75,7 +80,7 @@ _FACTS: Mapping[str, Kind] = {
 """What a run is made with: both a checkpoint and config.json hold it."""
 
 _PROGRESS: Mapping[str, Kind] = {
-    "optimizers": by_name(each(_OPTIMIZER)),
+    "optimizers": by_name(each(_optimizer)),
     "scaler": either(
         record({}, closed=True),
         record(
@@ -123,7 +128,7 @@ ENTRY = record(
 # --- whole files -------------------------------------------------------------------------------------------------
 
 
-def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
+def flaw_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
     """What is wrong with a checkpoint, by the name of an entry; None for nothing.
 
     resumable: a run may go on from it; otherwise only entries that are there count.
@@ -133,8 +138,19 @@ def flaw_of_checkpoint(state: dict[str, Any], resumable: bool) -> str | None:
         fields = record({"model": _WEIGHTS, **core}, others)
     else:
         fields = record({"model": _WEIGHTS}, {**core, **others, "config": record({"--seed": _COUNT}, _CONFIG)})
-    together = (_consistent_steps, _consistent_sizes, _position_in_plan, _numbered_moments) if resumable else ()
+    together = [_consistent_steps, _consistent_sizes, _position_in_plan] if resumable else []
+    together += [_numbered_moments] if "optimizers" in state else []
     return first_flaw((fields, *map(_of_state, together), _sealed(checksum_of)), state)
+
+
+def flaw_of_weights(weights: Mapping[str, Any]) -> str | None:
+    """The same of a state dict alone."""
+    return first_flaw([_WEIGHTS], weights)
+
+
+def is_as_written(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds what a run has saved, by the checksum of its own contents."""
+    return CHECKSUM in state and first_flaw([_sealed(checksum_of)], state) is None
 
 
 def flaw_of_config(content: dict[str, Any]) -> str | None:
@@ -177,7 +193,8 @@ def _sum_up(value: Any, update: Callable[[Any], None]) -> None:
         else:
             parts = [value]
         for part in parts:
-            update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            plain = part.detach().resolve_conj().resolve_neg()
+            update(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
         update(f"mapping of {len(value)}".encode())
         for name, item in value.items():
@@ -252,9 +269,9 @@ def _consistent_sizes(facts: Mapping[str, Any]) -> None:
 
 
 def _numbered_moments(state: Mapping[str, Any]) -> None:
-    """Each optimizer numbers its parameters from 0 on, and keeps nothing of others, nor what is no number.
+    """Each optimizer numbers its parameters from 0 on, and keeps nothing of others.
 
-    What it keeps of none of them has a name.
+    What it keeps of none of them has a name. Values are its own business: a NaN or a step of -1 may say "not yet".
     """
     trained = state.get("training_model", state["model"])
     if _shapes(trained) != _shapes(state["model"]):
@@ -268,22 +285,13 @@ def _require_numbered(name: str, own: Mapping[str, Any]) -> None:
     numbers = [parameter for group in own["param_groups"] for parameter in group["params"]]
     if numbers != list(range(len(numbers))):
         raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
-    for parameter, kept in own["state"].items():
+    for parameter, kept in own.get("state", {}).items():
         if isinstance(parameter, str):
             continue
         its = f"{name}.state.{brief(parameter)}"
         if type(parameter) is not int or not 0 <= parameter < len(numbers):
             raise ValueError(f"{its}: is none of its {len(numbers)} parameters")
         record({})(its, kept)
-        for moment, value in kept.items():
-            value = value.coalesce().values() if isinstance(value, Tensor) and value.is_sparse else value
-            if isinstance(value, Tensor) and value.is_complex():
-                value = torch.view_as_real(value)
-            is_number = isinstance(value, Tensor | int | float)
-            if is_number and bool(torch.as_tensor(value).isnan().any()):
-                raise ValueError(f"{its}.{moment} holds NaN")
-            if moment in NOT_NEGATIVE and is_number and bool((torch.as_tensor(value) < 0).any()):
-                raise ValueError(f"{its}.{moment} holds negative values")
 
 
 def _one_entry_a_file(content: Mapping[str, Any]) -> None:

@@ -120,41 +120,77 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
 
 
 def plain(name: str, value: Any) -> None:
-    """What JSON could hold."""
+    """What `trainer.common.json_numbers.plain` returns."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):
-        by_name(plain)(name, value)
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise wrong(name, key, "has a name that is neither text nor a whole number")
+            plain(f"{name}.{brief(key) if type(key) is int else key}", item)
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise wrong(name, value, "must be a plain value")
 
 
+def anything(name: str, value: Any) -> None:
+    """Whatever the reader brings back, with tensors of the kinds that can be loaded."""
+    if isinstance(value, Tensor):
+        tensor(name, value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            anything(f"{name}.{key if isinstance(key, str) else brief(key)}", item)
+    elif isinstance(value, list | tuple):
+        each(anything)(name, value)
+
+
 def tensor(name: str, value: Any) -> None:
-    """Of any numbers."""
+    """Of any numbers, in memory of its own: dense, or the coordinates of its values (COO)."""
     if not isinstance(value, Tensor):
         raise wrong(name, value, "must be a tensor")
+    if value.is_meta:
+        raise ValueError(f"{name} has no content: it is a tensor on the meta device")
+    if value.is_nested or value.is_quantized:
+        raise ValueError(f"{name} is a {'nested' if value.is_nested else 'quantized'} tensor, of which none is kept")
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        raise ValueError(f"{name} is a sparse tensor ({value.layout}), of which none is kept")
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:
-    """Without NaN. Infinities are for `not_finite`, which knows what is a mask."""
+    """A dense one without NaN. Infinities are for `not_finite`, which knows what is a mask."""
     tensor(name, value)
-    if bool(value.sum().isnan()) and bool(value.isnan().any()):
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} is a sparse tensor, where checkpoints hold dense ones")
+    real = _real(value)
+    if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
         raise ValueError(f"{name} holds NaN")
 
 
 def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
     """The names of those that hold NaN, or infinities which they may not."""
+    reals = {name: real for name, value in tensors.items() if (real := _real(value)) is not None}
     # A sum is read faster than every value is judged, and tells unless it overflows.
     is_finite = defaultdict(list)  # by device: parts that were gathered are on the host, and buffers on a GPU
-    for value in tensors.values():
-        is_finite[value.device].append(torch.isfinite(value.sum()))
+    for real in reals.values():
+        is_finite[real.device].append(torch.isfinite(real.sum()))
     if all(bool(torch.stack(each).all()) for each in is_finite.values()):
         return []
     return [
         name
-        for name, value in tensors.items()
-        if bool(value.isnan().any() if name in may_be_infinite else torch.isfinite(value).logical_not_().any())
+        for name, real in reals.items()
+        if bool(real.isnan().any() if name in may_be_infinite else torch.isfinite(real).logical_not_().any())
     ]
+
+
+def _real(value: Tensor) -> Tensor | None:
+    """The numbers of a dense tensor in a type that torch can add up; None for types that have no NaN and no infinity.
+
+    Raises RuntimeError for one of four bits.
+    """
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if not value.is_floating_point():
+        return None
+    return value.float() if value.element_size() == 1 else value
 
 
 def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
@@ -172,6 +208,8 @@ def brief(value: Any) -> str:
     """A value in a few words, whatever it is."""
     if isinstance(value, Tensor):
         return f"of {value.dtype} {tuple(value.shape)}"
+    if isinstance(value, str | bytes | bytearray):
+        value = value[: MOST_SHOWN + 1]  # whatever its length, a message shows no more
     try:
         shown = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists
@@ -184,6 +222,8 @@ def first_flaw(kinds: Iterable[Kind], value: Any) -> str | None:
     try:
         for kind in kinds:
             kind("", value)
-    except (ValueError, RecursionError, OverflowError, TypeError) as error:
-        return str(error) if isinstance(error, ValueError) else "it is nested too deeply, or holds what cannot be"
+    except ValueError as error:
+        return str(error)
+    except (RecursionError, OverflowError, TypeError, AttributeError, RuntimeError):
+        return "it is nested too deeply, or holds what cannot be"
     return None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint.file import read_checkpoint, size_and_sum
+from trainer.checkpoint.file import OtherVersion, read_checkpoint, size_and_sum
 from trainer.checkpoint.format import CHECKPOINT_NAME
 from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, read_manifest, unused_path
@@ -95,7 +95,8 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
             state = read_checkpoint(path, str(path))
         except BadInput as error:
             say(str(error))
-            lost.append(f"{path.name} is damaged")
+            what = "of another version of the trainer" if isinstance(error, OtherVersion) else "damaged"
+            lost.append(f"{path.name} is {what}")
             continue
         entry = Entry.of(state, path.name, size_and_sum(path))
         entries.setdefault(entry.sha256, entry)

@@ -1,13 +1,16 @@
 """A copy of a run's state in host memory, which can be written while training goes on."""
 
 import copy
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+PLAIN_MAPPINGS = (dict, OrderedDict, Counter)
+"""Those that can be read from a file without executing anything."""
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page
             copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copies[key]
 
-    copied = _with_tensors_replaced(state, copy_tensor)
+    copied = with_tensors_replaced(state, copy_tensor)
     for device in {device for device, *_ in copies}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -52,7 +55,7 @@ def _new_buffer(tensor: Tensor, page_locked: bool) -> Tensor:
 def tensors_of(state: Any) -> list[Tensor]:
     """The tensors of a state; one under two names counts once."""
     found: dict[int, Tensor] = {}
-    _with_tensors_replaced(state, lambda tensor: found.setdefault(id(tensor), tensor))
+    with_tensors_replaced(state, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
 
 
@@ -66,14 +69,15 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None
 
 
-def _with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+def with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """The same in mappings, lists and tuples of its own, with another tensor for each."""
     if isinstance(value, Tensor):
         return replace(value)
-    if isinstance(value, dict):
+    if type(value) in PLAIN_MAPPINGS:
         replaced = copy.copy(value)  # a state dict carries attributes too
         for name, item in value.items():
-            replaced[name] = _with_tensors_replaced(item, replace)
+            replaced[name] = with_tensors_replaced(item, replace)
         return replaced
-    if isinstance(value, list | tuple):
-        return type(value)(_with_tensors_replaced(item, replace) for item in value)
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors_replaced(item, replace) for item in value)
     return value.item() if isinstance(value, np.generic) else value

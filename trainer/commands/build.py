@@ -1,5 +1,6 @@
 """Builds a run from a command line, at the position where it goes on."""
 
+import json
 import os
 import random
 import re
@@ -14,10 +15,9 @@ from torch import nn
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import sealed
-from trainer.checkpoint.records import CONFIG, RESULTS, delete
-from trainer.checkpoint.snapshot import snapshot
+from trainer.checkpoint.records import CONFIG, RESULTS, as_json, delete
 from trainer.commands.code_identity import identify_code
-from trainer.commands.describe import describe_environment, describe_run
+from trainer.commands.describe import describe_environment, describe_run, digest_of_data, facts_of_data
 from trainer.commands.flags import Flags
 from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
 from trainer.commands.resume import (
@@ -32,7 +32,6 @@ from trainer.commands.resume import (
 from trainer.commands.weights import initialise
 from trainer.common.errors import BadInput
 from trainer.common.files import refusing_disk_errors
-from trainer.common.json_numbers import without_nan
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
@@ -268,6 +267,9 @@ def assemble_run(
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
         lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),
         rank_times=RankTimes(parallel, several.straggler_factor),
+        model_outline={
+            name: (weight.dtype, tuple(weight.shape)) for name, weight in learner.objective.model.state_dict().items()
+        },
         facts={
             "task": flags.run.task,
             "config": values,
@@ -275,9 +277,9 @@ def assemble_run(
             "global_batch_sizes": [split.global_batch_size for split in batches],
             "lr_factor": lr_factor,
             "phase_sizes": plan.phase_sizes,
-            "data_facts": snapshot(dict(task.describe_data())),
+            "data_facts": parallel.together(lambda: facts_of_data(task)),
             "environment": describe_environment(parallel),
-            **({} if (digest := parallel.on_main(task.data_digest)) is None else {"data_digest": digest}),
+            **({} if (digest := parallel.on_main(lambda: digest_of_data(task))) is None else {"data_digest": digest}),
         },
     )
 
@@ -291,7 +293,8 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: 
     if starts_over(directory, flags):
         directory.start_over()
     delete(directory.path / RESULTS)
-    directory.write_json(CONFIG, sealed(without_nan(facts)))
+    # As it will be read: with texts for names, and lists for tuples.
+    directory.write_json(CONFIG, sealed(json.loads(as_json(facts))))
     with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
         run.log = RunLog(_logged(run), run.task.headline, loggers)
 

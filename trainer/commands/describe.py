@@ -1,14 +1,21 @@
 """What a run is, in words for its user and in facts for its checkpoints."""
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.checkpoint.kinds import brief
+from trainer.checkpoint.records import as_json
 from trainer.commands.flags import Flags
+from trainer.common.errors import BadInput
+from trainer.common.files import MOST_RECORD
+from trainer.common.json_numbers import plain
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
+from trainer.task import Task
 
 
 def describe_environment(parallel: Parallel) -> dict[str, Any]:
@@ -62,3 +69,29 @@ def describe_batches(run: Run) -> list[str]:
             + ("" if exact else ", the last ones smaller")
         )
     return lines
+
+
+def facts_of_data(task: Task) -> dict[str, Any]:
+    """What `describe_data` returns, in values that a checkpoint and config.json can hold. Raises BadInput."""
+    told: Any = task.describe_data()
+    try:
+        if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
+            raise ValueError(f"returned {brief(told)}: must be a mapping of facts by names")
+        facts = {str(name): plain(value, name) for name, value in told.items()}
+        num_bytes = len(as_json(facts))
+        if num_bytes > MOST_RECORD // 2:
+            raise ValueError(f"returned {num_bytes:,} bytes: must be at most {MOST_RECORD // 2:,}")
+    except (ValueError, RecursionError) as error:
+        problem = "returned lists in lists, nested too deeply" if isinstance(error, RecursionError) else error
+        raise BadInput(f"{type(task).__name__}.describe_data: {problem}") from None
+    return facts
+
+
+def digest_of_data(task: Task) -> str | None:
+    """What `data_digest` returns; of bytes and whole numbers their text. Raises BadInput."""
+    digest: Any = task.data_digest()
+    if isinstance(digest, bytes | bytearray):
+        return digest.hex()
+    if digest is not None and not isinstance(digest, str | int):
+        raise BadInput(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a text, or None")
+    return None if digest is None else f"{digest}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from trainer.checkpoint.snapshot import snapshot
+from trainer.commands.describe import facts_of_data
 from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
@@ -60,7 +60,7 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
         about = {
             "task": run.state["task"],
             "inputs": shapes(program),
-            "data_facts": snapshot(dict(task.describe_data())),
+            "data_facts": facts_of_data(task),
         }
         content, answer = _FORMATS[path.suffix](program, about)
         difference = None if answer is None else max(largest_difference(call, answer(call)) for call in calls)

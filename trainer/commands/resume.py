@@ -13,6 +13,7 @@ from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
 from trainer.common.errors import BadInput
+from trainer.common.json_numbers import alike
 from trainer.config import flag_values, shown
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
@@ -118,7 +119,7 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike
     """
     then, now = state.get("data_facts", {}), run.facts["data_facts"]
     names = then.keys() | now.keys() if all_alike else then.keys()
-    different = sorted(name for name in names if then.get(name) != now.get(name))
+    different = sorted(name for name in names if not alike(then.get(name), now.get(name)))
     if different:
         name = different[0]
         raise BadInput(

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.file import flaw_of_saving, outline_of
 from trainer.checkpoint.kinds import not_finite
 from trainer.common.errors import BadInput
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
+from trainer.parallel.optimizer_states import state_of as state_of_optimizer
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
@@ -37,9 +39,61 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
     def save_on_main() -> None:
         _refuse_non_finite(run, weights)
+        refuse_another_model(run, weights)
         _save_in_background(run, state_of(run, state, run.progress, totals) | verdict)
 
     run.parallel.on_main(save_on_main)
+
+
+def try_saving(run: Run) -> None:
+    """A save that writes and gathers nothing: raises BadInput for a state that no checkpoint could hold.
+
+    After the first step of a phase, so that it costs that step alone. All processes call it.
+    """
+    run.parallel.activity.enter("saving")
+
+    def refuse_on_main() -> None:
+        model, optimizers = run.learner.objective.model.state_dict(), run.learner.optimizers
+        refuse_another_model(run, model)
+        state = {
+            "model": model,
+            "optimizers": {phase: [state_of_optimizer(each) for each in own] for phase, own in optimizers.items()},
+        }
+        flaw = flaw_of_saving(outline_of(state), resumable=False)
+        if flaw is not None:
+            raise BadInput(
+                f"after optimizer step {run.progress.step} no checkpoint can hold the state of the run: {flaw}"
+                f"{_of_whom(run, flaw)}; make it a dense tensor, a number, a text, or a list or mapping of these"
+            )
+
+    run.parallel.on_main(refuse_on_main)
+
+
+def _of_whom(run: Run, flaw: str) -> str:
+    """The optimizer that an entry of a checkpoint is of, if any, for a message."""
+    named = {
+        f"optimizers.{phase}[{index}]": type(optimizer).__name__
+        for phase, several in run.learner.optimizers.items()
+        for index, optimizer in enumerate(several)
+    }
+    return next((f" (of {kind}.state_dict())" for place, kind in named.items() if flaw.startswith(place)), "")
+
+
+def refuse_another_model(run: Run, weights: Mapping[str, Tensor]) -> None:
+    """Raises BadInput where tensors of the model are others than when it was built: a resume could not load them."""
+    now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
+    different = [name for name in {**run.model_outline, **now} if run.model_outline.get(name) != now.get(name)]
+    if different:
+        name = different[0]
+        built, found = (
+            f"{outline[name][0]} of shape {outline[name][1]}" if name in outline else "absent"
+            for outline in (run.model_outline, now)
+        )
+        raise BadInput(
+            f"the model has changed since it was built: {name} was {built} and is {found} after optimizer step "
+            f"{run.progress.step}, so nothing is saved, for no resume could load it; earlier checkpoints are intact; "
+            "build it in its final shape, or register a buffer that grows with persistent=False"
+        )
 
 
 def _share(run: Run, progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -96,6 +150,13 @@ def diverged(run: Run, weights: Mapping[str, Tensor]) -> list[str]:
 
 def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
     if bad := diverged(run, weights):
+        buffers = dict(run.learner.objective.model.named_buffers())
+        if all(name in buffers for name in bad):
+            raise BadInput(
+                f"{', '.join(bad[:3])} holds NaN after optimizer step {run.progress.step}, so nothing is saved; "
+                "earlier checkpoints are intact; a forward has put it into that buffer: let a number or an infinity "
+                "stand for what is not known yet"
+            )
         position = run.progress.position
         epoch = position.epoch if position.at_epoch_start else position.epoch + 1
         raise BadInput(

@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainer.checkpoint.file import flaw_of_model
 from trainer.common.errors import BadInput
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
@@ -135,6 +137,12 @@ def check_tensors(model: nn.Module, where: str) -> None:
                 f"{where}: {name} is a sparse tensor, where checkpoints hold dense ones; register it with "
                 "persistent=False, as what is made anew with the model"
             )
+    flaw = None if torch.get_default_device().type == "meta" else flaw_of_model(model.state_dict())
+    if flaw is not None:
+        raise BadInput(
+            f"{where}: {flaw}; give it other values or another type, or register a buffer with persistent=False, as "
+            "what is made again with the model"
+        )
 
 
 def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) -> None:
@@ -287,6 +295,8 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
     for metric, value in metrics.items():
         if not isinstance(value, int | float):
             raise BadInput(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise BadInput(f"{name}: returns a whole number for {metric!r} that is too large for a float")
     return {metric: value if type(value) in (int, float) else float(value) for metric, value in metrics.items()}
 
 

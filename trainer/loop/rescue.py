@@ -18,7 +18,7 @@ from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
 from trainer.common.errors import BadInput, reason
 from trainer.common.streams import to_stdout
-from trainer.loop.checkpointing import diverged, state_of
+from trainer.loop.checkpointing import diverged, refuse_another_model, state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, print_error
@@ -43,7 +43,8 @@ def rescue(run: Run, failure: Failure) -> None:
         try:
             came_further = run.parallel.stands_in_for_main(failure.lost or ()) and _save_last_step(run)
         except (BadInput, OSError, RuntimeError) as error:  # of the device too, which may be what failed
-            print_error(f"the state after the last optimizer step could not be saved: {reason(error)}")
+            why = error if isinstance(error, BadInput) else reason(error)
+            print_error(f"the state after the last optimizer step could not be saved: {why}")
         if failure.lost is not None and came_further:
             failure.status = EXIT_AGAIN
         run.parallel.diagnosis.exit_status = failure.status
@@ -133,7 +134,10 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
     is_whole = learner.last_step.find() == before and not learner.ema.is_applied
-    return copied | {"value": None, "is_best": False} if is_whole and not diverged(run, copied["model"]) else None
+    if not is_whole or diverged(run, copied["model"]):
+        return None
+    refuse_another_model(run, copied["model"])
+    return copied | {"value": None, "is_best": False}
 
 
 def _own(progress: Progress, is_gpu: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:

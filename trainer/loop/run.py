@@ -5,6 +5,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.batches import BatchLoader
@@ -45,7 +47,8 @@ class Run:
     """One process's view of a training run.
 
     batches: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
-    a checkpoint records for the next start: flags, versions, batch arithmetic.
+    a checkpoint records for the next start: flags, versions, batch arithmetic. model_outline: type and shape of each
+    weight and buffer of a checkpoint, as the model was built. tried_saving: phases after whose first step it was tried.
     """
 
     task: Task
@@ -63,6 +66,8 @@ class Run:
     lockstep: Lockstep
     rank_times: RankTimes
     facts: dict[str, Any]
+    model_outline: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    tried_saving: set[str] = field(default_factory=set)
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from trainer.common.errors import BadInput
-from trainer.loop.checkpointing import finish_saving, report_saving, save
+from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
 from trainer.loop.contract import monitored
 from trainer.loop.epoch_start import start_epoch
 from trainer.loop.evaluate import validate
@@ -114,6 +114,9 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     for comparison in run.comparisons:
         comparison.after_step(progress.step)
     run.learner.last_step.applied(progress)
+    if total_weight > 0 and phase not in run.tried_saving:
+        try_saving(run)
+        run.tried_saving.add(phase)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = saves_after_step(run, agreed)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, reason
 from trainer.common.process import own_name
 from trainer.loading.batches import Batch
 from trainer.parallel.activity import CurrentActivity
@@ -20,7 +20,8 @@ from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.optimizer_states import (
     lay_out_as_parameters,
-    refuse_other_shapes,
+    load_state,
+    refuse_other_entries,
     sizes,
     state_of,
     with_settings_of,
@@ -263,8 +264,16 @@ class Parallel:
                     "begin with its weights alone by --init-from"
                 )
             for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
-                refuse_other_shapes(phase, its_saved["state"], optimizer)
-                optimizer.load_state_dict(self.own_moments(with_settings_of(its_own, its_saved), optimizer))
+                refuse_other_entries(phase, its_saved, its_own, optimizer)
+                moments = self.own_moments(with_settings_of(its_own, its_saved), optimizer)
+                try:
+                    load_state(optimizer, moments)
+                except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                    raise BadInput(
+                        f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "
+                        f"{reason(error)}; undo what changed the optimizers, or begin with the weights alone by "
+                        "--init-from"
+                    ) from None
                 lay_out_as_parameters(optimizer)
 
     @contextmanager

@@ -180,6 +180,13 @@ class Sharded(Distributed):
                 "--multi-gpu fsdp: Muon orthogonalises whole matrices, of which a process has a part; take --multi-gpu "
                 "ddp, or another optimizer"
             )
+        for each in optimizers:
+            kept = [name for name, value in each.state_dict().items() if isinstance(value, dict) and name != "state"]
+            if kept:
+                raise BadInput(
+                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} beside 'state', where nothing says of "
+                    "which parameters it is, to be divided as they are; take --multi-gpu ddp, or another optimizer"
+                )
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
@@ -214,9 +221,9 @@ class Sharded(Distributed):
             number: mapped(kept, partial(self._own_moment, parameter=of_number[number]))
             if number in of_number
             else kept
-            for number, kept in state["state"].items()
+            for number, kept in state.get("state", {}).items()
         }
-        return state | {"state": moments}
+        return state | ({"state": moments} if "state" in state else {})
 
     def _own_moment(self, value: Tensor, parameter: Tensor) -> Tensor:
         if value.dim() == 0:  # a number of steps, which every process was given

@@ -1,15 +1,19 @@
 """States of optimizers: what a checkpoint holds of them, and what an optimizer takes of a checkpoint."""
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.common.errors import BadInput
-from trainer.parallel.parts import is_sharded
+from trainer.parallel.outline import mapped
+from trainer.parallel.parts import is_sharded, own_parts
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
@@ -27,15 +31,34 @@ def remember_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its `state_dict`, with `CHANGED` in the groups where there are such settings."""
-    state = optimizer.state_dict()
-    for group, before in zip(state["param_groups"], _initial.get(optimizer, ()), strict=False):
-        changed = [
-            name for name, value in _settings(group).items() if name not in before or not _same(value, before[name])
-        ]
-        if changed:
-            group[CHANGED] = changed
-    return state
+    """Its `state_dict`, `encoded`, with `CHANGED` in the groups where there are such settings.
+
+    The other settings come from the command line again: those that no file holds are left out.
+    """
+    state = dict(optimizer.state_dict())
+    if "param_groups" in state:
+        before = _initial.get(optimizer, [None] * len(state["param_groups"]))
+        state["param_groups"] = [_kept(*pair) for pair in zip(state["param_groups"], before, strict=False)]
+    if isinstance(state.get("state"), dict):
+        state["state"] = {
+            key: {name: encoded(value) for name, value in kept.items()} if isinstance(kept, dict) else encoded(kept)
+            for key, kept in state["state"].items()
+        }
+    return {name: value if name == "state" else encoded(value) for name, value in state.items()}
+
+
+def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a checkpoint holds of a group. before: its settings before the first step, where they may change."""
+    settings, known = _settings(group), before or {}
+    changed = [
+        name
+        for name, value in settings.items()
+        if before is not None and (name not in known or not _same(value, known[name]))
+    ]
+    kept = {name: value for name, value in group.items() if name not in settings or name in changed or _is_plain(value)}
+    if isinstance(group["lr"], np.generic):  # of a factor that the task has worked out
+        kept["lr"] = group["lr"].item()
+    return kept | ({CHANGED: changed} if changed else {})
 
 
 def with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,29 +70,152 @@ def with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     return {**saved, "param_groups": groups}
 
 
+def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Gives an optimizer what `state_of` has made of its state.
+
+    torch brings tensors and numbers of a parameter to its device, and spoils other things on the way: of a text it
+    makes that of a generator, a deque loses its length. So they are put in place afterwards.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    loaded = {name: decoded(value) for name, value in state.items()}
+    later: list[tuple[Tensor, str, Any]] = []
+    for number, kept in state.get("state", {}).items():
+        if type(number) is int:
+            loaded["state"][number] = {name: value for name, value in kept.items() if _is_loaded_by_torch(value)}
+            later += [
+                (parameters[number], name, value) for name, value in kept.items() if not _is_loaded_by_torch(value)
+            ]
+    optimizer.load_state_dict(loaded)
+    for parameter, name, value in later:
+        optimizer.state[parameter][name] = decoded(mapped(value, lambda part, to=parameter: part.to(to.device)))  # type: ignore[misc]
+
+
+# --- containers --------------------------------------------------------------------------------------------------
+
+_TYPE = "__type__"
+"""In the mapping that stands for a container of another type."""
+_MAPPINGS = {"OrderedDict": OrderedDict, "Counter": Counter}
+_FACTORIES = {
+    "None": None,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+    "set": set,
+}
+_SETS = {"set": set, "frozenset": frozenset}
+_LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, type(None))
+
+
+def encoded(value: Any) -> Any:
+    """Containers and numbers of numpy as mappings, lists and tensors, which can be read without executing anything.
+
+    `decoded` brings them back as they were. What is neither stays as it is, to be refused by whoever writes it.
+    """
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(encoded, value))
+    if kind is dict:
+        return {name: encoded(item) for name, item in value.items()}
+    if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
+        return {_TYPE: kind.__name__, "items": encoded(dict(value))}
+    if kind is defaultdict and value.default_factory in _FACTORIES.values():
+        factory = next(name for name, made in _FACTORIES.items() if made is value.default_factory)
+        return {_TYPE: "defaultdict", "items": encoded(dict(value)), "factory": factory}
+    if kind in _SETS.values():
+        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # its order differs between starts
+    if kind is deque:
+        return {_TYPE: "deque", "items": encoded(list(value)), "maxlen": value.maxlen}
+    if kind is np.ndarray or isinstance(value, np.generic):
+        with suppress(TypeError):  # of texts, objects, dates
+            return {
+                _TYPE: "number" if isinstance(value, np.generic) else "array",
+                "items": torch.from_numpy(np.array(value)),
+            }
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """What was `encoded`."""
+    if type(value) in (list, tuple):
+        return type(value)(map(decoded, value))
+    if type(value) is not dict:
+        return value
+    if _TYPE not in value:
+        return {name: decoded(item) for name, item in value.items()}
+    kind, items = value[_TYPE], value["items"]
+    if kind in ("number", "array"):
+        array = own_parts([items])[0].cpu().numpy().copy()
+        return array[()] if kind == "number" else array
+    items = decoded(items)
+    if kind == "deque":
+        return deque(items, value["maxlen"])
+    if kind == "defaultdict":
+        return defaultdict(_FACTORIES[value["factory"]], items)
+    return {**_MAPPINGS, **_SETS}[kind](items)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a file can hold it."""
+    value = encoded(value)
+    if isinstance(value, dict):
+        return all(map(_is_plain, [*value, *value.values()]))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in (*_LEAVES, Tensor)
+
+
+def _is_loaded_by_torch(value: Any) -> bool:
+    """Whether `Optimizer.load_state_dict` gives the parameter what is encoded so."""
+    if type(value) is dict:
+        return _TYPE not in value and all(map(_is_loaded_by_torch, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_loaded_by_torch, value))
+    return isinstance(value, Tensor | bool | int | float | complex | None)
+
+
+# --- settings ----------------------------------------------------------------------------------------------------
+
+
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Without the rate, which the schedule sets."""
     return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    try:
+        return bool(np.all(one == other))
+    except (RuntimeError, ValueError):  # tensors in a list, arrays of unlike shapes: what is kept loses nothing
+        return False
 
 
-def refuse_other_shapes(phase: str, saved: Mapping[int, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Raises BadInput for moments of torch's own optimizers in another shape than their parameter's: it takes any."""
+def refuse_other_entries(
+    phase: str, saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> None:
+    """Raises BadInput for a state in a checkpoint that an optimizer cannot take.
+
+    own: its `state_dict` now. Moments of torch's own optimizers must have their parameter's shape: it takes any.
+    """
+    advice = "start over with --fresh, or begin with the weights alone: --init-from, in another --save-dir"
+    missing = [name for name in own if name not in saved]
+    if missing:
+        raise BadInput(
+            f"the optimizer {type(optimizer).__name__} of phase {phase!r} keeps {missing[0]!r}, which the checkpoint "
+            f"does not have: undo what changed the optimizers, {advice}"
+        )
     if not isinstance(optimizer, TORCH_OPTIMIZERS):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, kept in saved.items():
-        for name in OF_A_PARAMETER & kept.keys():
-            if number < len(parameters) and kept[name].shape != parameters[number].shape:
+    for number, kept in saved.get("state", {}).items():
+        for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():
+            if isinstance(kept[name], Tensor) and kept[name].shape != parameters[number].shape:
                 raise BadInput(
                     f"optimizers.{phase}.state.{number}.{name} of the checkpoint has shape {tuple(kept[name].shape)}, "
-                    "which is not that of its parameter; start over with --fresh, or begin with the weights alone: "
-                    "--init-from, in another --save-dir"
+                    f"which is not that of its parameter; {advice}"
                 )
 
 
@@ -84,4 +230,4 @@ def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 def sizes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Of each optimizer's state: how many parameters are in each of its groups."""
-    return [[len(group["params"]) for group in state["param_groups"]] for state in optimizers]
+    return [[len(group["params"]) for group in state.get("param_groups", ())] for state in optimizers]

@@ -22,7 +22,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, dict):
         return {name: mapped(item, function) for name, item in value.items()}
-    return [mapped(item, function) for item in value] if isinstance(value, list) else value
+    return type(value)(mapped(item, function) for item in value) if type(value) in (list, tuple) else value
 
 
 def without_weights(loaded: Any) -> Any:
