@@ -29,7 +29,7 @@ ADDRESS = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 class PixelFlags(FlagGroup):
     """Task: permuted sequential MNIST"""
 
-    data_dir: Path | None = flag(None, f"folder of MNIST's four files, compressed or not, from {ADDRESS}")
+    data_dir: Path | None = flag(None, f"folder of MNIST's four files, compressed or not, from {ADDRESS}", local=True)
     num_val: int = flag(10_000, "training pictures held out for validation, the last ones", at_least=1)
     hidden_size: int = flag(346, "units of the layer", at_least=1)
     memory_size: int = flag(468, "numbers in its memory", at_least=1)

@@ -146,7 +146,7 @@ class TarSamples:
 class TarFlags(FlagGroup):
     """Task: pictures in tar shards"""
 
-    shards: Path = flag(Path("shards"), "folder with train-*.tar, val-*.tar and test-*.tar")
+    shards: Path = flag(Path("shards"), "folder with train-*.tar, val-*.tar and test-*.tar", local=True)
 
 
 class Network(nn.Module):

@@ -76,7 +76,7 @@ def main(
     try:
         flags, environment = read_command_line(argv, several_devices, environment, task_type)
         if flags.files.print_config:
-            if _tells_the_user(environment):
+            if environment is None or environment.tells_user:
                 say(flags.as_toml())
             return EXIT_FINISHED
         if flags.several.wanted:
@@ -120,16 +120,11 @@ def read_command_line(
         problems += [with_origins(problem, flags.origins) for problem in contradictions]
     if flags.several.wanted and environment is not None:
         problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
-    if problems and not _tells_the_user(environment):
+    if problems and environment is not None and not environment.tells_user:
         time.sleep(TOLD_WITHIN_S)
         raise Failure("\n".join(problems), EXIT_BAD_INPUT)
     refuse(problems)
     return flags, environment
-
-
-def _tells_the_user(environment: RankEnvironment | None) -> bool:
-    """Ranks of one launcher share a console and are told alike; those started by hand have a terminal each."""
-    return environment is None or environment.local_rank in (None, 0)
 
 
 def starts_processes(flags: Flags, environment: RankEnvironment | None) -> bool:

@@ -32,13 +32,17 @@ class FlagGroup:
         return []
 
 
-def flag(default: Any, help: str, *, metavar: str | None = None, hidden: bool = False, **limits: float) -> Any:
+def flag(
+    default: Any, help: str, *, metavar: str | None = None, hidden: bool = False, local: bool = False, **limits: float
+) -> Any:
     """A dataclass field that is a command-line flag.
 
-    hidden: neither shown in `--help` nor recorded. limits: at_least, above, at_most, below; of numbers.
+    hidden: neither shown in `--help` nor recorded. local: the processes of a run may have different values, since the
+    value does not decide what is learned, such as where a machine keeps its data; without it a run whose processes
+    differ is refused. limits: at_least, above, at_most, below; of numbers.
     """
     assert limits.keys() <= _LIMITS.keys()
-    about = {"help": help, "metavar": metavar, "hidden": hidden, "limits": limits}
+    about = {"help": help, "metavar": metavar, "hidden": hidden, "local": local, "limits": limits}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -113,6 +117,7 @@ class Option:
         self.help: str = field.metadata["help"]
         self.metavar: str | None = field.metadata["metavar"]
         self.hidden: bool = field.metadata["hidden"]
+        self.local: bool = field.metadata["local"]
         self.limits: dict[str, float] = field.metadata["limits"]
 
     @property
@@ -229,13 +234,13 @@ def _options_of(group_type: type) -> dict[str, Option]:
     return {field.name: Option(field, hints[field.name]) for field in dataclasses.fields(group_type)}
 
 
-def flag_values(*groups: Any) -> dict[str, Any]:
-    """Every flag's value in a form that JSON and a checkpoint can hold."""
+def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
+    """Every flag's value in a form that JSON and a checkpoint can hold. with_local: also of flags marked `local`."""
     return {
         option.name: option.to_plain(getattr(group, field))
         for group in groups
         for field, option in options(type(group)).items()
-        if not option.hidden
+        if not option.hidden and (with_local or not option.local)
     }
 
 

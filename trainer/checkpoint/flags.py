@@ -31,7 +31,9 @@ class CheckpointFlags(FlagGroup):
     )
     fresh: bool = flag(False, "start over; what --save-dir holds is moved to a folder previous-N inside it")
     take_over_lock: bool = flag(
-        False, "do not wait for a sign of life of the job on another machine that left its lock in --save-dir"
+        False,
+        "do not wait for a sign of life of the job on another machine that left its lock in --save-dir",
+        local=True,
     )
     job_id: str | None = flag(
         None,

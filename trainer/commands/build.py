@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,8 +16,8 @@ from torch import nn
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import sealed
-from trainer.checkpoint.records import CONFIG, RESULTS, as_json, delete
-from trainer.commands.code_identity import identify_code
+from trainer.checkpoint.records import CONFIG, RESULTS, as_json, delete, read_config
+from trainer.commands.code_identity import code_digests, identify_code
 from trainer.commands.describe import describe_environment, describe_run, digest_of_data, facts_of_data
 from trainer.commands.flags import Flags
 from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
@@ -66,6 +67,7 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import MultiDeviceFlags, pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.task import Objective, Task, validation_sets
+from trainer.tasks import without_folder
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -81,8 +83,31 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
     if flags.multi.multi_gpu == "fsdp":
         from trainer.parallel.fsdp import Sharded
 
-        return Sharded(environment, flags.multi, flags.devices)
-    return Distributed(environment, flags.multi, flags.devices)
+        return Sharded(environment, flags.multi, flags.devices, facts_of_start(flags))
+    return Distributed(environment, flags.multi, flags.devices, facts_of_start(flags))
+
+
+def facts_of_start(flags: Flags) -> dict[str, Any]:
+    """What the processes of a run must have alike, by name, as far as this one knows it without its data."""
+    assert flags.task_type is not None
+    run_id = read_config(flags.checkpoint.save_dir).get("run_id")
+    # Of a disk that machines share, one may not see yet what another has written.
+    run = {f"the run in --save-dir, seen on {socket.gethostname()}": run_id} if run_id is not None else {}
+    return {
+        "--task": without_folder(flags.run.task),
+        **flags.values(with_local=False),
+        "torch": torch.__version__,
+        **code_digests(flags.task_type),
+        **run,
+    }
+
+
+def require_same_data(task: Task, parallel: Parallel, data_facts: Mapping[str, Any], digest: str | None) -> None:
+    """Raises BadInput, on all processes, where their data sets are not the same, as far as the task tells."""
+    sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
+    sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
+    facts = {**sizes, **data_facts, "data_digest": digest}
+    parallel.require_same(facts, "give all ranks the same data, by the same flags, wherever each of them keeps it")
 
 
 def set_up_torch(flags: Flags, parallel: Parallel) -> None:
@@ -236,6 +261,8 @@ def assemble_run(
     directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
     is_new: it does not go on, and no checkpoint brings what the task gives a new model.
     """
+    data_facts, digest = parallel.together(lambda: (facts_of_data(task), digest_of_data(task)))
+    require_same_data(task, parallel, data_facts, digest)
     directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), say)
     values = flags.values()
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
@@ -277,9 +304,9 @@ def assemble_run(
             "global_batch_sizes": [split.global_batch_size for split in batches],
             "lr_factor": lr_factor,
             "phase_sizes": plan.phase_sizes,
-            "data_facts": parallel.together(lambda: facts_of_data(task)),
+            "data_facts": data_facts,
             "environment": describe_environment(parallel),
-            **({} if (digest := parallel.on_main(lambda: digest_of_data(task))) is None else {"data_digest": digest}),
+            **({} if digest is None else {"data_digest": digest}),
         },
     )
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from trainer.task import Task
 from trainer.tasks import source_file
 
 GIT_TIMEOUT_S = 5.0
+PACKAGES = ("trainer", "models", "data")
 
 
 def identify_code(task_type: type[Task]) -> dict[str, Any]:
@@ -22,11 +23,27 @@ def identify_code(task_type: type[Task]) -> dict[str, Any]:
     """
     commit, changed = read_git(Path(__file__).resolve().parent)
     file = source_file(task_type)
-    try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
-    except OSError:
-        digest = None
+    digest = _sha256([file]) if file else None
     return {"commit": commit, "changed": changed, "task_file": file.name if file else None, "task_sha256": digest}
+
+
+def code_digests(task_type: type[Task]) -> dict[str, str]:
+    """By what it is of, the sha256 of the trainer's code and of the task's file, as far as it can be read."""
+    root, file = Path(__file__).resolve().parents[2], source_file(task_type)
+    own = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    found = {"the code of the trainer": _sha256(own), "the task's file": _sha256([file] if file else [])}
+    return {name: f"(sha256 {digest[:16]})" for name, digest in found.items() if digest is not None}
+
+
+def _sha256(files: Sequence[Path]) -> str | None:
+    """Of the bytes of files, one after another; None where there is none, or one that cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for file in files:
+            digest.update(file.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest() if files else None
 
 
 @cache  # a process has imported its code once, whatever is committed later

@@ -33,7 +33,7 @@ DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep
 class RunFlags(FlagGroup):
     """What to train"""
 
-    task: str = flag("har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName")
+    task: str = flag("har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName", local=True)
     epochs: int | None = flag(None, "passes over the training data (default: 20)", at_least=1)
     max_steps: int | None = flag(
         None, "optimizer steps of the whole run, instead of --epochs; it may end within an epoch", at_least=1
@@ -55,13 +55,14 @@ class RunFlags(FlagGroup):
     seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
     num_workers: int = flag(
         0, "data-loading processes per rank, and as many more for evaluation once it begins; 0 loads in the trainer, "
-        "which is fastest where a batch is only gathered from memory", at_least=0,
+        "which is fastest where a batch is only gathered from memory", local=True, at_least=0,
     )  # fmt: skip
-    cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs")
+    cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs", local=True)
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
-        None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS"
-    )
+        None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS",
+        local=True,
+    )  # fmt: skip
     test: bool = flag(
         True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
         "settings",
@@ -221,10 +222,14 @@ class Flags:
         """Of what only the data show to be wrong."""
         return BadInput(with_origins(problem, self.origins))
 
-    def values(self) -> dict[str, Any]:
-        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
+    def values(self, with_local: bool = True) -> dict[str, Any]:
+        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold.
+
+        with_local: also those in which the processes of the run may differ.
+        """
         groups = (self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint)
-        return flag_values(*groups, *(group for group in (self.multi, self.task) if group is not None))
+        several = [group for group in (self.multi, self.task) if group is not None]
+        return flag_values(*groups, *several, with_local=with_local)
 
     def as_toml(self) -> str:
         """Every setting, as a file for `--config`."""

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
@@ -148,11 +147,10 @@ def check_tensors(model: nn.Module, where: str) -> None:
 def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) -> None:
     """Raises BadInput where a process has other parameters, or in another order: gradients are exchanged by place."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
-    digests = parallel.gather(blake2b(repr(own).encode()).digest())
-    if len(set(digests)) == 1:
+    if parallel.agrees(own):
         return
     models = parallel.gather(own)
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    rank = next(rank for rank, model in enumerate(models) if model != models[0])
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise BadInput(
         f"{where}: build_objective makes other parameters on rank {rank} than on rank 0, or makes "

@@ -18,6 +18,7 @@ from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.devices import device_label
 from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
+from trainer.parallel.meeting import refuse_differences
 from trainer.parallel.optimizer_states import (
     lay_out_as_parameters,
     load_state,
@@ -30,7 +31,7 @@ from trainer.task import Objective
 
 T = TypeVar("T")
 
-_SIX_NUMBERS = struct.Struct("<6q")
+_SIX_NUMBERS, _FOUR_LIMBS = struct.Struct("<6q"), struct.Struct("<4H")
 
 
 class Parallel:
@@ -163,6 +164,25 @@ class Parallel:
     def gather_on_main(self, value: T) -> list[T]:
         """The value of every process, in order of rank, on the main one; nothing on the others."""
         return [value]
+
+    def agrees(self, value: object) -> bool:
+        """Whether all processes give the same, by a hash of its text. All processes call it."""
+        if self.world_size == 1:
+            return True
+        limbs = _FOUR_LIMBS.unpack(blake2b(repr(value).encode(), digest_size=_FOUR_LIMBS.size).digest())
+        numbers = [float(number) for h in limbs for number in (h, h * h)]
+        sums = self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        # All of n numbers are the same where n times the sum of their squares is the square of their sum.
+        return all(self.world_size * squares == total**2 for total, squares in zip(sums[::2], sums[1::2], strict=True))
+
+    def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
+        """Raises BadInput, on all processes, where one states another value for a name than the main one.
+
+        facts: plain values by name; what one of both does not state is not compared. advice: what the user is to do.
+        All processes call it.
+        """
+        if not self.agrees(facts):
+            refuse_differences(self.gather(dict(facts)), advice)
 
     def together(self, function: Callable[[], T]) -> T:
         """Calls the function on every process. If any of them raises BadInput, all raise what was said."""

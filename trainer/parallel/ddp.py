@@ -1,6 +1,5 @@
 """DistributedDataParallel: one process per device."""
 
-import itertools
 import os
 import socket
 import threading
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.parallel.heartbeat import HeartbeatMonitor
+from trainer.parallel.meeting import ALIKE, join, within
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.outline import empty_like, mapped, without_weights
 from trainer.parallel.watchdog import Watchdog
@@ -36,14 +37,14 @@ CLOSE_WITHIN_S = 5.0
 MAIN_LEAVES_WITHIN_S = 20.0
 """So long the others wait for the end of the main process after a failure: within the 30 s that torchrun gives."""
 
+MEETING_MARGIN_S = 3.0
+"""For waits of torch that end in time by themselves, and say why."""
+
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
 """Its kernels may wait so many times as long as ranks are patient with each other, and so many seconds more."""
 
 Member = tuple[str, int, str]
 """A process as the others know it: its host, its id, and within what that is one."""
-
-_runs = itertools.count()
-"""Of this process; those that meet have had equally many."""
 
 DIRECT_BYTES = 3 * 2**18
 """So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
@@ -56,13 +57,20 @@ class Distributed(Parallel):
     is_launched = True
     diagnosis: GroupDiagnosis
 
-    def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        flags: MultiDeviceFlags,
+        devices: DeviceFlags,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """facts: plain values by name that all processes of the run must have alike, such as its flags."""
         super().__init__()
         self.rank, self.world_size = environment.rank, environment.world_size
         self.gradient_divisor = environment.world_size
         self.tells_signal = environment.is_self_launched
         self._flags = flags
-        self._is_prompt = False
+        self._is_prompt, self._tells_user = False, environment.tells_user
         if dist.is_initialized():
             raise BadInput(
                 "this process is in a process group already; the trainer makes its own: call "
@@ -73,14 +81,16 @@ class Distributed(Parallel):
         rank = environment.rank
         with ExitStack() as on_failure:
             on_failure.callback(_leave_group)
-            with self._told_by_main():
+            with self._told_once():
                 make_room(environment.world_size)
             store, members = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
+            with self._told_once():
+                self.require_same(facts, ALIKE)
             self._hosts = [host for host, *_ in members]
             same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
             self.local_world_size = environment.local_world_size or len(same_host)
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
-            with self._told_by_main():
+            with self._told_once():
                 self._take_device(local_rank, gpus)
             on_failure.pop_all()
         names = [f"process {process} on {host}" for host, process, _ in members]
@@ -102,12 +112,12 @@ class Distributed(Parallel):
         self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
 
     @contextmanager
-    def _told_by_main(self) -> Iterator[None]:
+    def _told_once(self) -> Iterator[None]:
         """Around what raises one BadInput on all processes."""
         try:
             yield
         except BadInput as error:
-            raise error if self.is_main else Failure(str(error), EXIT_BAD_INPUT) from None
+            raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
 
     def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
         """Raises BadInput on all processes; Failure, of which the user is told, where one cannot use its device."""
@@ -122,32 +132,29 @@ class Distributed(Parallel):
 
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
         """Joins the others. Raises BadInput, on every process, when they do not come."""
-        rank, world_size = self.rank, self.world_size
-        try:
-            store = self._join(environment, backend)
+        rank, world_size, timeout_s = self.rank, self.world_size, self._flags.dist_timeout_s
+
+        def meet() -> tuple[dist.Store, list[Member]]:
+            store = join(environment, timeout_s)
+            self._make_groups(store, backend)
             return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
+
+        try:
+            return within(timeout_s + MEETING_MARGIN_S, meet)
         except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
             raise BadInput(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
-                f"--dist-timeout-s {self._flags.dist_timeout_s:g}: {reason(error)}"
+                f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
             ) from None
 
-    def _join(self, environment: RankEnvironment, backend: str) -> dist.Store:
-        """Makes the groups; returns the store at which the processes met."""
-        rank, world_size = self.rank, self.world_size
+    def _make_groups(self, store: dist.Store, backend: str) -> None:
         timeout = timedelta(seconds=self._flags.dist_timeout_s)
-        store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again, nor
-        # the next run of the same ones.
-        store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
         limit = timedelta(seconds=self._device_timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
         # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
         # process does for all, which may take long.
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
         self._step_group = dist.new_group(backend="gloo", timeout=timeout)
-        return store
 
     @property
     def _device_timeout_s(self) -> float:
@@ -392,7 +399,8 @@ def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
 
 def _leave_group() -> None:
     if dist.is_initialized():
-        dist.destroy_process_group()
+        with suppress(RuntimeError):
+            within(CLOSE_WITHIN_S, dist.destroy_process_group)
 
 
 def available_backends() -> list[str]:

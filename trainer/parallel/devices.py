@@ -27,8 +27,8 @@ class DeviceFlags(FlagGroup):
 
     device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
     num_threads: int | None = flag(
-        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", at_least=1,
-        at_most=MOST_THREADS,
+        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", local=True,
+        at_least=1, at_most=MOST_THREADS,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -50,7 +50,7 @@ class MultiDeviceFlags(FlagGroup):
         "too, each of which keeps a part of the model (for what does not fit)",
     )  # fmt: skip
     gpu_ids: tuple[int, ...] | None = flag(
-        None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID"
+        None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID", local=True
     )
     nproc: int | None = flag(
         None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)", at_least=1,

@@ -41,6 +41,14 @@ class RankEnvironment:
         return self.init_method.startswith("file://")
 
     @property
+    def tells_user(self) -> bool:
+        """Whether this process says what is wrong with all of them.
+
+        Ranks of one launcher share a console, where one of a machine does; those started by hand have a terminal each.
+        """
+        return self.local_rank in (None, 0)
+
+    @property
     def meeting_place(self) -> str:
         """Where the processes meet, as a message names it."""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -114,8 +122,12 @@ def torchrun_agent() -> str | None:
         started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks since boot
     except OSError:
         return None
-    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    return f"process {agent} on {socket.gethostname()} since {started}" if is_under_torchrun else None
+    return f"process {agent} on {socket.gethostname()} since {started}" if is_under_torchrun() else None
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def job_of_launcher(environ: Mapping[str, str]) -> tuple[str, int | None] | None:

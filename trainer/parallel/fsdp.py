@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,13 @@ class Sharded(Distributed):
     exchanges_in_forward = True
     saves_alone = False
 
-    def __init__(self, environment: RankEnvironment, flags: MultiDeviceFlags, devices: DeviceFlags) -> None:
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        flags: MultiDeviceFlags,
+        devices: DeviceFlags,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         num_parts = flags.shard_size or environment.world_size
         if environment.world_size % num_parts:
             problem = (
@@ -49,7 +56,7 @@ class Sharded(Distributed):
                 "groups of so many; take a divisor"
             )
             raise BadInput(problem) if environment.rank == 0 else Failure(problem, EXIT_BAD_INPUT)
-        super().__init__(environment, flags, devices)
+        super().__init__(environment, flags, devices, facts)
         self.num_parts = num_parts
         shape = (environment.world_size // num_parts, num_parts)
         names = ("replicate", "shard")

@@ -99,10 +99,12 @@ def is_same_task(one: str, other: str) -> bool:
 
     A class of a notebook may have moved into a file since, or out of one.
     """
-    (file, class_name), (other_file, other_class) = _identity(one), _identity(other)
+    file, _, class_name = without_folder(one).rpartition(":")
+    other_file, _, other_class = without_folder(other).rpartition(":")
     return class_name == other_class and (file == other_file or IN_NO_FILE in (file, other_file))
 
 
-def _identity(name: str) -> tuple[str, str]:
-    file, _, class_name = name.rpartition(":")
-    return Path(file).name, class_name
+def without_folder(name: str) -> str:
+    """A value of `--task` as it is on every machine: without the folder of a file."""
+    file, colon, class_name = name.rpartition(":")
+    return f"{Path(file).name}{colon}{class_name}"

@@ -242,11 +242,12 @@ class HarTask(Task):
             facts["rate_hz"] = usual_rate_hz(told_hz)
         return facts
 
-    def data_digest(self) -> str | None:
-        """Of a user's own recordings, and who is held out."""
+    def data_digest(self) -> str:
+        """Of a user's own recordings, or of the activities of others, and who is held out."""
+        parts = self._windows.values()
         if not self._has_own:
-            return None
-        return digest_of(self._own.digest, *(part.rows for part in self._windows.values()))
+            return digest_of(*(array for part in parts for array in (part.rows, part.labels)))
+        return digest_of(self._own.digest, *(part.rows for part in parts))
 
     def remarks(self) -> Sequence[str]:
         """On how a user's own recordings were read, or others that are to be labelled."""

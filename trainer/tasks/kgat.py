@@ -62,7 +62,7 @@ class KgatFlags(FlagGroup):
 
     data_dir: Path | None = flag(
         None, "train.txt, test.txt, perhaps valid.txt, kg_final.txt as KGAT has them, or ratings_final and kg_final as "
-        "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)",
+        "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)", local=True,
     )  # fmt: skip
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf"] = flag(
         "kgat", "kgat: attention over the knowledge graph; kg-lightgcn: LightGCN whose items bring the mean of their "

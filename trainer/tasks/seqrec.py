@@ -69,7 +69,7 @@ class SeqrecFlags(FlagGroup):
     data_dir: Path | None = flag(
         None, "interactions, one a line: columns named user, item, time, or the like, or without names 'user item "
         "[rating] time'; text or CSV, also .gz, or MovieLens' folder or zip (default: a generated catalogue; nothing "
-        "to download)",
+        "to download)", local=True,
     )  # fmt: skip
     user_column: str | None = flag(
         None, "column of the user, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"

@@ -76,7 +76,7 @@ class SpeechFlags(FlagGroup):
     data_dir: Path | None = flag(
         None, "LibriSpeech's tree, Common Voice's TSV files, a manifest of JSON lines (audio_path, text, duration), "
         "wav files with a .txt each, or with the transcript in their names: folder, zip or tar (default: generated "
-        "utterances; nothing to download)",
+        "utterances; nothing to download)", local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
         None, "recordings of another rate are resampled (default: that of most recordings)", metavar="HZ",

@@ -74,8 +74,9 @@ class TabularFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "a table: CSV with a line of column names, or .npz with X and y (default: synthetic tables, to learn on)"
-    )
+        None, "a table: CSV with a line of column names, or .npz with X and y (default: synthetic tables, to learn on)",
+        local=True,
+    )  # fmt: skip
     label: str | None = flag(None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN")
     drop: tuple[str, ...] | None = flag(None, "columns that are not to be learned from", metavar="COLUMN")
     test_share: float = flag(

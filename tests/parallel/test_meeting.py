@@ -1,0 +1,197 @@
+"""Processes that are to be one run, and are not alike, not all there, or too many."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.conftest import REFUSAL, TINY, contents
+from tests.helpers import forks
+from tests.helpers.processes import NO_GPU, free_port
+from trainer.commands.flags import TRAINER_GROUPS
+from trainer.common.errors import BadInput
+from trainer.config import options
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences, within
+from trainer.tasks import TASKS
+
+LOCAL = {
+    "--task", "--data-dir", "--cache-dir", "--num-workers", "--num-threads", "--gpu-ids", "--logger",
+    "--take-over-lock",
+}  # fmt: skip
+
+
+def test_which_flags_may_differ_between_ranks():
+    """Of `--task` another rule compares all but the folder."""
+    groups = [*TRAINER_GROUPS, *(find().Config for find in TASKS.values())]
+    assert {option.name for group in groups for option in options(group).values() if option.local} == LOCAL
+
+
+# --- the words ---------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_named_with_both_values():
+    stated = [{"--seed": 0, "--ks": (5, 10), "--lr": 0.1}, {"--seed": 0, "--ks": (5, 20), "--lr": None}]
+    with pytest.raises(BadInput) as refused:
+        refuse_differences(stated, "do something")
+    assert str(refused.value) == (
+        "rank 1 of 2 differs from rank 0: --ks 5 20, not 5 10; --lr (none), not 0.1; do something"
+    )
+
+
+def test_of_many_differences_a_few_are_named():
+    stated = [{f"--flag-{k}": rank > 1 for k in range(20)} for rank in range(300)]
+    with pytest.raises(BadInput) as refused:
+        refuse_differences(stated, "do something")
+    message = str(refused.value)
+    assert message.startswith("rank 2 of 300 differs from rank 0 (as do 297 more ranks): --flag-0 True, not False; ")
+    assert message.count("--flag") == MOST_NAMED and "; and 12 more; do something" in message
+
+
+def test_what_a_rank_does_not_know_is_not_compared():
+    refuse_differences([{"digest": "a"}, {}, {"digest": "a", "run": "b"}], "")
+
+
+# --- one process for each rank -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def come(tmp_path):
+    """Lets processes come to one store, one after the other; returns why each has not met the others, or None."""
+
+    def run(*environments, within_s):
+        ends = [None] * len(environments)
+
+        def claim(k, environment):
+            try:
+                store = dist.FileStore(str(tmp_path / "store"), -1)
+                _claim_rank(store, environment, time.monotonic() + within_s)
+            except (BadInput, RuntimeError) as error:
+                ends[k] = error
+
+        threads = [threading.Thread(target=claim, args=pair) for pair in enumerate(environments)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        return ends
+
+    return run
+
+
+def test_all_meet(come):
+    assert come(*(RankEnvironment(rank, 3) for rank in (1, 0, 2)), within_s=60) == [None] * 3
+
+
+def test_a_second_process_of_a_rank_is_refused_at_once_and_the_others_meet(come):
+    first, second, third = come(RankEnvironment(0, 2), RankEnvironment(1, 2), RankEnvironment(1, 2), within_s=60)
+    assert first is second is None
+    assert isinstance(third, BadInput) and str(third).startswith("rank 1 of 2: another process has come to ")
+
+
+def test_a_rank_that_does_not_come_is_named(come):
+    ends = come(RankEnvironment(0, 3), RankEnvironment(1, 3), RankEnvironment(1, 3), within_s=1.2)
+    assert [type(end) for end in ends] == [RuntimeError, RuntimeError, BadInput]
+    assert str(ends[0]) == "rank 2 did not come, and several processes came as rank 1"
+
+
+def test_another_number_of_ranks_is_refused(come):
+    _, *others = come(RankEnvironment(0, 2), RankEnvironment(1, 3), RankEnvironment(2, 3), within_s=1)
+    for rank, refusal in enumerate(others, 1):
+        assert str(refusal).startswith(f"rank {rank} has WORLD_SIZE=3, and rank 0 WORLD_SIZE=2; ")
+
+
+def test_what_torch_waits_for_without_an_end_is_given_up():
+    forever = threading.Event()
+    with pytest.raises(RuntimeError, match="nobody answered"):
+        within(0.05, forever.wait)
+    forever.set()
+    assert within(60, lambda: 7) == 7
+    with pytest.raises(BadInput, match="no"):
+        within(60, lambda: refuse_differences([{"a": 1}, {"a": 2}], "no"))
+
+
+# --- real processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meet(environment, tmp_path):
+    """Starts processes at one port, each (RANK, flags); returns statuses, lists of messages, and seconds."""
+
+    def run(*processes, world_size=2, form="ddp", task=TINY):
+        place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common = ["--multi-gpu", form, *task, "--device", "cpu", "--dist-timeout-s", 20]
+        started, files = [], [tmp_path / f"err-{k}" for k in range(len(processes))]
+        began = time.monotonic()
+        for (rank, flags), err in zip(processes, files, strict=True):
+            err.unlink(missing_ok=True)
+            who = RankEnvironment(rank, world_size)
+            started.append(forks.start([*common, *flags], environment | NO_GPU | place, tmp_path / "out", err, who))
+        try:
+            for process in started:
+                process.join(150)
+        finally:
+            for process in started:
+                process.kill()
+        messages = [[line for line in err.read_text().splitlines() if line.startswith("error: ")] for err in files]
+        return [process.exitcode for process in started], messages, time.monotonic() - began
+
+    return run
+
+
+def assert_refused(ended, *parts):
+    """Every process told its user the same, once."""
+    statuses, messages, _ = ended
+    assert statuses == [2] * len(statuses), messages
+    (message,) = {line for lines in messages for line in lines}
+    assert all(len(lines) == 1 for lines in messages)
+    assert message.startswith("error: rank 1 of ") and all(part in message for part in parts), message
+
+
+def test_ranks_with_other_flags_are_refused_before_anything_is_written(meet, tmp_path):
+    folder = tmp_path / "run"
+    ended = meet((0, ["--save-dir", folder]), (1, ["--save-dir", folder, "--seed", 5, "--num-train", 25]))
+    assert_refused(ended, "--seed 5, not 0", "--num-train 25, not 24")
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_the_rank_of_another_job_is_refused(form, meet, tmp_path):
+    ended = meet((0, ["--save-dir", tmp_path / "a"]), (1, ["--save-dir", tmp_path / "b"]), form=form)
+    assert_refused(ended, f"--save-dir {tmp_path / 'b'}, not {tmp_path / 'a'}", "MASTER_PORT of its own")
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+@pytest.mark.slow
+def test_ranks_may_keep_their_data_in_different_places(meet, tmp_path):
+    histories = "user item time\n" + "".join(f"{u} {i} {u + i}\n" for u in range(8) for i in range(1, 9))
+    task = ["--task", "seqrec", "--epochs", 1, "--k-core", 0, "--maxlen", 8, "--hidden-units", 8, "--num-threads", 1,
+            "--save-dir", tmp_path / "run"]  # fmt: skip
+    own = []
+    for rank in range(2):
+        (tmp_path / f"data-{rank}.txt").write_text(histories)
+        places = ["--data-dir", tmp_path / f"data-{rank}.txt", "--cache-dir", tmp_path / f"cache-{rank}"]
+        own.append((rank, [*places, "--num-workers", rank]))
+    statuses, messages, _ = meet(*own, task=task)
+    assert statuses == [0, 0], messages
+    before = contents(tmp_path / "run", REFUSAL)
+    (tmp_path / "data-1.txt").write_text(histories.replace("3 4 7", "3 5 7"))
+    statuses, messages, _ = meet(*own, task=[*task, "--fresh"])
+    assert statuses == [2, 2] and not messages[1]  # once they have met, rank 0 speaks for all
+    (message,) = messages[0]
+    assert message.startswith("error: rank 1 of 2 differs from rank 0: ") and "data_digest" in message
+    assert contents(tmp_path / "run", REFUSAL) == before
+
+
+@pytest.mark.slow
+def test_a_rank_given_twice_and_one_that_is_missing_end_in_time(meet, tmp_path):
+    statuses, messages, seconds = meet(*((rank, ["--save-dir", tmp_path]) for rank in (0, 1, 1)), world_size=3)
+    assert statuses == [2] * 3 and seconds < 60  # --dist-timeout-s is 20
+    told = sorted(line for lines in messages for line in lines)
+    assert len(told) == 3
+    assert told[0].startswith("error: rank 0 of 3 could not meet the others at 127.0.0.1:")
+    assert sum("another process has come" in line for line in told) == 1
+    assert "rank 2 did not come, and several processes came as rank 1" in told[0]
