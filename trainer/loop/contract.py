@@ -281,6 +281,8 @@ def check_outputs(objective: nn.Module, outputs: object) -> None:
     if not isinstance(outputs, dict):
         raise BadInput(f"{name}: must return a dict of tensors, sums all of them, not a {type(outputs).__name__}")
     for key, value in outputs.items():
+        if key == "weight":
+            raise BadInput(f"{name}: returns 'weight', which is the trainer's own name for the number of loss terms")
         if not isinstance(value, Tensor | PerSample):
             raise BadInput(f"{name}: returns a {type(value).__name__} for {key!r}: must be a tensor, a sum")
 

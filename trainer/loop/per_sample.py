@@ -21,10 +21,18 @@ class PerSampleOutputs:
         self._index: list[Tensor] = []
         self._parts: list[dict[str, Tensor]] = []
         self._num_in_flight = 0
+        self._names: set[str] | None = None
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
-        """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's."""
+        """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's.
+
+        Raises BadInput for other outputs than those of the batches before.
+        """
         found = {name: value.values for name, value in outputs.items() if isinstance(value, PerSample)}
+        self._names = set(found) if self._names is None else self._names
+        if found.keys() != self._names:
+            name = min(found.keys() ^ self._names)
+            raise BadInput(f"PerSample {name!r}: the objective returned it for some batches only; it must for all")
         if found:
             self._index.append(index)
             # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
@@ -44,8 +52,10 @@ class PerSampleOutputs:
     def gathered(self, parallel: Parallel, num_samples: int) -> dict[str, Tensor]:
         """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
 
-        All processes call it; all have added outputs or none has. Raises BadInput on all of them.
+        All processes call it. Raises BadInput on all of them.
         """
+        names = {"PerSample outputs": sorted(self._names or ())}
+        parallel.require_same(names, "the objective must return the same ones for all batches, on all ranks")
         if not self._index:
             return {}
         if parallel.device.type == "cuda":

@@ -1,11 +1,12 @@
 """Sums over an epoch or a data set: kept on the device while they grow, divided by nobody before the end."""
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from trainer.parallel.base import Parallel
+from trainer.parallel.base import Parallel, require_shape
 from trainer.task import Sums
 
 FOLD_EVERY = 64
@@ -15,20 +16,26 @@ FOLD_EVERY = 64
 class Totals:
     """This process's share of some sums, and their weight, the number of loss terms.
 
-    Adding only keeps the tensors, so that a step pays neither arithmetic nor a wait for the device.
+    A sum that a batch or a process lacks counts as zero there. Adding only keeps the tensors, so that a step pays
+    neither arithmetic nor a wait for the device.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
         self._sums = dict(sums or {})
+        self._shapes = {name: value.shape for name, value in self._sums.items()}
         self._kept: list[Sums] = []
         self._weights: list[float] = []
         self._applied: list[Tensor] = []
 
     def add(self, sums: Sums, weight: float, applied: bool | Tensor = True) -> None:
-        """sums: by name, any shape; always the same names and shapes.
+        """sums: by name, of any shape, which stays the same.
 
         applied: of a step of training, whether it was (see `StepResult`); one that was not does not count.
+
+        Raises BadInput for a sum of another shape than before.
         """
+        for name, value in sums.items():
+            require_shape(name, value.shape, self._shapes.setdefault(name, value.shape))
         if isinstance(applied, Tensor):
             self._applied.append(applied)
         elif not applied:
@@ -42,8 +49,9 @@ class Totals:
         if not self._kept:
             return
         counts = torch.stack(self._applied) if self._applied else None
-        device = next((value.device for value in self._kept[0].values()), torch.device("cpu"))
-        parts = {name: torch.stack([sums[name] for sums in self._kept]) for name in self._kept[0]}
+        examples = {name: value for sums in self._kept for name, value in sums.items()}
+        device = next((value.device for value in examples.values()), torch.device("cpu"))
+        parts = {name: self._stacked(name, torch.zeros_like(value)) for name, value in examples.items()}
         weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device.type == "cuda")
         parts["weight"] = weights.to(device, non_blocking=True)
         for name, part in parts.items():
@@ -53,6 +61,9 @@ class Totals:
             self._sums[name] = self._sums[name] + added if name in self._sums else added
         self._kept, self._weights, self._applied = [], [], []
 
+    def _stacked(self, name: str, zero: Tensor) -> Tensor:
+        return torch.stack([sums.get(name, zero) for sums in self._kept])
+
     def unreduced(self) -> dict[str, Tensor]:
         """The same of this process alone, which calls it alone."""
         self._fold()
@@ -61,15 +72,37 @@ class Totals:
     def reduced(self, parallel: Parallel) -> dict[str, Tensor]:
         """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
 
-        Waits for the device. All processes call it, and all have added something or none has.
+        Waits for the device. All processes call it. Raises BadInput, on all of them, where they have sums of one name
+        in different shapes.
         """
         parts = self.unreduced()
-        if not parts:
+        shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, parallel)
+        if not shapes:
             return {}
-        names = sorted(parts)  # a task may name them in another order in each process, as those of a set
-        flat = parallel.sum(torch.cat([parts[name].flatten() for name in names]))
-        sums = dict(zip(names, flat.split([parts[name].numel() for name in names]), strict=True))
-        return {name: sums[name].view(part.shape) for name, part in parts.items()}
+        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items() if name not in parts}
+        flat = parallel.sum(torch.cat([(zeros | parts)[name].flatten() for name in shapes]))
+        sums = dict(zip(shapes, flat.split([math.prod(shape) for shape in shapes.values()]), strict=True))
+        return {name: sums[name].view(shapes[name]) for name in {**parts, **shapes}}
+
+
+def _common_shapes(own: dict[str, tuple[int, ...]], parallel: Parallel) -> dict[str, tuple[int, ...]]:
+    """By name, in one order on all processes, of every sum that any of them has. own: of this one, by sorted name."""
+    if parallel.agrees(own):
+        return own
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, its in enumerate(parallel.gather(own)):
+        for name, shape in its.items():
+            require_shape(name, shape, shapes.setdefault(name, shape), f" on rank {rank}")
+    return {name: shapes[name] for name in sorted(shapes)}
+
+
+def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
+    """Adds the sums of one more micro-batch in place. Raises BadInput for one of another shape than before."""
+    for name, value in part.items():
+        if name in sums:
+            require_shape(name, value.shape, sums[name].shape)
+            value = sums[name] + value
+        sums[name] = value
 
 
 def share_of(reduced: Mapping[str, Tensor], parallel: Parallel) -> Totals:

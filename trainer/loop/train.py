@@ -21,7 +21,7 @@ from trainer.loop.nonfinite import check_steps
 from trainer.loop.pictures import log_pictures
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord, StepResult
-from trainer.loop.totals import counted
+from trainer.loop.totals import add_sums, counted
 from trainer.loop.windows import Agreed, StopRequested, WeightedBatch, Window, agree_ahead, training_windows
 from trainer.parallel.base import Parallel
 from trainer.task import Sums
@@ -170,9 +170,7 @@ def train_step(
             if is_last:
                 parallel.mark_exchange(part["loss"])
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
-        for name, value in part.items():
-            value = value.detach() if value.requires_grad else value
-            sums[name] = sums[name] + value if name in sums else value
+        add_sums(sums, {name: value.detach() if value.requires_grad else value for name, value in part.items()})
     learner.batch_norm.agree()
     parallel.activity.enter(OPTIMIZER)
     learner.last_step.changes()

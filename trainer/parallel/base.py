@@ -323,6 +323,15 @@ class SingleDevice(Parallel):
         super().__init__([device])
 
 
+def require_shape(name: str, found: Sequence[int], expected: Sequence[int], where: str = "") -> None:
+    """Raises BadInput for a sum of another shape than that of the same name before, or elsewhere."""
+    if found != expected:
+        raise BadInput(
+            f"forward returns the sum {name!r} in the shape {tuple(found)}{where}, and returned it in the shape "
+            f"{tuple(expected)} before: a sum has one shape in all batches and on all ranks, or it cannot be added up"
+        )
+
+
 def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """(result, None), or (None, what a BadInput said)."""
     try:

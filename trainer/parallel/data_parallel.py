@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.common.streams import to_stdout
 from trainer.loading.batches import Batch
-from trainer.parallel.base import Parallel, SingleDevice
+from trainer.parallel.base import Parallel, SingleDevice, require_shape
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
 from trainer.task import Outputs, PerSample
 
@@ -30,7 +30,10 @@ class SummedReplicas(nn.DataParallel):
         return results
 
     def gather(self, outputs: Sequence[Outputs], output_device: int | torch.device) -> Outputs:
-        return {name: _together([part[name] for part in outputs], output_device) for name in outputs[0]}
+        names = dict.fromkeys(name for part in outputs for name in part)
+        return {
+            name: _together(name, [part[name] for part in outputs if name in part], output_device) for name in names
+        }
 
 
 def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs | Exception:
@@ -40,9 +43,11 @@ def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any)
         return error
 
 
-def _together(parts: Sequence[Tensor | PerSample], device: int | torch.device) -> Tensor | PerSample:
+def _together(name: str, parts: Sequence[Tensor | PerSample], device: int | torch.device) -> Tensor | PerSample:
     if isinstance(parts[0], PerSample):
         return PerSample(torch.cat([part.values.to(device) for part in parts]))  # type: ignore[union-attr]
+    for part in parts:
+        require_shape(name, part.shape, parts[0].shape)  # type: ignore[union-attr]
     return torch.stack([part.to(device) for part in parts]).sum(0)  # type: ignore[union-attr]
 
 

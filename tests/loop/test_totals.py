@@ -1,0 +1,107 @@
+"""Sums whose names or shapes differ between batches, micro-batches, replicas or ranks."""
+
+import json
+
+import pytest
+import torch
+
+from tests.helpers.domains_task import DOMAINS
+from tests.helpers.forks import ROOT, run_group
+from trainer.common.errors import BadInput
+from trainer.loop.totals import FOLD_EVERY, Totals, add_sums, share_of
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.data_parallel import SummedReplicas
+
+ONE_DEVICE = SingleDevice(torch.device("cpu"))
+DOMAINS_TASK = f"{ROOT / 'tests' / 'helpers' / 'domains_task.py'}:Domains"
+TINY = ["--task", DOMAINS_TASK, "--epochs", 1, "--num-train", 23, "--batch-size", 2, "--eval-batch-size", 2,
+        "--log-interval", 3, "--num-threads", 1, "--device", "cpu", "--dtype", "float64"]  # fmt: skip
+
+
+def total_of(batches, totals=None):
+    totals = totals or Totals()
+    for sums in batches:
+        totals.add({name: torch.as_tensor(value) for name, value in sums.items()}, weight=1.0)
+    return {name: value.tolist() for name, value in totals.reduced(ONE_DEVICE).items()}
+
+
+@pytest.mark.parametrize("at", [0, 1, FOLD_EVERY - 1, FOLD_EVERY, FOLD_EVERY + 1])
+def test_a_sum_that_one_batch_lacks_counts_as_zero_there(at):
+    batches = [{"loss": 1.0, "cats": 1} for _ in range(2 * FOLD_EVERY)]
+    del batches[at]["cats"]
+    assert total_of(batches) == {"loss": 2 * FOLD_EVERY, "cats": 2 * FOLD_EVERY - 1, "weight": 2 * FOLD_EVERY}
+
+
+@pytest.mark.parametrize("at", [0, 1, FOLD_EVERY - 1, FOLD_EVERY, FOLD_EVERY + 1])
+def test_a_sum_that_one_batch_alone_has_counts(at):
+    batches = [{"loss": 1.0} for _ in range(2 * FOLD_EVERY)]
+    batches[at]["cats"] = [3, 4]
+    assert total_of(batches)["cats"] == [3, 4]
+
+
+def test_what_a_step_that_is_left_out_alone_has_is_zero():
+    totals = Totals()
+    for k, applied in enumerate([True, False, True]):
+        totals.add({"loss": torch.tensor(2.0), f"sum {k}": torch.tensor(5.0)}, 1.0, torch.tensor(applied))
+    assert totals.reduced(ONE_DEVICE) == {"loss": 4, "sum 0": 5, "sum 1": 0, "sum 2": 5, "weight": 2}
+
+
+@pytest.mark.parametrize("num_before", [1, FOLD_EVERY, FOLD_EVERY + 1])
+def test_another_shape_is_refused_and_what_was_added_stays(num_before):
+    totals = Totals()
+    total_of([{"loss": 1.0, "places": [1, 2, 3]}] * num_before, totals)
+    with pytest.raises(BadInput, match=r"'places' in the shape \(4,\), and returned it in the shape \(3,\) before"):
+        total_of([{"loss": 1.0, "places": [1, 2, 3, 4]}], totals)
+    assert totals.unreduced()["places"].tolist() == [num_before, 2 * num_before, 3 * num_before]
+
+
+def test_another_shape_than_in_the_checkpoint_is_refused():
+    """One of a single number would be added to all places."""
+    goes_on = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_DEVICE)
+    with pytest.raises(BadInput, match=r"\(1,\), and returned it in the shape \(2,\)"):
+        total_of([{"places": [7.0]}], goes_on)
+
+
+def test_micro_batches_of_a_step_have_their_names_together():
+    sums = {}
+    add_sums(sums, {"loss": torch.tensor(1.0), "cats": torch.tensor(2)})
+    add_sums(sums, {"loss": torch.tensor(1.0), "dogs": torch.tensor(3)})
+    assert sums == {"loss": 2.0, "cats": 2, "dogs": 3}
+    with pytest.raises(BadInput, match="'cats'"):
+        add_sums(sums, {"cats": torch.tensor([2])})
+
+
+def test_replicas_have_their_names_together():
+    parts = [{"loss": torch.tensor(1.0), "cats": torch.tensor(2)}, {"loss": torch.tensor(1.0), "dogs": torch.tensor(3)}]
+    assert SummedReplicas.gather(None, parts, "cpu") == {"loss": 2.0, "cats": 2, "dogs": 3}
+    with pytest.raises(BadInput, match="'cats'"):
+        SummedReplicas.gather(None, [*parts, {"cats": torch.zeros(2)}], "cpu")
+
+
+def metrics_of(folder, form, environment, *more):
+    folder.mkdir()
+    arguments = ["--multi-gpu", form, *TINY, "--save-dir", folder / "run", *more]
+    assert run_group(arguments, 2, environment, folder / "out") == [0, 0], (folder / "out").read_text()
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = json.loads((folder / "run" / "results.json").read_text())["metrics"]
+    for record in records:
+        found |= {name: value for name, value in record.items() if "/seen_" in name or name.endswith("/long")}
+    return found
+
+
+@pytest.mark.parametrize("form", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_names_that_ranks_have_in_part_are_those_of_one_device(form, tmp_path, environment):
+    """Of 17 validation samples the ranks evaluate every other one, and of 2 test samples one each."""
+    found = metrics_of(tmp_path / form, form, environment)
+    for split, size in {"train": 23, "val": 17, "test": 2}.items():
+        seen = {name: found.get(f"{split}/seen_{name}") for name in DOMAINS}
+        assert seen == {name: len(range(k, size, 5)) or None for k, name in enumerate(DOMAINS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_a_shape_that_one_rank_has_is_refused_on_all(form, tmp_path, environment):
+    arguments = ["--multi-gpu", form, *TINY, "--save-dir", tmp_path / "run", "--odd-sample", 11]
+    assert run_group(arguments, 2, environment, tmp_path / "out") == [2, 2]
+    (error,) = [line for line in (tmp_path / "out").read_text().splitlines() if "error: " in line]
+    assert "returns the sum 'lengths' in the shape (" in error
