@@ -376,3 +376,47 @@ def test_loading_never_holds_the_whole_elsewhere_than_on_the_main_process(memory
                 units = (seen["loading"] - parts) / seen["unit"]
                 print(f"{num_kinds} kinds: {units:.2f} of the largest unit more than the share")
                 assert 0 < seen["loading"] <= 1.1 * parts + 1.1 * seen["unit"] < 0.9 * num_kinds * weights
+
+
+# --- what ranks leave out --------------------------------------------------------------------------------------------
+
+DROPPING = [
+    "--task", f"{ROOT / 'tests' / 'helpers' / 'dropping_task.py'}:Dropping", "--device", "cpu", "--num-threads", 1,
+    "--dtype", "float64", "--global-batch-size", 8, "--optimizer", "sgd", "--momentum", 0.9, "--weight-decay", 0.1,
+    "--no-test",
+]  # fmt: skip
+
+
+def assert_learns_what_ddp_learns(start, *more, of_fsdp=()):
+    name = "-".join([*more, *of_fsdp]).replace("--", "")
+    copied = start(f"dropping-{name}", "--find-unused-parameters", *more, base=DROPPING, form="ddp", world_size=2)
+    parts = start(f"dropping-in-parts-{name}", *more, *of_fsdp, base=DROPPING, form="fsdp", world_size=2)
+    found, expected = (loaded(folder / "final.pth") for folder in (parts, copied))
+    assert difference(found["model"], expected["model"]) < TOLERANCE
+    its_moments, moments = (tensors(each["optimizers"]) for each in (found, expected))
+    assert its_moments.keys() == moments.keys()  # none of what nobody uses
+
+
+def test_ranks_may_leave_out_other_blocks(start):
+    """In four micro-batches of a step; several of the forwards run no block at all."""
+    assert_learns_what_ddp_learns(start, "--batch-size", "1", "--epochs", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_fsdp", [[], ["--reshard", "never"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "more", [["--no-names-blocks"], ["--projects"], ["--projects", "--grad-checkpointing"], ["--grad-checkpointing"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_ranks_may_leave_out_anything(more, of_fsdp, start):
+    assert_learns_what_ddp_learns(start, *more, "--batch-size", "2", "--epochs", "3", of_fsdp=of_fsdp)
+
+
+def test_a_gradient_within_the_forward_through_blocks_is_refused(start):
+    with pytest.raises(AssertionError, match="--multi-gpu fsdp: the objective computes a gradient within its forward"):
+        start("penalty", "--penalty", base=DROPPING, form="fsdp", world_size=2)
+
+
+@pytest.mark.slow
+def test_a_gradient_within_the_forward_without_blocks_is_right(start):
+    assert_learns_what_ddp_learns(start, "--penalty", "--no-names-blocks", "--epochs", "2")

@@ -172,6 +172,7 @@ def train_step(
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         add_sums(sums, {name: value.detach() if value.requires_grad else value for name, value in part.items()})
     learner.batch_norm.agree()
+    parallel.agree_on_gradients(learner.params[phase])
     parallel.activity.enter(OPTIMIZER)
     learner.last_step.changes()
     outcome = learner.precision.step(

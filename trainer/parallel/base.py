@@ -211,6 +211,9 @@ class Parallel:
     def sync_buffers(self, objective: nn.Module) -> None:
         """Gives every process the buffers of the main one, before evaluating and saving."""
 
+    def agree_on_gradients(self, params: Sequence[Tensor]) -> None:
+        """After the last backward of a step, which trains `params`: all have gradients of the same ones of them."""
+
     def whole_norm(self, own: Tensor) -> Tensor:
         """The norm of the whole gradient from that of the `own_parts` of this process. All processes call it."""
         return own

@@ -25,6 +25,7 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
+from trainer.parallel.left_out import LeftOut
 from trainer.parallel.outline import mapped
 from trainer.task import Objective, sparse_parameters
 
@@ -103,6 +104,7 @@ class Sharded(Distributed):
         # Or the first unit that runs would take itself for the outermost one, as in `Objective.start_evaluation`.
         objective._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         objective.register_forward_hook(self._free_after_evaluation)
+        self._left_out = LeftOut(objective, its_blocks)
         return objective
 
     def _frees(self, unit: object, objective: object) -> bool:
@@ -144,6 +146,7 @@ class Sharded(Distributed):
 
     def settle(self, net: nn.Module) -> None:
         """There are no buckets of gradients to arrange."""
+        self._left_out.forget()
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """After every backward: until they are exchanged, gradients are as large as the model."""
@@ -175,6 +178,9 @@ class Sharded(Distributed):
                 unit.set_reshard_after_forward(self._frees(unit, objective), recurse=False)
 
     # --- what a step needs -------------------------------------------------------------------------------------------
+
+    def agree_on_gradients(self, params: Sequence[Tensor]) -> None:
+        self._left_out.agree(params, self.sum)
 
     def whole_norm(self, own: Tensor) -> Tensor:
         norms = [torch.empty_like(own) for _ in range(self.num_parts)]
