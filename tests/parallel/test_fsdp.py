@@ -170,6 +170,18 @@ def test_learns_by_any_optimizer_what_one_device_learns(optimizer, start):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_an_average_of_the_optimizer_is_that_of_one_device(form, start):
+    task = ["--task", f"{ROOT / 'tests' / 'helpers' / 'schedule_free_task.py'}:Free", "--device", "cpu"]
+    base = [*task, "--num-threads", 1, "--dtype", "float64", "--epochs", 2, "--global-batch-size", 8]
+    whole, found = start(f"free-one-{form}", base=base), start(f"free-{form}", base=base, form=form, world_size=2)
+    expected, found = (loaded(folder / "final.pth") for folder in (whole, found))
+    assert difference(expected["model"], expected["training_model"]) > 100 * TOLERANCE
+    for name in ("model", "training_model"):
+        assert difference(found[name], expected[name]) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_autocast_works_on_parts(start):
     """Weights stay float32. Rounding to bfloat16 depends on which samples are in a forward together."""
     base = [

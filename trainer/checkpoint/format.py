@@ -109,7 +109,7 @@ _PROGRESS: Mapping[str, Kind] = {
 _IF_KNOWN: Mapping[str, Kind] = {"data_digest": text()}
 """A fact that not every task tells."""
 _OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
-"""Of a run with `--ema-decay` alone."""
+"""Of a run alone whose `model` is an average of the weights."""
 
 RESUMABLE = (*_PROGRESS, *_FACTS)
 """Entries of a checkpoint without which a run cannot go on."""

@@ -238,6 +238,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
     for phase in task.phases:  # before any forward: what says that memory is short tells of their moments too
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         run.parallel.check_optimizers(learner.optimizers[phase])
+    learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
     for index, phase in enumerate(task.phases):
         per_forward = min(2, run.batches[index].batch_size)
         example = example_batch(task, index, per_forward * run.parallel.num_replicas)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""Averages of the weights, which are evaluated in place of those that training goes on with."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from trainer.common.errors import BadInput
 from trainer.parallel.parts import own_parts
 
 
@@ -17,26 +19,50 @@ class ExponentialMovingAverage:
     A step averages the parameters that its phase trains. The decay grows with the number of the phase's updates,
     min(decay, (1 + n) / (10 + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of
     TensorFlow's ExponentialMovingAverage).
+
+    Or the average that the optimizers keep themselves, as schedule-free ones do (Defazio et al., 2024,
+    arXiv:2405.15682): it is computed from their states whenever it is asked for.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.enabled = decay > 0
         self._model = model
         self._decay = decay
+        self._averaging: list[Optimizer] = []
         self._updates: dict[str, int | Tensor] = {}
         self._average: dict[Tensor, Tensor] = {}
         self.is_applied = False
         """Whether the model's weights are the average, or are about to be."""
         self.restart()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether other weights are evaluated than training goes on with."""
+        return self._decay > 0 or bool(self._averaging)
+
     def restart(self) -> None:
-        """Begins anew with the weights that the model has now."""
+        """Begins with the weights that the model has now, which are then also those to evaluate."""
         self._updates = {}
-        self._average = {p: p.detach().clone() for p in self._model.parameters()} if self.enabled else {}
+        self._average = {p: p.detach().clone() for p in self._model.parameters()} if self._decay > 0 else {}
+        self._averaging = []
+
+    def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Has those of the optimizers that keep an average put it into the model. Raises BadInput."""
+        self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
+        params = _params_of(self._averaging)
+        if self._averaging and self._decay > 0:
+            raise BadInput(
+                f"--ema-decay {self._decay:g}: {type(self._averaging[0]).__name__} keeps an average of the weights "
+                "itself, which is what is evaluated; leave it out"
+            )
+        if len(set(params)) < len(params):
+            raise BadInput(
+                f"Task.build_optimizers: two phases train a parameter by {type(self._averaging[-1]).__name__}, and the "
+                "weights to evaluate are those of one optimizer; take another one in all phases but one"
+            )
 
     def update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
         """After an optimizer step. applied: whether it was; see `StepResult`. params: what the phase trains."""
-        if self.enabled:
+        if self._average:
             self._update(applied, phase, params)
 
     @torch.no_grad()
@@ -70,12 +96,29 @@ class ExponentialMovingAverage:
     def applied(self) -> Iterator[None]:
         """Within it the model's weights are the average, and the other way round: so it takes no further memory."""
         self.is_applied = self.enabled
-        _exchange(self._average)
+        average = self._evaluated()
+        _exchange(average)
         try:
             yield
         finally:
-            _exchange(self._average)
+            _exchange(average)
             self.is_applied = False
+
+    @torch.no_grad()
+    def _evaluated(self) -> dict[Tensor, Tensor]:
+        """The weights to evaluate, by parameter. The model is as before, to the bit."""
+        if not self._averaging:
+            return self._average
+        params = _params_of(self._averaging)
+        before = [p.detach().clone() for p in params]
+        for optimizer in self._averaging:
+            optimizer.eval()  # type: ignore[attr-defined]
+        average = {p: p.detach().clone() for p in params}
+        for optimizer in self._averaging:
+            optimizer.train()  # type: ignore[attr-defined]
+        for p, value in zip(params, before, strict=True):
+            p.copy_(value)
+        return average
 
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
@@ -86,7 +129,7 @@ class ExponentialMovingAverage:
         """
         if self.enabled:
             state["training_model"] = state["model"]
-            state["model"] = full_weights(self._model, self._average)
+            state["model"] = full_weights(self._model, self._evaluated())
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -94,6 +137,15 @@ class ExponentialMovingAverage:
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))
+
+
+def keeps_average(optimizer: Optimizer) -> bool:
+    """Whether it puts an average into the parameters by its `eval()`, and by `train()` what it trains."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+
+
+def _params_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()

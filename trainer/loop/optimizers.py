@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.common.errors import BadInput
+from trainer.loop.ema import keeps_average
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.torch_optimizers import ZeroStartSGD, without_wrappers
 from trainer.parallel.optimizer_states import remember_settings
@@ -31,6 +32,8 @@ def build_optimizers(
     if own is not None:
         _refuse(task, "build_optimizers", phase, _problem_of_own(own, groups, learning.lr))
         for optimizer in own:
+            if keeps_average(optimizer):
+                optimizer.train()  # type: ignore[attr-defined]
             remember_settings(optimizer)
         return list(own)
     hidden = hidden_matrices(task, objective.model) if learning.optimizer == "muon" else set[Tensor]()

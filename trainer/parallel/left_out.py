@@ -147,8 +147,8 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
     replaced = _replaced(values, passed)
     if replaced is None:
         raise BadInput(
-            f"--multi-gpu fsdp: a {type(blocks[0]).__name__} of Task.blocks does not run, and the block that runs after "
-            "it gets no floating-point numbers; let Task.blocks name neither of them, or take --multi-gpu ddp"
+            f"--multi-gpu fsdp: a {type(blocks[0]).__name__} of Task.blocks does not run, and what runs after it "
+            "gets no floating-point numbers; let Task.blocks name neither of them, or take --multi-gpu ddp"
         )
     return replaced
 
