@@ -33,7 +33,7 @@ from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
-from trainer.parallel.signals import STOP_SIGNALS
+from trainer.parallel.signals import STOP_SIGNALS, LeftAtOnce
 from trainer.task import Task
 from trainer.tasks import name_of, source_file
 
@@ -131,9 +131,7 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
         end: BaseException = BadInput(str(error))
     except Failure as failure:
         end = BadInput(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
-    except SystemExit as leaving:
-        if leaving.code != 128 + signal.SIGINT:
-            raise
+    except LeftAtOnce:
         end = KeyboardInterrupt()  # the second one
     try:
         raise end  # here, where an exception of the task keeps what it was raised from

@@ -17,7 +17,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
-from trainer.commands.train import EXIT_FINISHED, train_in_directory
+from trainer.commands.train import train_in_directory
 from trainer.common.errors import BadInput
 from trainer.common.streams import open_missing, to_stderr
 from trainer.config import refuse
@@ -26,7 +26,7 @@ from trainer.logs.console import say
 from trainer.parallel.base import Parallel
 from trainer.parallel.devices import keep_freed_memory
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_refusal
+from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
 from trainer.task import Task
 

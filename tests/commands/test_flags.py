@@ -133,6 +133,7 @@ def test_what_gpus_alone_can_do_is_refused_where_they_are_left_unused(refused, m
         ("def broken(:", "Mine", "cannot import"),
         ("import no_such_module_at_all", "Mine", "No module named 'no_such_module_at_all'"),
         ("x = 1", "Mine", "defines no Mine"),
+        ("raise SystemExit(3)", "Mine", "cannot import"),
         ("raise SystemExit", "Outer.Mine", "must be path/to/file.py:ClassName"),
         ("class Mine: pass", "Mine", "Mine is not a subclass of trainer.Task"),
     ],

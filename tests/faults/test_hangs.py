@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, launcher
+from tests.conftest import ROOT, launcher, load
 from tests.faults.faulty_group import (
     FSDP,
     PROCESS,
@@ -63,6 +63,30 @@ def test_an_exception_with_a_thread_left_in_cpp(environment, tmp_path):
     fault = {"LOCKSTEP_FAULT": "linger forward 0"}
     run = subprocess.run(command, cwd=ROOT, env=environment | NO_GPU | fault, capture_output=True, text=True)
     assert run.stderr.endswith("ValueError: the sky fell\n") and run.returncode == 1, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "statuses", "state", "told"),
+    [
+        ("exit forward 1", [1, 1], "failed", "rank 1 of 2 failed in forward at optimizer step 3: SystemExit: 7"),
+        ("cancel data 1", [1, 1], "failed", "rank 1 of 2 failed in data loading at optimizer step 1: CancelledError"),
+        ("generator evaluation 0", [1, 1], "failed", "rank 0 of 2 failed in evaluation at optimizer step 6: Generator"),
+        ("interrupt forward 1", [130, 130], "preempted", "rank 1 of 2 stopped in forward at optimizer step 3"),
+        ("workers forward 1", [75, 1], "failed", "rank 1 of 2 lost its data-loading process"),
+    ],
+)
+def test_whatever_the_task_raises_on_one_rank_ends_all(fault, statuses, state, told, environment, tmp_path):
+    """What is no Exception too: the steps so far are saved, and it is told once."""
+    argv = ["--multi-gpu", "ddp", *TINY[:-4], "--save-dir", tmp_path / "run"]
+    argv += ["--num-workers", 1] * fault.startswith("workers")
+    output, variables = tmp_path / "out", environment | NO_GPU | {"LOCKSTEP_FAULT": fault}
+    assert forks.run_group(argv, 2, variables, output, timeout_s=60) == statuses
+    lines = output.read_text().splitlines()
+    (error,) = [line for line in lines if line.startswith("error: ")]
+    assert error.startswith(f"error: {told}") and lines.count(TRACEBACK + ":") == (statuses == [1, 1])
+    step = load(tmp_path / "run" / "last.pth")["step"]
+    assert step > 0 and f"The state after optimizer step {step} is saved; the same command goes on from there." in lines
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == state
 
 
 @slow

@@ -1,11 +1,14 @@
 """One process fails: what it has learnt is kept, and the same command goes on when the mistake is mended."""
 
 import json
+import re
+import signal
 
 import pytest
 
 from tests.conftest import ROOT, assert_same_bits, load
 from tests.faults.faulty_group import TINY
+from trainer.parallel.errors import EXIT_AGAIN
 
 RUN = [*TINY[:-4], "--save-dir"]  # no checkpoint but at the end of the epochs
 
@@ -38,6 +41,59 @@ def test_an_exception_costs_no_step(place, num_steps, run_here, tmp_path, monkey
     assert_same_bits(load(tmp_path / "whole" / "final.pth")["model"], load(tmp_path / "run" / "final.pth")["model"])
     results = [json.loads((tmp_path / name / "results.json").read_text())["metrics"] for name in ("whole", "run")]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "num_steps", "told"),
+    [
+        ("exit", "forward", 2, "SystemExit: 7"),
+        ("cancel", "evaluation", 12, "CancelledError"),
+        ("generator", "data", 1, "GeneratorExit"),
+    ],
+)
+def test_what_is_no_exception_costs_no_step_either(fault, where, num_steps, told, run_here, tmp_path, monkeypatch):
+    """As of a framework that cancels its tasks, or of code that was meant for a script."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault} {where} 0")
+    out, err = run_here(*RUN, tmp_path / "run", status=1)
+    assert err.count("error: ") == 1 and err.splitlines()[-1].startswith("error: failed in ")
+    assert err.splitlines()[-1].endswith(f": {told}") and "Traceback" in err
+    assert f"The state after optimizer step {num_steps} is saved; the same command goes on from there." in out
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "failed"
+
+
+def test_an_interrupt_of_the_task_is_a_request_to_stop(run_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_FAULT", "interrupt forward 0")
+    out, err = run_here(*RUN, tmp_path / "run", status=128 + signal.SIGINT)
+    assert err == "error: stopped in forward at optimizer step 3: the task's code raised KeyboardInterrupt\n"
+    assert "The state after optimizer step 2 is saved; the same command goes on from there." in out
+    state = json.loads((tmp_path / "run" / "state.json").read_text())
+    assert (state["state"], state["step"], state["signal"], state["message"]) == ("preempted", 2, signal.SIGINT, None)
+    monkeypatch.delenv("LOCKSTEP_FAULT")
+    assert "Resuming after optimizer step 2" in run_here(*RUN, tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize(("fault", "told"), [("exit", "SystemExit: 7"), ("interrupt", "KeyboardInterrupt")])
+def test_what_ends_a_worker_is_told(fault, told, run_here, tmp_path, monkeypatch):
+    """torch would say that the worker has ended, and nothing of why."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault} data 0")
+    _, err = run_here(*RUN, tmp_path / "run", "--num-workers", 1, status=1)
+    assert err.splitlines()[-1].endswith(f": {told}") and err.count("error: ") == 1
+
+
+def test_a_killed_worker_is_a_lost_process(run_here, tmp_path, monkeypatch):
+    """Whoever starts lost ranks again starts this one again."""
+    monkeypatch.setenv("LOCKSTEP_FAULT", "workers forward 0")
+    monkeypatch.setenv("LOCKSTEP_FAULT_NOTE", str(tmp_path / "note"))
+    argv = [*RUN, tmp_path / "run", "--num-workers", 1]
+    out, err = run_here(*argv, status=EXIT_AGAIN)
+    (line,) = err.splitlines()
+    assert re.fullmatch(
+        r"error: lost its data-loading process \d+ in forward at optimizer step 3 by a signal: Killed; the same .*",
+        line,
+    )
+    assert "The state after optimizer step 2 is saved" in out
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "failed"
+    run_here(*argv)
 
 
 @pytest.mark.parametrize("mistake", ["monitor", "summarise"])

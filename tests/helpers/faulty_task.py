@@ -5,7 +5,9 @@ happens in the third training batch, or in the first one of an evaluation; once,
 that is made then.
 """
 
+import asyncio
 import ctypes
+import multiprocessing
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
 from trainer.common.errors import BadInput
+from trainer.parallel.signals import LeftAtOnce
 
 FAULTY_BATCH = 3
 
@@ -76,7 +79,23 @@ def fail_with_a_thread_left():
 
 
 def leave():
-    raise SystemExit(130)
+    raise LeftAtOnce(130)
+
+
+def exit_with_status():
+    sys.exit(7)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def cancel():
+    raise asyncio.CancelledError
+
+
+def close_generator():
+    raise GeneratorExit
 
 
 def refuse():
@@ -94,6 +113,13 @@ def stop():
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_workers():
+    """Its data-loading processes, as the system does when memory is short."""
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(600)  # torch notices at once
 
 
 def segfault():
@@ -133,11 +159,16 @@ HAPPENINGS = {
     "raise": fail,
     "linger": fail_with_a_thread_left,
     "leave": leave,
+    "exit": exit_with_status,
+    "interrupt": interrupt,
+    "cancel": cancel,
+    "generator": close_generator,
     "refuse": refuse,
     "gpu": fail_as_a_gpu,
     "sleep": lambda: time.sleep(600),
     "stop": stop,
     "kill": kill,
+    "workers": kill_workers,
     "segfault": segfault,
     "hold": hold_interpreter,
     "backtrack": backtrack,

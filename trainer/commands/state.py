@@ -5,6 +5,7 @@ tells them apart.
 """
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from trainer.loop.memory_limit import MEMORY
 from trainer.loop.rescue import rescue
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
-from trainer.parallel.errors import Failure
+from trainer.parallel.errors import EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 
 STATE = "state.json"
 
@@ -50,16 +51,22 @@ class RunState:
 
         After a failure with what may be left of the last steps.
         """
+        state: State = "refused" if isinstance(error, BadInput) else "failed"
+        is_stop = isinstance(error, Failure) and error.status == EXIT_INTERRUPTED
         if isinstance(error, Failure) and self._run is not None:
+            if is_stop and self._parallel.saves_alone and not self._parallel.tells_signal:
+                error.status = EXIT_FINISHED
             rescue(self._run, error)
         if not self._directory.is_held:
             return
+        if is_stop and self._run is not None and self._is_saved(self._run):
+            state, self._run.stop.signal_number = "preempted", signal.SIGINT
         path = self._directory.path
         # Of whatever else ends it, such as the second Ctrl-C, there is nothing to tell.
-        message = str(error) or None if isinstance(error, BadInput | Failure) else None
+        message = str(error) or None if isinstance(error, BadInput | Failure) and state != "preempted" else None
         with suppress(BadInput):
             if self._run is not None or self._directory.has_checkpoint or (path / CONFIG).exists():
-                self._write("refused" if isinstance(error, BadInput) else "failed", message)
+                self._write(state, message)
         with suppress(BadInput):
             if isinstance(error, Failure) and error.memory_limit is not None:
                 self._directory.write_json(MEMORY, dict(error.memory_limit))
@@ -69,6 +76,11 @@ class RunState:
         if self._run is not None:
             self._run.saver.end()  # what is being saved is to be complete
         self.end_badly(failure)
+
+    def _is_saved(self, run: Run) -> bool:
+        """Whether the newest checkpoint is of the last step."""
+        entries = self._directory.entries
+        return (entries[-1].step if entries else 0) >= run.progress.step
 
     def _write(self, state: State, message: str | None = None) -> None:
         run, path = self._run, self._directory.path / STATE
@@ -101,6 +113,6 @@ def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
             yield state
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed
-    except BaseException as error:  # SystemExit too: the second Ctrl-C, which does not wait for a save
+    except BaseException as error:  # the second Ctrl-C too, which does not wait for a save
         state.end_badly(error)
         raise

@@ -22,9 +22,8 @@ from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.base import Parallel
 from trainer.parallel.environment import job_of_launcher, torchrun_agent
+from trainer.parallel.errors import EXIT_FINISHED
 from trainer.task import Task
-
-EXIT_FINISHED = 0
 
 
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
@@ -101,6 +100,7 @@ def _time_is_up(run: Run) -> str:
 
 def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> int:
     run.stop.install()
+    run.parallel.diagnosis.flags_signals = True
     state.enter("running", run)
     try:
         train(run)

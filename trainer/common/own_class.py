@@ -42,7 +42,7 @@ def _import_file(path: Path, given: str, comes_first: bool) -> object:
         sys.path.append(folder)
     try:
         module = importlib.import_module(path.stem)
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, SyntaxError, SystemExit) as error:
         raise BadInput(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
     if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
         raise BadInput(f"{given}: there is another module named {path.stem}; rename the file")

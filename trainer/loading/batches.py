@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from trainer.common.errors import BadInput
 from trainer.loading.order import SampleKeys
@@ -70,7 +70,8 @@ Request = tuple[int, SampleKeys]
 class _NumberedBatches(Dataset[Batch | BadInput]):
     """The batches of several data sets as items of one.
 
-    A refusal is an item too: torch would send an exception on as one of its traceback.
+    A refusal is an item too: torch would send an exception on as one of its traceback. Whatever else is raised in a
+    worker comes as an Exception, since of a SystemExit torch would only say that the worker has ended.
     """
 
     def __init__(self) -> None:
@@ -82,6 +83,10 @@ class _NumberedBatches(Dataset[Batch | BadInput]):
             return self.of_dataset[number][keys]
         except BadInput as refusal:
             return refusal
+        except BaseException as error:
+            if isinstance(error, Exception) or get_worker_info() is None:
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 class _RequestSource:

@@ -25,7 +25,7 @@ class SummedReplicas(nn.DataParallel):
     ) -> list[Any]:
         results = super().parallel_apply([partial(_result_or_error, each) for each in replicas], inputs, kwargs)
         for result in results:
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 raise result
         return results
 
@@ -36,10 +36,10 @@ class SummedReplicas(nn.DataParallel):
         }
 
 
-def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs | Exception:
+def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs | BaseException:
     try:
         return replica(*args, **kwargs)
-    except Exception as error:
+    except BaseException as error:  # a thread that ends by one leaves no result
         return error
 
 

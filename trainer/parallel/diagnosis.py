@@ -12,12 +12,24 @@ import torch.distributed as dist
 from trainer.common.errors import BadInput, reason
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.device_probe import DeviceProbe
-from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, RestartNeeded, print_error, print_refusal
+from trainer.parallel.errors import (
+    EXIT_AGAIN,
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Failure,
+    RestartNeeded,
+    print_error,
+    print_refusal,
+)
 from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
+from trainer.parallel.signals import LeftAtOnce
 
 GOES_ON = "the same command goes on from the last checkpoint"
 GAVE_UP = "Application timeout caused pair closure"
 """What gloo says when a single message has not come in time."""
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]+)")
+"""What torch says of a data-loading process, in the midst of whatever the training thread is doing."""
 
 
 @dataclass
@@ -26,37 +38,69 @@ class Diagnosis:
 
     activity: what this process is doing. exit_status: of this process, once it has failed among others.
     has_checkpoints: whether the same command goes on after a process is lost, and the user should know. prints: whether
-    the user learns of it here, and not by an exception from whoever called.
+    the user learns of it here, and not by an exception from whoever called. flags_signals: whether a Ctrl-C only sets a
+    flag by now, so that a KeyboardInterrupt comes from the task's code.
     """
 
     activity: CurrentActivity
     has_checkpoints: bool = field(default=True, kw_only=True)
     prints: bool = field(default=True, kw_only=True)
+    flags_signals: bool = field(default=False, init=False)
     exit_status: int | None = field(default=None, init=False)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Whatever goes wrong within it is explained to the user, by one process, and ends all of them.
 
-        A BadInput leaves it as it is: on the main process also the one of another. Every other exception becomes a
-        Failure, whose cause it is.
+        A BadInput leaves it as it is: on the main process also the one of another. So does what the user asked for by
+        Ctrl-C. Everything else, a SystemExit of the task's code too, becomes a Failure, whose cause it is.
         """
         try:
             yield
         except Failure:
             raise
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
+        except BaseException as error:
             explained = self.explain(error)
             raise explained from error if explained is not error else None
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise instead of an exception, once the user knows of it; see `explaining`."""
-        if isinstance(error, BadInput) or not isinstance(error, Exception):
+        if isinstance(error, BadInput) or self._is_of_user(error):
             return error
-        failure = Failure(f"failed in {self.activity}: {reason(error)}")
+        failure = self._own_failure(error)
         if self.prints:
-            print_error(str(failure), error)
+            self._print(failure, error)
         return failure
+
+    def _is_of_user(self, error: BaseException) -> bool:
+        return isinstance(error, LeftAtOnce) or (isinstance(error, KeyboardInterrupt) and not self.flags_signals)
+
+    def _own_failure(self, error: BaseException) -> Failure:
+        """What this process failed with itself."""
+        if isinstance(error, BadInput):
+            return Failure(str(error), EXIT_BAD_INPUT)
+        if self._is_of_user(error):
+            return Failure("")  # of which there is nothing to tell
+        if isinstance(error, RestartNeeded):
+            return Failure(f"{self._prefix}is {error}", EXIT_AGAIN, error.memory_limit)
+        if isinstance(error, KeyboardInterrupt):
+            how = f"{self._prefix}stopped in {self.activity}: the task's code raised KeyboardInterrupt"
+            return Failure(how, EXIT_INTERRUPTED)
+        killed = _WORKER_KILLED.search(f"{error} {error.__cause__}")
+        if killed is not None:
+            what = f"lost its data-loading process {killed[1]} in {self.activity} by a signal: {killed[2]}"
+            return Failure("; ".join([self._prefix + what, *[GOES_ON] * self.has_checkpoints]), lost=[])
+        return Failure(f"{self._prefix}failed in {self.activity}: {reason(error)}")
+
+    @property
+    def _prefix(self) -> str:
+        """Who speaks, where there are several."""
+        return ""
+
+    def _print(self, failure: Failure, error: BaseException) -> None:
+        """Tells the user of what this process failed with, after its traceback where that is a defect."""
+        is_defect = failure.status == EXIT_FAILED and failure.lost is None
+        print_error(str(failure), error if is_defect else None)
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         """record: called if another process has failed and this one is stuck, just before it is ended."""
@@ -107,11 +151,11 @@ class GroupDiagnosis(Diagnosis):
             self.failed_itself = True
             own = self._own_failure(error)
             reported, is_own = self.monitor.report_end(lambda: own) or (own, True)
-        if isinstance(error, BadInput) or not isinstance(error, Exception):
+        if isinstance(error, BadInput) or self._is_of_user(error):
             self.exit_status = EXIT_BAD_INPUT
             return error
         if is_own:
-            print_error(str(reported), None if is_of_another or isinstance(error, RestartNeeded) else error)
+            self._print(reported, error)
         self.exit_status = reported.status
         # The process that reports has told the user, but of a BadInput the main one does.
         return BadInput(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
@@ -154,14 +198,9 @@ class GroupDiagnosis(Diagnosis):
             # Not by the monitor's own thread, which has to answer the ping.
             threading.Thread(target=report, name="missed", daemon=True).start()
 
-    def _own_failure(self, error: BaseException) -> Failure:
-        if isinstance(error, BadInput):
-            return Failure(str(error), EXIT_BAD_INPUT)
-        if not isinstance(error, Exception):
-            return Failure("")  # the user wants the process to end at once
-        if isinstance(error, RestartNeeded):
-            return Failure(f"{self._name(self.rank)} is {error}", EXIT_AGAIN, error.memory_limit)
-        return Failure(f"{self._name(self.rank)} failed in {self.activity}: {reason(error)}")
+    @property
+    def _prefix(self) -> str:
+        return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
         heartbeats = self.monitor.ping()

@@ -1,6 +1,7 @@
 """How a run ends that nobody asked to end."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,15 @@ from trainer.common.streams import to_stderr
 
 MOST_SHOWN = 1500
 """Characters of a line, which may repeat what somebody wrote into a file."""
+EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_AGAIN = 75
 """Of a run that can go on in new processes: with less memory, or after it lost one; EX_TEMPFAIL of sysexits.h."""
+
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Of a run that a KeyboardInterrupt of the task's code stops, as Ctrl-C would."""
 
 
 class Failure(Exception):

@@ -4,13 +4,12 @@ import atexit
 import gc
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -18,6 +17,15 @@ AGENT_ASKS_WITHIN_S = 10.0
 """A torchrun agent looks for new nodes every `--monitor-interval`, 0.1 s unless told, and then asks its processes."""
 ONE_CTRL_C_S = 0.5
 """A terminal and a launcher may both send one Ctrl-C, which then comes twice within less."""
+
+
+class LeftAtOnce(SystemExit):
+    """A signal that ends the process without a save, such as the second Ctrl-C. The user knows why it ends."""
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Handles a signal so."""
+    raise LeftAtOnce(128 + number)
 
 
 class StopRequest:
@@ -68,7 +76,7 @@ class StopRequest:
         if self.signal_number is None:
             self._asked_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._asked_at > ONE_CTRL_C_S:
-            sys.exit(128 + number)
+            leave_at_once(number, frame)
         self.signal_number = number
 
 

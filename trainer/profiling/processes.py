@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, print_refusal
 from trainer.parallel.launch import launch
+from trainer.parallel.signals import leave_at_once
 
 PROCESSES_ON_CPU = 2
 """Unless told otherwise, so that there is something to exchange."""
@@ -39,7 +39,7 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
     reports: this process, and not another one, tells the user of a BadInput. SIGTERM ends the work by SystemExit, so
     that folders for the time of a measurement are removed.
     """
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    previous = signal.signal(signal.SIGTERM, leave_at_once)
     try:
         return work()
     except Failure as failure:
