@@ -1,5 +1,7 @@
 """One job at a time in a run directory, and the next one when it is gone."""
 
+import errno
+import io
 import os
 import re
 import shutil
@@ -19,8 +21,9 @@ from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, TINY, WEIGHTED
 from tests.helpers.machines import race
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.lock import Holder, JobName, LockTaken, take_lock
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.lock import Holder, JobName, Lock, LockTaken, take_lock
+from trainer.checkpoint.recovery import claim_temporary_files, set_aside
+from trainer.checkpoint.retention import Retention, evict
 from trainer.cli import main
 from trainer.common.errors import BadInput
 from trainer.parallel.environment import job_of_launcher
@@ -311,6 +314,68 @@ def test_what_is_renamed_in_the_moment_of_a_taking_is_not_renamed(tmp_path, monk
     new.save(state_at(2))
     assert new.load_newest()["step"] == 20
     new.release()
+
+
+@pytest.mark.parametrize("deletes", ["an evicted checkpoint", "a damaged checkpoint", "others' temporary files", "all"])
+def test_one_that_was_displaced_deletes_nothing(deletes, two_holders, tmp_path):
+    """Nor renames what is not its own: each time it looks whether the directory is still its."""
+    old, new = two_holders
+    for epoch in (2, 3):
+        new.save(state_at(epoch))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    last = new.entries[-1]
+    with pytest.raises(LockTaken):
+        if deletes == "an evicted checkpoint":
+            evict(tmp_path, new.entries, Retention(1, 0), lambda entry: True, old.writer)
+        elif deletes == "a damaged checkpoint":
+            set_aside(tmp_path / last.file, old.writer)
+        elif deletes == "others' temporary files":
+            (tmp_path / "manifest.0000.tmp").write_text("")
+            before["manifest.0000.tmp"] = b""
+            claim_temporary_files(tmp_path, old.writer)
+        else:
+            old.start_over()
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_a_checkpoint_that_vanishes_as_it_gets_its_name(is_taken_over, two_holders, monkeypatch, tmp_path):
+    """It is told, and nothing that a successor has is deleted."""
+    old, new = two_holders
+    holder = old if is_taken_over else new
+    rename, taken = holder.writer.rename, (tmp_path / "lock").read_text()
+    if is_taken_over:
+        (tmp_path / "lock").write_text(str(old.writer._holder))  # that the other one takes after the rename
+
+    def lose(temporary, path):
+        rename(temporary, path)
+        if path.name == "checkpoint_7.pth":
+            path.unlink()
+            (tmp_path / "lock").write_text(taken)
+
+    monkeypatch.setattr(holder.writer, "rename", lose)
+    told = "was taken over by" if is_taken_over else "cannot write checkpoint_7.pth: No such file or directory"
+    with pytest.raises(BadInput, match=told):
+        holder.save(state_at(7))
+    assert (tmp_path / "manifest.json").exists() and [entry.epoch for entry in holder.entries] == [1]
+
+
+def test_a_lock_whose_file_cannot_be_closed_is_let_go_all_the_same(tmp_path):
+    """As on a network file system whose server has forgotten the file; what came before is not hidden by it."""
+
+    class Stale(io.StringIO):
+        def close(self):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    lock = Lock(tmp_path, Stale(), Holder("process 1 on here", token="0123"))
+    lock.begin()
+    with pytest.raises(BadInput, match="the first message"):
+        try:
+            raise BadInput("the first message")
+        finally:
+            lock.release()
+    assert (tmp_path / "lock").read_text() == ""
 
 
 def test_training_ends_soon_when_the_directory_was_taken_over(tmp_path, capsys, signals_restored, impatient):

@@ -162,6 +162,15 @@ def test_the_directory_is_removed_under_a_run(world_size, forked, environment, t
     assert not life.directory.exists()
 
 
+def test_a_directory_that_is_gone_is_not_made_again_by_a_survivor(forked, environment, tmp_path):
+    """Who would leave a run without most of its files, beside the one that somebody has moved."""
+    life = Life(tmp_path / "run", IN_GROUP)
+    gone = environment | {"LOCKSTEP_FAULT": "abandon forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
+    job = life.attempt(partial(forked, environment=gone), 2)
+    assert f"could not be saved: --save-dir {life.directory}: the folder is gone, and what was in it" in job.output
+    assert not life.directory.exists() and job.output.count(TRACEBACK) == job.output.count("Exception in thread")
+
+
 # --- the clock ---------------------------------------------------------------------------------------------------
 
 

@@ -149,6 +149,11 @@ def remove_directory():
     shutil.rmtree(f"{directory}-removed", ignore_errors=True)
 
 
+def remove_directory_and_die():
+    remove_directory()
+    kill()
+
+
 def set_clock_back():
     """By a day."""
     true_time = time.time
@@ -174,6 +179,7 @@ HAPPENINGS = {
     "backtrack": backtrack,
     "kernel": stick_in_kernel,
     "unlink": remove_directory,
+    "abandon": remove_directory_and_die,
     "clock": set_clock_back,
 }
 

@@ -56,14 +56,24 @@ class RunDirectory:
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(self, take_over_lock: bool = False, agents: Sequence[str] = (), job: JobName | None = None) -> None:
+    def acquire(
+        self,
+        take_over_lock: bool = False,
+        agents: Sequence[str] = (),
+        job: JobName | None = None,
+        creates: bool = True,
+    ) -> None:
         """Creates, locks and repairs the directory. Raises BadInput when it cannot be used.
 
         take_over_lock, job: see `take_lock`. agents: the torchrun agents of this job. If one of them started the
-        attempt before too, the job goes on without the node that left its lock.
+        attempt before too, the job goes on without the node that left its lock. creates: without it the directory of a
+        run that trains, which must be there.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            if creates:
+                self.path.mkdir(parents=True, exist_ok=True)
+            elif not (self.path / KERNEL_LOCK).exists():
+                raise BadInput(f"--save-dir {self.path}: {FOLDER_GONE}; run the same command again")
             config = read_config(self.path, self._say)
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
@@ -73,7 +83,7 @@ class RunDirectory:
             self.entries, self._lost = find_checkpoints(self.path, self._say)
             put_in_place(self.path, self.entries, self._say, self._lock)
             for leftover in self.path.glob("*.tmp"):
-                leftover.unlink()
+                self.writer.delete(leftover)
             self._update_links()
 
     @property
@@ -102,6 +112,11 @@ class RunDirectory:
         with refusing_disk_errors(f"--save-dir {self.path}: cannot write {name}"):
             self.writer.replace_text(self.path / name, as_json(content))
 
+    def delete(self, name: str) -> None:
+        """Deletes a file of it that may be there. Raises BadInput when the disk refuses, or LockTaken."""
+        with refusing_disk_errors(f"--save-dir {self.path}: cannot delete {name}"):
+            self.writer.delete(self.path / name)
+
     def require_space(self, num_bytes: int) -> None:
         """Raises BadInput when the file system has no room for one checkpoint."""
         free = shutil.disk_usage(self.path).free
@@ -121,7 +136,7 @@ class RunDirectory:
                 target = next(folder for folder in folders if not folder.exists())
                 target.mkdir()
                 for path in old:
-                    path.rename(target / path.name)
+                    self.writer.rename(path, target / path.name)
                 self._say(f"Starting over; the previous run was moved to {target}.")
         self.entries, self._lost = [], []
 
@@ -147,7 +162,7 @@ class RunDirectory:
             if state is not None:
                 with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system"):
                     for bad in damaged:
-                        set_aside(self.path / bad.file)
+                        set_aside(self.path / bad.file, self.writer)
                         self.entries.remove(bad)
                     self._update_links()
                 return state
@@ -183,6 +198,7 @@ class RunDirectory:
             write_manifest(self.path / MANIFEST, [*self.entries, entry], self.writer)
             self.writer.rename(temporary, path)
             flush_path(self.path)
+            self._reader.trust(entry)
         except (OSError, RuntimeError) as error:
             self._forget_attempt(temporary)
             raise self._refusal(error, path.name, needed) from None
@@ -190,7 +206,6 @@ class RunDirectory:
             temporary.unlink(missing_ok=True)
             raise
         self.entries.append(entry)
-        self._reader.trust(entry)
         self._tidy()
         return path
 
@@ -222,11 +237,13 @@ class RunDirectory:
             flush_path(metrics)
 
     def _forget_attempt(self, temporary: Path) -> None:
+        """Raises LockTaken where another process has taken over, which may be why it failed."""
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+            self.writer.require()
             if not self.entries:
                 # It may name the checkpoint that did not come to be, which would be missed at the next start.
-                (self.path / MANIFEST).unlink(missing_ok=True)
+                self.writer.delete(self.path / MANIFEST)
 
     @property
     def _inherited_source(self) -> str | None:
@@ -235,10 +252,11 @@ class RunDirectory:
         return None if source is None or Path(source).parent == self.path.resolve() else source
 
     def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> BadInput:
-        if not self.path.is_dir():
+        try:
+            free = shutil.disk_usage(self.path).free
+        except FileNotFoundError:
             return BadInput(f"--save-dir {self.path}: cannot write {file}: {FOLDER_GONE}; run the same command again")
         cause = getattr(error, "strerror", None) or reason(error)
-        free = shutil.disk_usage(self.path).free
         problem = (
             f"--save-dir {self.path}: cannot write {file}: {cause}: it needs about {_size(needed)} and "
             f"{_size(free)} are free; earlier checkpoints are intact"
@@ -253,7 +271,7 @@ class RunDirectory:
             try:
                 self._update_links()
             finally:  # what is evicted makes the room that copies lack
-                self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact)
+                self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact, self.writer)
         except OSError as error:
             # Without room for a copy the links stay as they are until the next save or start.
             if error.errno not in DISK_FULL:

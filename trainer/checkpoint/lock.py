@@ -7,7 +7,8 @@ kernel cannot tell, it is watched for `STALE_S`, by the watcher's own clock, and
 A holder that was frozen for so long may still go on, and must not write beside the new one (fencing). All that it
 writes has a temporary name of its own until it is complete, and it reads `lock` again before it renames that. The new
 holder writes its name into `lock` first and deletes the temporary files of others after that: an old one that was
-frozen between reading and renaming finds nothing to rename.
+frozen between reading and renaming finds nothing to rename. It reads `lock` again before it deletes a file, too: one
+that was frozen just then deletes at most that one file, which it did not need any more as the holder.
 """
 
 import fcntl
@@ -64,7 +65,10 @@ class Holder:
 
 
 class Writer:
-    """Gives files of a folder their names when they are complete. This one is for a folder that nobody else uses."""
+    """Gives files of a folder their names when they are complete, and deletes them.
+
+    This one is for a folder that nobody else uses.
+    """
 
     def temporary(self, path: Path) -> Path:
         """The name of a file until it is complete."""
@@ -73,6 +77,14 @@ class Writer:
     def rename(self, temporary: Path, path: Path) -> None:
         """Gives it its name. Raises OSError."""
         temporary.rename(path)
+
+    def require(self) -> None:
+        """Raises OSError, or LockTaken, when this process must not change the folder any more."""
+
+    def delete(self, path: Path) -> None:
+        """Deletes a file that may be gone already. Raises OSError."""
+        self.require()
+        path.unlink(missing_ok=True)
 
     def replace_text(self, path: Path, text: str) -> None:
         """Replaces a file as a whole, durably. Raises OSError."""
@@ -131,11 +143,11 @@ class Lock(Writer):
         """Empties the file, unless it is another's by now or the disk refuses, and lets go of it."""
         self._released.set()
         with (
-            self._file,
             suppress(LockTaken, OSError),
             written_as_a_whole(self._path, self.temporary(self._path), rename=self.rename),
         ):
             pass
+        _close(self._file)
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
@@ -159,7 +171,8 @@ def take_lock(
     Raises BadInput when another process has it, OSError when the file system refuses.
     """
     with ExitStack() as unless_taken:
-        file = unless_taken.enter_context((folder / KERNEL_LOCK).open("a"))
+        file = (folder / KERNEL_LOCK).open("a")
+        unless_taken.callback(_close, file)
         left_by = _read(folder / LOCK)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,6 +191,11 @@ def take_lock(
         lock.begin()
         unless_taken.pop_all()
     return lock
+
+
+def _close(file: IO[str]) -> None:
+    with suppress(OSError):  # of a network file system; it must not hide why the file is closed
+        file.close()
 
 
 def _in_use(folder: Path, holder: Holder) -> BadInput:

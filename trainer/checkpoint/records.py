@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format import flaw_of_config
-from trainer.common.files import MOST_RECORD, read_whole, refusing_disk_errors
+from trainer.common.files import MOST_RECORD, read_whole
 from trainer.common.json_numbers import without_nan
 
 CONFIG = "config.json"
@@ -44,9 +44,3 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
         say(f"{path} is damaged: {flaw}.")
         return {}
     return content
-
-
-def delete(path: Path) -> None:
-    """Whether or not it is there. Raises BadInput when the disk refuses."""
-    with refusing_disk_errors(f"--save-dir {path.parent}: cannot delete {path.name}"):
-        path.unlink(missing_ok=True)

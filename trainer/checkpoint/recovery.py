@@ -23,9 +23,9 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
     for path in folder.glob("*.tmp"):
         with suppress(FileNotFoundError):  # it has just been renamed
             if path.name.startswith("checkpoint_"):
-                path.rename(writer.temporary(path))
+                writer.rename(path, writer.temporary(path))
             else:
-                path.unlink()
+                writer.delete(path)
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
@@ -64,13 +64,13 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
             say(f"{target} was missing: restored from {source.name}.")
 
 
-def set_aside(path: Path) -> None:
-    """Renames a damaged checkpoint, which loses its links. Raises OSError."""
+def set_aside(path: Path, writer: Writer) -> None:
+    """Renames a damaged checkpoint, which loses its links. Raises OSError, LockTaken."""
     for name in LINKS:
         link_to = path.with_name(name)
         if link_to.exists() and link_to.samefile(path):
-            link_to.unlink()
-    path.rename(path.with_suffix(".damaged"))
+            writer.delete(link_to)
+    writer.rename(path, path.with_suffix(".damaged"))
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:

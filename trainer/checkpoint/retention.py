@@ -47,12 +47,16 @@ class Retention:
 
 
 def evict(
-    folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool]
+    folder: Path,
+    entries: Sequence[Entry],
+    retention: Retention,
+    is_intact: Callable[[Entry], bool],
+    writer: Writer,
 ) -> list[Entry]:
     """Deletes the files that need not stay; returns the entries that do. entries: oldest first.
 
     Only intact files count as kept, so that damage to newer or better ones never costs the last good one. The manifest
-    forgets what was deleted at the next save: an entry without a file is ignored. Raises OSError.
+    forgets what was deleted at the next save: an entry without a file is ignored. Raises OSError, LockTaken.
     """
     if retention.newest == 0:
         return list(entries)
@@ -60,7 +64,7 @@ def evict(
     kept = [*best, *_first_intact(entries[::-1], retention.newest, is_intact)]
     for entry in entries:
         if entry not in kept:
-            (folder / entry.file).unlink(missing_ok=True)
+            writer.delete(folder / entry.file)
     return [entry for entry in entries if entry in kept]
 
 

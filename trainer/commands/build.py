@@ -16,7 +16,7 @@ from torch import nn
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import sealed
-from trainer.checkpoint.records import CONFIG, RESULTS, as_json, delete, read_config
+from trainer.checkpoint.records import CONFIG, RESULTS, as_json, read_config
 from trainer.commands.code_identity import code_digests, identify_code
 from trainer.commands.describe import describe_environment, describe_run, digest_of_data, facts_of_data
 from trainer.commands.flags import Flags
@@ -320,7 +320,7 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: 
     directory.require_space(weights * (2 if run.learner.ema.enabled else 1) + moments)
     if starts_over(directory, flags):
         directory.start_over()
-    delete(directory.path / RESULTS)
+    directory.delete(RESULTS)
     # As it will be read: with texts for names, and lists for tuples.
     directory.write_json(CONFIG, sealed(json.loads(as_json(facts))))
     with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):

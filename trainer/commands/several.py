@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import delete, read_json
+from trainer.checkpoint.records import read_json
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
@@ -95,7 +95,7 @@ class SeveralRuns:
 
     def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
         """Takes those that finish out of `unfinished`; returns those that fail, with their exit statuses."""
-        delete(self.flags.checkpoint.save_dir / SUMMARY)
+        self.directory.delete(SUMMARY)
         failures = []
         in_steps = self.flags.run.max_steps is not None
         length = self.flags.run.max_steps or self.flags.run.epochs or 0

@@ -18,4 +18,4 @@ def reason(error: BaseException) -> str:
     told = lines[0]
     if "Last error:" in lines[1:-1]:  # of NCCL: the cause stands below it
         told = f"{told}: {lines[lines.index('Last error:') + 1].strip()}"
-    return f"{type(error).__name__}: {told}".removesuffix(": ")
+    return told if isinstance(error, BadInput) else f"{type(error).__name__}: {told}".removesuffix(": ")

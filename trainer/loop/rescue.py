@@ -76,13 +76,13 @@ def _say(run: Run, line: str) -> None:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Raises BadInput when other survivors hold the directory for too long."""
+    """Raises BadInput when other survivors hold the directory for too long, or when it is not there any more."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
-            return directory.acquire()
+            return directory.acquire(creates=False)
         except BadInput:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not directory.path.exists():
                 raise
         time.sleep(0.05)
 
