@@ -3,10 +3,14 @@
 Never a traceback, never weights other than those saved for that position, never fresh ones without a word.
 """
 
+import errno
 import json
 import os
 import random
+import re
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +18,7 @@ from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
 from tests.faults.damage import spoil
 from tests.faults.lives import FIRST_SEED
 from trainer.cli import main
+from trainer.common import files
 
 EPOCHS, STEPS_PER_EPOCH = 3, 2
 NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -126,19 +131,88 @@ def test_500_damaged_directories(originals, run_in, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["the newest checkpoint", "manifest.json", "state.json", "config.json", "memory.json"])
-def test_a_disk_that_does_not_give_a_file_back(name, originals, run_in):
-    """EIO, for which the memory of this process stands, whose first page nobody may read."""
+def test_a_disk_that_does_not_give_a_file_back(name, originals, run_in, monkeypatch, tmp_path):
+    """EIO, for which the memory of this process stands, whose first page nobody may read: nothing is decided by it."""
+    monkeypatch.setattr("trainer.common.files.READ_AGAIN_AFTER_S", (0, 0))
     finished, killed = originals
-    entries = json.loads((killed / "manifest.json").read_text())["checkpoints"]
-    path = killed / (entries[-1]["file"] if name == "the newest checkpoint" else name)
-    for link in [other for other in killed.iterdir() if path.exists() and other.samefile(path)]:
-        link.unlink()
+    newest = next(path for path in killed.glob("checkpoint_*") if path.samefile(killed / "last.pth"))
+    path = newest if name == "the newest checkpoint" else killed / name
+    names = [other for other in killed.iterdir() if path.exists() and other.samefile(path)]
+    for link in names:
+        link.rename(tmp_path / link.name)
     path.symlink_to("/proc/self/mem")
     status, output, forwards = run_in(killed)
-    if status == 2:
-        (error,) = output.err.splitlines()
-        assert str(path) in error and "Input/output error" in error and forwards == 0
+    if name == "state.json":  # nothing depends on it
+        assert (status, output.err, forwards) == (0, "", 1)
     else:
-        assert (status, output.err) == (0, "") and forwards <= 2
-        assert (f"{path} is damaged: Input/output error." in output.out) == (path.suffix == ".pth")
-        assert_same_bits(load(finished / "final.pth"), load(killed / "final.pth"))
+        (error,) = output.err.splitlines()
+        assert f"--save-dir {killed}: cannot read {path.name}: Input/output error; " in error
+        assert (status, forwards) == (2, 0)
+        path.unlink()
+        for link in names:
+            (tmp_path / link.name).rename(link)
+        status, output, forwards = run_in(killed)
+        assert (status, forwards) == (0, 1), output
+        assert "is damaged" not in output.out
+    assert_same_bits(load(finished / "final.pth"), load(killed / "final.pth"))
+
+
+@pytest.fixture
+def failing_reads(monkeypatch):
+    """Makes so many reads of a file fail by EIO; `failing_reads.left` is how many are still to come."""
+    control = SimpleNamespace(left=0, path=None)
+    really = files._NotedFile._noting
+
+    def read(file, *arguments):
+        def fails(*arguments):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        is_meant = control.left > 0 and Path(file.name).samefile(control.path)
+        control.left -= is_meant
+        return really(file, fails, *arguments[1:]) if is_meant else really(file, *arguments)
+
+    monkeypatch.setattr(files._NotedFile, "_noting", read)
+    monkeypatch.setattr(files, "READ_AGAIN_AFTER_S", (0, 0))
+    return control
+
+
+@pytest.mark.parametrize(("num_failures", "status"), [(1, 0), (1000, 2)])
+def test_an_error_of_reading_the_best_weights_does_not_have_others_scored(
+    num_failures, status, originals, run_in, failing_reads
+):
+    """After the last epoch: one is tried again, and where that does not help, the same command scores them later."""
+    finished, killed = originals
+    (killed / "last.pth").unlink()  # of which the best one is a link at that moment, or not
+    failing_reads.path, failing_reads.left = killed / "best.pth", num_failures
+    found, output, _ = run_in(killed)
+    assert found == status and failing_reads.left in (0, *range(900, 1000))
+    if status == 2:
+        assert re.fullmatch(f"error: .*{killed}.*: Input/output error.*\n", output.err)
+        assert not (killed / "results.json").exists()
+        failing_reads.left = 0
+        assert run_in(killed)[0] == 0
+    for name in ("metrics", "weights", "best"):
+        assert results_of(killed)[name] == results_of(finished)[name]
+
+
+def test_results_say_that_other_weights_than_the_best_were_scored(originals, run_in, monkeypatch):
+    """Until the file of the best ones is whole again: the same command then scores them."""
+    finished, _ = originals
+    before = results_of(finished)
+    entries = json.loads((finished / "manifest.json").read_text())["checkpoints"]
+    best = next(entry for entry in reversed(entries) if entry["best"])
+    assert before["weights"] == {"epoch": best["epoch"], "step": best["step"], "is_best": True}
+    path = finished / best["file"]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    (finished / "results.json").unlink()
+    assert "is damaged" in run_in(finished)[1].out
+    assert results_of(finished)["weights"] == {"epoch": EPOCHS, "step": NUM_STEPS, "is_best": False}
+    assert "This run is finished" in run_in(finished)[1].out
+    path.write_bytes(whole)
+    assert run_in(finished)[::2] == (0, 0)
+    assert {**results_of(finished), "train_seconds": 0} == {**before, "train_seconds": 0}
+
+
+def results_of(directory):
+    return json.loads((directory / "results.json").read_text())

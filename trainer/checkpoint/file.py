@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -24,9 +25,10 @@ from trainer.checkpoint.format import (
 )
 from trainer.checkpoint.kinds import brief
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
+from trainer.checkpoint.records import IF_UNREADABLE
 from trainer.checkpoint.snapshot import with_tensors_replaced
-from trainer.common.errors import BadInput, reason
-from trainer.common.files import refusing_disk_errors, require_regular, stamp
+from trainer.common.errors import BadInput, DiskError, reason
+from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
 
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""
@@ -43,33 +45,12 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
 
     label: what a message calls the file. only_weights: its `model` entry is enough, or a state dict that would be that
     entry. verified: its sha256 is known and right, so that those of its parts need no look. Raises BadInput when it is
-    damaged, holds anything else, lacks what is needed, or has an entry that no run writes.
+    damaged, holds anything else, lacks what is needed, or has an entry that no run writes; DiskError when it cannot be
+    read.
     """
     with refusing_disk_errors(label):
         require_regular(path)
-        path.open("rb").close()
-    try:
-        _refuse_odd_archive(path)
-        if not verified:
-            _refuse_changed_bits(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        _refuse_more_than_its_file(state, path.stat().st_size)
-    except pickle.UnpicklingError as error:
-        # What torch says of it advises to load the file without this protection.
-        if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
-            flaw = "refused, it holds more than tensors and plain values"
-        else:
-            flaw = "is damaged, or no checkpoint at all"
-        raise BadInput(f"{label}: {flaw}; nothing in it was run") from None
-    except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
-        if "weights_only" in str(error):  # the same advice
-            raise BadInput(
-                f"{label}: refused, it is an archive of TorchScript or of torch before 1.6, which only code in it "
-                "could read; nothing in it was run; save the model's state_dict() by torch.save"
-            ) from None
-        raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
+        state = read_again(partial(_load, path, label, verified))
     if only_weights and _are_weights(state):
         state = {"model": state}
     if not isinstance(state, dict) or not _are_weights(state.get("model")):
@@ -90,6 +71,35 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     if wrong is not None:
         raise BadInput(f"{label}: is damaged: {wrong}")
     return state
+
+
+def _load(path: Path, label: str, verified: bool) -> Any:
+    """What a file holds. Raises BadInput for a damaged one, OSError when it cannot be read."""
+    with opened(path) as file:
+        try:
+            _refuse_odd_archive(file)
+            if not verified:
+                _refuse_changed_bits(path, file)
+            file.seek(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            _refuse_more_than_its_file(state, path.stat().st_size)
+            return state
+        except pickle.UnpicklingError as error:
+            # What torch says of it advises to load the file without this protection.
+            if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
+                flaw = "refused, it holds more than tensors and plain values"
+            else:
+                flaw = "is damaged, or no checkpoint at all"
+            raise BadInput(f"{label}: {flaw}; nothing in it was run") from None
+        except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
+            if "weights_only" in str(error):  # the same advice
+                raise BadInput(
+                    f"{label}: refused, it is an archive of TorchScript or of torch before 1.6, which only code in it "
+                    "could read; nothing in it was run; save the model's state_dict() by torch.save"
+                ) from None
+            raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
 
 
 def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
@@ -141,30 +151,30 @@ def _are_weights(value: object) -> bool:
     )
 
 
-def _refuse_changed_bits(path: Path) -> None:
+def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
     """By the sha256 that the manifest beside it may know, and by the CRC32 of each part of the archive.
 
     torch.load does not look at these. Raises whatever zipfile raises.
     """
     known = {}
-    with suppress(OSError):
+    with suppress(DiskError):
         known = {entry.file: entry.sha256 for entry in read_manifest(path.parent / MANIFEST)}
     if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
         raise zipfile.BadZipFile(f"its sha256 is not the one in {path.parent / MANIFEST}")
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(file):
         return  # nothing that torch writes today; torch.load says what it makes of it
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         has_checksums = any(part.CRC for part in archive.infolist())  # torch can be told to leave them out
         damaged = archive.testzip() if has_checksums else None
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of its part {damaged} does not match")
 
 
-def _refuse_odd_archive(path: Path) -> None:
+def _refuse_odd_archive(file: IO[bytes]) -> None:
     """What torch never writes, whatever the checksums say, which came with it. Raises whatever zipfile raises."""
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(file):
         return  # torch.load says what it makes of it
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
         raise zipfile.BadZipFile("a part of it is compressed, which might unpack to anything")
@@ -269,9 +279,13 @@ class _HashedFile:
 
 
 def size_and_sum(path: Path) -> dict[str, Any]:
-    """The "bytes" and "sha256" of a file."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    """The "bytes" and "sha256" of a file. Raises OSError."""
+
+    def read() -> dict[str, Any]:
+        with path.open("rb") as file:
+            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    return read_again(read)
 
 
 class CheckpointReader:
@@ -287,33 +301,39 @@ class CheckpointReader:
         """File -> its stamp when it last matched its checksum."""
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
-        """The checkpoint, or None when it is damaged. Raises OtherVersion."""
+        """The checkpoint, or None when it is damaged. Raises OtherVersion, and DiskError when it cannot be read."""
         path = self._folder / entry.file
-        flaw = self._flaw(entry)
         try:
+            with refusing_disk_errors(f"--save-dir {self._folder}: cannot read {entry.file}", IF_UNREADABLE):
+                flaw = self._flaw(entry)
             if flaw is None:
                 return read_checkpoint(path, str(path), verified=True)
             self._say(f"{path} is damaged: {flaw}.")
-        except OtherVersion:
+        except (OtherVersion, DiskError):
             raise
         except BadInput as error:
             self._say(str(error))
         return None
 
     def is_intact(self, entry: Entry) -> bool:
-        return self._flaw(entry) is None
+        """Whether it is one that can be read: others count as damaged where nothing depends on it."""
+        try:
+            return self._flaw(entry) is None
+        except OSError:
+            return False
 
     def trust(self, entry: Entry) -> None:
         """Takes note that a file was just written with this checksum."""
         self._verified[entry.file] = stamp(self._folder / entry.file)
 
     def _flaw(self, entry: Entry) -> str | None:
+        """Raises OSError when that cannot be told."""
         path = self._folder / entry.file
         try:
             if self._verified.get(entry.file) != stamp(path):
                 if size_and_sum(path)["sha256"] != entry.sha256:
                     return f"its sha256 is not the one in {MANIFEST}"
                 self.trust(entry)
-        except OSError as error:
+        except FileNotFoundError as error:
             return error.strerror
         return None

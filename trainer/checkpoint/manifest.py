@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from trainer.checkpoint.format import flaw_of_manifest, sealed
 from trainer.checkpoint.lock import Writer
-from trainer.common.files import MOST_WHOLE, read_whole
+from trainer.checkpoint.records import read_json
+from trainer.common.files import MOST_WHOLE
 from trainer.loading.order import Position
 
 MANIFEST = "manifest.json"
@@ -55,14 +56,10 @@ class Entry:
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
     """Its entries, oldest first; none where there is no file, or nothing in it can be relied on.
 
-    say: gets a line about a damaged one. Raises OSError.
+    say: gets a line about a damaged one. Raises DiskError.
     """
-    try:
-        content = json.loads(read_whole(path, MOST_WHOLE))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError):
-        say(f"{path} is damaged: it is no JSON object.")
+    content = read_json(path, say, MOST_WHOLE)
+    if not content:
         return []
     flaw = flaw_of_manifest(content)
     if flaw is None:

@@ -6,20 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format import flaw_of_config
-from trainer.common.files import MOST_RECORD, read_whole
+from trainer.common.errors import DiskError
+from trainer.common.files import MOST_RECORD, NO_FILE, read_whole
 from trainer.common.json_numbers import without_nan
 
 CONFIG = "config.json"
 RESULTS = "results.json"
+IF_UNREADABLE = "see to the file system and run the same command again, or move the file away to do without it"
 
 
-def read_json(path: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """What was written; empty when there is no such file or it is damaged. say: gets a line if it is damaged."""
+def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
+    """What was written; empty when there is no such file or it is damaged. say: gets a line if it is damaged.
+
+    most: so many bytes it may have. Raises DiskError when what is there cannot be read.
+    """
     try:
-        content = json.loads(read_whole(path, MOST_RECORD))
+        content = json.loads(read_whole(path, most))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_FILE:
+            problem = f"--save-dir {path.parent}: cannot read {path.name}: {error.strerror}"
+            raise DiskError(f"{problem}; {IF_UNREADABLE}") from None
         content = None
     if not isinstance(content, dict):
         say(f"{path} is damaged: it is no JSON object.")

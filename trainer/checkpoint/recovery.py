@@ -11,7 +11,7 @@ from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, DiskError
 from trainer.common.files import flush_path
 
 
@@ -77,7 +77,7 @@ def _files_under_other_names(folder: Path) -> dict[str, str]:
     """sha256 -> file: a link may have outlived its checkpoint, and a kill come just before a file got its name."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
-        with suppress(OSError):  # there is no such link, or a job that saves at this moment renames them
+        with suppress(FileNotFoundError):  # there is no such link, or a job that saves at this moment renames them
             found[size_and_sum(path)["sha256"]] = path.name
     return found
 
@@ -93,6 +93,8 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
     for path in files.values():
         try:
             state = read_checkpoint(path, str(path))
+        except DiskError:
+            raise
         except BadInput as error:
             say(str(error))
             what = "of another version of the trainer" if isinstance(error, OtherVersion) else "damaged"

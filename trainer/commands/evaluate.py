@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,27 +37,44 @@ def score(run: Run, on_test: bool) -> None:
     """
     run.progress.read_clock()
     has_validation = run.plan.has_validation
-    takes_best = on_test and has_validation and _take_best_weights(run)
+    weights = {"epoch": run.progress.position.epoch, "step": run.progress.step, "is_best": False}
+    if on_test and has_validation and (best := _take_best_weights(run)):
+        weights = best
     sums = {"test": evaluate(run, "test")} if on_test else validate(run)
     metrics = run.metrics(sums)
-    run.log.result(run.progress.step, f"with the {'best' if takes_best else 'last'} weights", metrics)
+    run.log.result(run.progress.step, f"with the {'best' if weights['is_best'] else 'last'} weights", metrics)
     if on_test:
         log_pictures(run, sums)
     # Last, since it says that nothing is left to do.
     scored = "test" if on_test else "val" if has_validation else None
-    run.parallel.on_main(lambda: _write_results(run, scored, metrics, sums))
+    run.parallel.on_main(lambda: _write_results(run, scored, weights, metrics, sums))
 
 
-def _take_best_weights(run: Run) -> bool:
-    best = run.parallel.load_on_main(lambda: {"model": (run.directory.load_best() or {}).get("model")})["model"]
-    if best is None:
+def _take_best_weights(run: Run) -> dict[str, Any] | None:
+    """Of when they are, for results.json; None where there are none, or their file is damaged."""
+
+    def load() -> dict[str, Any]:
+        state = run.directory.load_best()
+        return {name: state[name] for name in ("model", "position", "step")} if state is not None else {}
+
+    best = run.parallel.load_on_main(load)
+    if not best:
         run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
-        return False
-    use_weights(run, best, "the best checkpoint", "choose another --save-dir")
-    return True
+        return None
+    use_weights(run, best["model"], "the best checkpoint", "choose another --save-dir")
+    return {"epoch": best["position"]["epoch"], "step": best["step"], "is_best": True}
 
 
-def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums: Mapping[str, Sums]) -> None:
+def better_can_be_scored(run: Run, results: Mapping[str, Any]) -> bool:
+    """Whether the test set was scored with other weights than the best, whose file is whole again."""
+    weights = results.get("weights")
+    missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
+    return missed and run.plan.has_validation and run.directory.load_best() is not None
+
+
+def _write_results(
+    run: Run, scored: str | None, weights: Mapping[str, Any], metrics: dict[str, float], sums: Mapping[str, Sums]
+) -> None:
     details = {split: run.task.details(own) for split, own in sums.items()}
     progress, best = run.progress, run.progress.best
     run.directory.mark_final()
@@ -65,6 +83,7 @@ def _write_results(run: Run, scored: str | None, metrics: dict[str, float], sums
         {
             "task": run.facts["task"],
             "scored": scored,
+            "weights": dict(weights),
             "metrics": metrics,
             "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
             "num_parameters": run.learner.num_parameters,

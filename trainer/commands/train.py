@@ -10,7 +10,7 @@ from trainer.checkpoint.flags import CheckpointFlags
 from trainer.checkpoint.lock import JobName
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
-from trainer.commands.evaluate import score
+from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
 from trainer.commands.state import RunState, recorded
@@ -76,6 +76,8 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         return False
     results = run.parallel.on_main(lambda: read_json(path / RESULTS))
     is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not flags.run.test)
+    if is_finished and run.parallel.on_main(lambda: better_can_be_scored(run, results)):
+        return False
     if is_finished and run.parallel.is_main:
         in_epochs = flags.run.max_steps is None
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"

@@ -10,6 +10,10 @@ class BadInput(ValueError):
     """A mistake in what the user gave; the message names the value, the reason and the flag to change."""
 
 
+class DiskError(BadInput):
+    """The file system refused, or could not read what is there: what a file holds is not known."""
+
+
 def reason(error: BaseException) -> str:
     """An exception in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]

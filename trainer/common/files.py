@@ -1,23 +1,34 @@
 """Files: what tells two versions apart, what a damaged one raises, and what makes a written one survive."""
 
 import errno
+import io
 import os
 import stat as stat_of
 import tarfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import DiskError
+
+T = TypeVar("T")
 
 ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error)
 """What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
+
+READ_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+"""Error numbers of a disk or a file system of the network that may well give the file at the next attempt."""
+NO_FILE = (errno.EISDIR, errno.EINVAL, errno.EFBIG)
+"""Error numbers of `read_whole` for what is there, and is no file of the kind that is read."""
+READ_AGAIN_AFTER_S = (0.1, 1.0)
+"""The waits before a file is read a second and a third time."""
 
 FOLDER_GONE = "the folder is gone, and what was in it"
 
@@ -33,14 +44,60 @@ MOST_SOUND = 4 << 30
 _BLOCK = 1 << 20
 
 
+def read_again(read: Callable[[], T]) -> T:
+    """What reading gives, which is tried again after an error of the disk. Raises OSError when all attempts fail."""
+    for wait_s in READ_AGAIN_AFTER_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in READ_ERRORS:
+                raise
+        time.sleep(wait_s)
+    return read()
+
+
+class _NotedFile(io.FileIO):
+    """A file to read, which keeps the last error of the disk; all that a BufferedReader reads, it reads so."""
+
+    error: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        return self._noting(super().readinto, buffer)
+
+    def readall(self) -> bytes:
+        return self._noting(super().readall)
+
+    def _noting(self, read: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return read(*arguments)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read. Raises the OSError of a disk that fails within it, whatever a library has made of that."""
+    with _NotedFile(path) as noted, io.BufferedReader(noted, _BLOCK) as file:
+        try:
+            yield file
+        finally:
+            if noted.error is not None:
+                raise noted.error from None
+
+
 def read_whole(path: Path, most: int) -> bytes:
     """The content of a file. Raises OSError for one that is larger, and for what has no end or may wait for ever.
 
     Of pipes those are read that a shell has made for this command, `<(...)`.
     """
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            return read_at_most(file, most)
+
     require_regular(path)
-    with path.open("rb") as file:
-        return read_at_most(file, most)
+    return read_again(read)
 
 
 def read_at_most(file: IO[bytes], most: int) -> bytes:
@@ -82,7 +139,7 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
-    """Makes a BadInput of what the file system says.
+    """Makes a DiskError, which is a BadInput, of what the file system says.
 
     what: the flag with its value, and what fails. numbers: of the errors that are meant; None means all.
     """
@@ -91,7 +148,7 @@ def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | 
     except OSError as error:
         if numbers is not None and error.errno not in numbers:
             raise
-        raise BadInput(f"{what}: {error.strerror or error}" + (f"; {advice}" if advice else "")) from None
+        raise DiskError(f"{what}: {error.strerror or error}" + (f"; {advice}" if advice else "")) from None
 
 
 def flush_path(path: Path) -> None:
