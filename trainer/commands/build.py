@@ -40,7 +40,7 @@ from trainer.logs.background import BackgroundLogger
 from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
-from trainer.loop.blocks import prepare_blocks, refusing_compilation
+from trainer.loop.blocks import prepare_blocks, refusing_compilation, settle_recomputed
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
@@ -247,6 +247,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
             check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
                 try_phase(learner, run.parallel, phase, example)
+    settle_recomputed(learner.objective, learner.batch_norm.others.changes.values())
 
 
 def assemble_run(

@@ -46,6 +46,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Model: {run.learner.num_parameters} parameters.",
         *run.task.remarks(),
         *run.lockstep.remarks(),
+        *run.learner.batch_norm.others.remarks(world_size),
     ]
     scaled = run.learning_rate.peak
     if scaled != flags.learning.lr:

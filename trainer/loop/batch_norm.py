@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from trainer.loop.forward_buffers import ForwardBuffers
+from trainer.loop.forward_state import ForwardState
 from trainer.parallel.base import Parallel
 
 
@@ -26,54 +26,53 @@ class RunningStatistics:
         self._statistics = Joined([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = Joined([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
-        self._of_norms = {id(buffer) for buffer in buffers}
-        self.others = ForwardBuffers()
+        self.others = ForwardState(model, without=norms)
         self._num_samples = 0
+        self._before_placeholder: Tensor | None = None
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
-
-    def has(self, buffer: Tensor) -> bool:
-        """Whether it is of a batch norm."""
-        return id(buffer) in self._of_norms
 
     def keep(self) -> None:
         """Before a step."""
-        self._num_samples = 0
+        self._num_samples, self._before_placeholder = 0, None
         for kind in self._kinds:
             kind.keep()
         self.others.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Around the forward of a micro-batch. num_samples: those that count; the forward of none leaves no trace.
+        """Around forward and backward of a micro-batch. num_samples: those that count; of none it leaves no trace.
 
-        But for `num_batches_tracked`, since every process has equally many micro-batches.
+        But for `num_batches_tracked` and other numbers, since every process has equally many micro-batches.
         """
         self._num_samples += num_samples
         return nullcontext() if num_samples > 0 else self._unchanged()
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        before = self._statistics.joined()
+        self._before_placeholder = before = self._statistics.joined()
         with self.others.unchanged():
             yield
+        self._before_placeholder = None
         if self._statistics:
             self._statistics.set(before)
 
     def start_agreement(self, parallel: Parallel) -> None:
         """After the last forward of a step, so that it travels during the backward. All call it, and then `agree`.
 
-        On some process samples must have counted.
+        On some process samples must have counted. No backward in train mode reads running statistics.
         """
-        if parallel.world_size == 1:
+        if parallel.world_size == 1 or not self._statistics:
             return
-        self.others.agree(parallel)
-        if not self._statistics:
-            return
-        changes = self._statistics.joined() - self._statistics.kept
+        before = self._before_placeholder  # of the last micro-batch, if that is one
+        changes = (self._statistics.joined() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
         self._pending = flat, parallel.start_sum_in_place(flat)
 
-    def agree(self) -> None:
-        """After the last backward: they change by the mean of their changes on all processes, weighted by samples."""
+    def agree(self, parallel: Parallel) -> None:
+        """After the last backward: they change by the mean of their changes on all processes, weighted by samples.
+
+        Raises BadInput as `ForwardState.agree` does.
+        """
+        self.others.agree(parallel)
         if self._pending is None:
             return
         flat, wait = self._pending

@@ -1,21 +1,21 @@
-"""The blocks of a model one by one: computed anew in the backward, which saves memory, or compiled, which saves time.
+"""The blocks of a model one by one: computed again in the backward, which saves memory, or compiled, which saves time.
 
 Neither changes a name in a state dict, nor what a run saves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag
-from trainer.parallel.buffers import kept_buffers
+from trainer.parallel.module_state import ABSENT, Change, Entry, State, WholeState, copied, entry_of, held_by, is_alike
 from trainer.task import Objective, Task
 
 BACKEND = "inductor"
@@ -52,25 +52,54 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
         compile_units(blocks or [objective])
 
 
-# --- computed anew -----------------------------------------------------------------------------------------------
+# --- computed again ----------------------------------------------------------------------------------------------
 
 
 def recompute(blocks: Sequence[nn.Module]) -> None:
-    """From now on their forwards keep no activations for the backward, which computes them anew.
+    """From now on their forwards keep no activations for the backward, which computes them again.
 
-    With the same random numbers, and without a trace in buffers.
+    With the same random numbers, and from the buffers and attributes that the first forward found. These then hold
+    again what they held before the second one.
     """
     for block in blocks:
         kind = type(block)
-        block.__class__ = type(kind.__name__, (_Recomputed, kind), {"__module__": kind.__module__})
+        own = {"__module__": kind.__module__, "changing": None}
+        block.__class__ = type(kind.__name__, (_Recomputed, kind), own)
+
+
+def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
+    """Before training: tells recomputed blocks what forwards change, of which alone each then keeps copies.
+
+    changes: in the whole objective, as forwards that tried it have shown. Raises BadInput for what cannot be put back.
+    """
+    changes = list(changes)
+    for block in objective.modules():
+        if not isinstance(block, _Recomputed):
+            continue
+        path_of = {id(module): path for path, module in block.named_modules()}
+        own = [change for change in changes if id(change.module) in path_of]
+        for change in own:
+            if not change.is_seen:
+                raise _not_alike(change.path, "which cannot be put back")
+        type(block).changing = {(path_of[id(change.module)], change.name) for change in own}
+
+
+def _not_alike(what: str, why: str) -> BadInput:
+    return BadInput(
+        f"--grad-checkpointing: forwards change {what}, {why}, so that the backward cannot compute a block a second "
+        "time as it was the first time; leave the flag out, or leave that block out of Task.blocks"
+    )
 
 
 class _Recomputed(nn.Module):
     """The first base of a recomputed block's class.
 
     Hooks and what is compiled are within what is computed twice. A class and not a new `forward` of the block, which a
-    replica of it would not be the self of.
+    replica of it would not be the self of. The class belongs to one block, and its replicas.
     """
+
+    changing: ClassVar[set[tuple[str, str]] | None]
+    """What forwards change, by the path of a submodule and the name in it; None before it is known."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -79,23 +108,66 @@ class _Recomputed(nn.Module):
         return checkpoint(super().__call__, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward, and around each of the others."""
-    return nullcontext(), _KeptBuffers(block)
+    return nullcontext(), _AsFound(block)
 
 
-class _KeptBuffers(AbstractContextManager[None]):
-    """`kept_buffers` for more than once: gradients of gradients compute a block anew for every backward."""
+class _AsFound(AbstractContextManager[None]):
+    """Within it a block holds what it held when this was made; afterwards it holds what it does now.
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
+    It works on copies, which the backward may then go on reading. Any number of times: gradients of gradients compute
+    a block again for every backward.
+    """
+
+    def __init__(self, block: _Recomputed) -> None:
+        self._block, changing = block, type(block).changing
+        self._found = WholeState(block) if changing is None else State(_entries(block, changing))
+        self._copies = self._found.copies()
+        # What else a forward replaces is not lost, and what else it writes into shows.
+        self._held = held_by(block) if changing is not None else []
+        self._versions = [
+            (value, value._version)
+            for _, held in self._held
+            for value in held.values()
+            if type(value) is Tensor and id(value) not in self._copies
+        ]
 
     def __enter__(self) -> None:
-        self._kept = kept_buffers(self._block)
-        self._kept.__enter__()
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise _not_alike(self._first_changed(), "which the first forward of all did not change")
+        replaced = [
+            (owner, name, held.get(name, ABSENT))
+            for owner, held in self._held
+            if not is_alike(owner, held)
+            for name in owner.keys() | held.keys()
+            if owner.get(name, ABSENT) is not held.get(name, ABSENT)
+        ]
+        self._found.entries += replaced
+        self._now = WholeState(self._block) if type(self._block).changing is None else self._found.of_now()
+        self._found.write(copied(self._copies))
 
     def __exit__(self, *raised: Any) -> None:
-        self._kept.__exit__(*raised)
+        self._now.write()
+
+    def _first_changed(self) -> str:
+        changed = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        names = (
+            f"{path}.{name}".lstrip(".")
+            for path, module in self._block.named_modules()
+            for held in (module._buffers, vars(module))
+            for name, value in held.items()
+            if id(value) in changed
+        )
+        return next(names, "a tensor")
+
+
+def _entries(block: nn.Module, names: set[tuple[str, str]]) -> list[Entry]:
+    """names: by the path of a submodule and the name in it."""
+    if not names:
+        return []
+    modules = dict(block.named_modules())
+    return [entry_of(modules[path], name) for path, name in names]
 
 
 # --- compiled ----------------------------------------------------------------------------------------------------

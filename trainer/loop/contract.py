@@ -3,7 +3,7 @@
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -21,7 +21,7 @@ from trainer.loop.learner import Learner
 from trainer.loop.orders import SampleOrder, ShuffledOrder
 from trainer.loop.plan import BatchSplit
 from trainer.parallel.base import Parallel
-from trainer.parallel.buffers import kept_buffers
+from trainer.parallel.module_state import Change, leaving_no_trace
 from trainer.parallel.parts import is_sharded
 from trainer.task import PerSample, Task, validation_sets
 
@@ -167,8 +167,8 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
     """
     net, objective = learner.enter(phase), learner.objective
     name = f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
-    with _leaving_no_trace(learner, net):
-        parameters, buffers = _versions(objective.named_parameters()), _versions(objective.named_buffers())
+    with _leaving_no_trace(learner, net) as changes:
+        parameters = _versions(objective.named_parameters())
         drawn = _places_in_generators()
         sums = net(parallel.to_device(example), phase)
         parallel.draws_on_host |= _places_in_generators() != drawn
@@ -180,9 +180,8 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
                 f"{name} changes {changed[0]}, a parameter, which each process would do by its own samples; do it in "
                 "after_step; see Objective in trainer/task.py"
             )
-        changed = _changed(buffers, objective.named_buffers())
-        others = [name for name in changed if not learner.batch_norm.has(objective.get_buffer(name))]
-        learner.batch_norm.others.add(objective, others)
+        learner.batch_norm.others.learn(changes())
+        learner.batch_norm.others.settle(objective, parallel)
         (sums["loss"] * 0).backward()
     parallel.settle(net)
 
@@ -252,12 +251,12 @@ def leaves_a_single_sample(parallel: Parallel, global_batch_size: int, micro_bat
 
 
 @contextmanager
-def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[None]:
-    """In train mode; gradients, buffers and random states are as before afterwards."""
+def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[Callable[[], list[Change]]]:
+    """In train mode; afterwards gradients, random states and what modules hold are as before. Yields what changed."""
     net.train()
     devices = {parameter.device for parameter in learner.objective.parameters() if parameter.is_cuda}
-    with kept_buffers(learner.objective), torch.random.fork_rng(list(devices)):
-        yield
+    with leaving_no_trace(learner.objective) as changes, torch.random.fork_rng(list(devices)):
+        yield changes
     learner.objective.zero_grad(set_to_none=True)
 
 

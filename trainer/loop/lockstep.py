@@ -12,6 +12,7 @@ from trainer.loop.arrival import Arrival
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.step_results import GROUP_SIZE
 from trainer.parallel.base import Parallel
+from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.parts import own_parts
 
 LIMBS, LIMB_BITS = 4, 16
@@ -33,10 +34,10 @@ class Account(NamedTuple):
 
 
 class Lockstep:
-    """Compares the parameters and buffers of all processes every so many optimizer steps, and before every save.
+    """Compares the parameters and persistent buffers of all processes every so many steps, and before every save.
 
-    every: steps; 0 compares nothing. Nobody waits for it: the fingerprint goes along with the numbers that a step
-    exchanges anyway, on a GPU once it has long since arrived. Those are added up, so the limbs h of a fingerprint
+    every: optimizer steps; 0 compares nothing. Nobody waits for it: the fingerprint goes along with the numbers that a
+    step exchanges anyway, on a GPU once it has long since arrived. Those are added up, so the limbs h of a fingerprint
     travel with their squares: of n processes all have the same where n times the sum of the squares is the square of
     the sum (Cauchy and Schwarz), exactly, in float64 for up to 2^21 processes.
 
@@ -65,7 +66,8 @@ class Lockstep:
         self._is_on = self._every > 0 and self._num_copies > 1
         if self._is_on:
             self._fingerprint = Fingerprint(num_words(self._tensors().values()), self._parallel.device)
-            self._buffers = {name: (buffer, buffer._version) for name, buffer in self._objective.named_buffers()}
+            buffers = persistent_buffers(self._objective)
+            self._buffers = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
 
     def after_step(self, step: int) -> None:
         """Takes the fingerprint where it is due. step: optimizer steps done."""
@@ -97,7 +99,7 @@ class Lockstep:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What is compared, by its name, as far as this process has it."""
-        named = {**dict(self._objective.named_parameters()), **dict(self._objective.named_buffers())}
+        named = {**dict(self._objective.named_parameters()), **persistent_buffers(self._objective)}
         kept = {
             name: tensor
             for name, tensor in named.items()
@@ -149,7 +151,7 @@ class Lockstep:
         """Buffers that are not what and as they were before training."""
         return {
             name
-            for name, buffer in self._objective.named_buffers()
+            for name, buffer in persistent_buffers(self._objective).items()
             if name not in self._buffers or self._buffers[name][0] is not buffer
             or self._buffers[name][1] != buffer._version
         }  # fmt: skip

@@ -22,8 +22,8 @@ from trainer.loop.plan import BatchSplit, split_batch
 from trainer.loop.run import Run
 from trainer.loop.torch_optimizers import moments_of
 from trainer.loop.windows import WeightedBatch, Window, weighted
-from trainer.parallel.buffers import kept_buffers
 from trainer.parallel.errors import RestartNeeded
+from trainer.parallel.module_state import leaving_no_trace
 
 T = TypeVar("T")
 
@@ -217,7 +217,7 @@ def _first_too_large(run: Run) -> int | None:
     """The first phase whose largest micro-batch finds no room on some process."""
     run.parallel.activity.enter("the rehearsal of the largest batch")
     gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
-    with kept_buffers(run.learner.objective), torch.random.fork_rng(gpus):
+    with leaving_no_trace(run.learner.objective), torch.random.fork_rng(gpus):
         failures = [not _fits(run, phase) for phase in range(len(run.task.phases))]
     found = run.parallel.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
     return found[0] if found else None

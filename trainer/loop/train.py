@@ -160,10 +160,9 @@ def train_step(
         parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
         # Gradients travel to the other processes in the last backward of the window only.
-        with parallel.gradient_sync(net, enabled=is_last):
+        with parallel.gradient_sync(net, enabled=is_last), learner.batch_norm.of_samples(num_samples):
             parallel.activity.enter("forward")
-            with learner.batch_norm.of_samples(num_samples):
-                part = counted(net(parallel.to_device(batch), phase), num_samples > 0)
+            part = counted(net(parallel.to_device(batch), phase), num_samples > 0)
             if is_last:
                 learner.batch_norm.start_agreement(parallel)
             parallel.activity.enter("backward")
@@ -171,7 +170,7 @@ def train_step(
                 parallel.mark_exchange(part["loss"])
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         add_sums(sums, {name: value.detach() if value.requires_grad else value for name, value in part.items()})
-    learner.batch_norm.agree()
+    learner.batch_norm.agree(parallel)
     parallel.agree_on_gradients(learner.params[phase])
     parallel.activity.enter(OPTIMIZER)
     learner.last_step.changes()

@@ -209,7 +209,7 @@ class Parallel:
         return value
 
     def sync_buffers(self, objective: nn.Module) -> None:
-        """Gives every process the buffers of the main one, before evaluating and saving."""
+        """Gives every process the persistent buffers of the main one, before evaluating and saving. All call it."""
 
     def agree_on_gradients(self, params: Sequence[Tensor]) -> None:
         """After the last backward of a step, which trains `params`: all have gradients of the same ones of them."""

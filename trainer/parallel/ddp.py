@@ -26,6 +26,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.meeting import ALIKE, join, within
+from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.parallel.outline import empty_like, mapped, without_weights
 from trainer.parallel.watchdog import Watchdog
@@ -194,9 +195,9 @@ class Distributed(Parallel):
         if self._flags.sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         # Its exchange refuses some types of buffers. They are agreed here, and before evaluating and saving.
-        names = [name for name, _ in net.named_buffers()]
-        LightDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
-        self.sync_buffers(net)
+        buffers = dict(net.named_buffers())
+        LightDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [*buffers])
+        self._send_buffers_of_main(buffers)
         wrapped = LightDistributedDataParallel(
             net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -309,13 +310,33 @@ class Distributed(Parallel):
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
     def sync_buffers(self, objective: nn.Module) -> None:
+        self._send_buffers_of_main(persistent_buffers(objective))
+
+    def _send_buffers_of_main(self, buffers: Mapping[str, Tensor]) -> None:
+        """Into the buffers of the others. Raises BadInput on all processes where one has others."""
+        # Of sparse ones NCCL refuses to send the numbers, and gloo sends other ones.
+        dense = {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
+        self._refuse_other_buffers(dense)
         self.activity.enter(EXCHANGE)
-        for buffer in (buffer for buffer in objective.buffers() if buffer.layout == torch.strided):
-            # Of others NCCL refuses to send the numbers, and gloo sends other ones.
+        for buffer in dense.values():
             whole = buffer.contiguous()
             _broadcast(whole)
             if whole is not buffer:
                 buffer.copy_(whole)
+
+    def _refuse_other_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """For gloo ends a process that gets more than it expects."""
+        own = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()}
+        every = self.gather(own)
+        for rank, others in enumerate(every):
+            for name in every[0] | others:
+                here, there = every[0].get(name), others.get(name)
+                if here != there:
+                    raise BadInput(
+                        f"the buffer {name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0, so "
+                        "that the model is not the same on all of them; register it with persistent=False, which each "
+                        "rank keeps to itself, or make it alike in build_objective"
+                    )
 
     def from_main(self, value: Tensor) -> Tensor:
         self.activity.enter(EXCHANGE)
@@ -389,6 +410,10 @@ def _broadcast(values: Tensor) -> None:
     """The main process's, in place. values: contiguous; as bytes, for of some types gloo sends none."""
     if values.numel():
         dist.broadcast(values.view(-1).view(torch.uint8), src=0)
+
+
+def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if kind is None else f"{kind[1].removeprefix('torch.')} of shape {kind[0]}"
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.buffers import kept_buffers
+from trainer.parallel.module_state import leaving_no_trace
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(output, targets) -> loss."""
@@ -85,14 +85,15 @@ def training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Te
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within it the model is on the device, without gradients; after it everything is as it was before.
 
-    That is: its device, the modes of its modules, gradients, buffers, and the generators of torch, numpy and Python.
+    That is: its device, the modes of its modules, gradients, buffers, attributes, and the generators of torch, numpy
+    and Python.
     """
     home = device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     python, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with kept_buffers(model), torch.random.fork_rng([d for d in {device, home} if d.type == "cuda"]):
+        with leaving_no_trace(model), torch.random.fork_rng([d for d in {device, home} if d.type == "cuda"]):
             model.zero_grad(set_to_none=True)
             model.to(device)
             yield

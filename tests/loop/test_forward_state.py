@@ -1,0 +1,178 @@
+"""What forwards keep in buffers and plain attributes: as in a bare loop, on any number of processes, after a resume."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import ROOT, assert_same_bits, load
+from tests.helpers import forks
+from tests.helpers.shaped_task import Points
+from tests.helpers.stateful_task import KINDS, build
+from trainer.loading.order import EpochOrder
+
+FILE = ROOT / "tests" / "helpers" / "stateful_task.py"
+LR, NUM, WHOLE, EPOCHS = 0.05, 21, 8, 2
+RUN = ["--dtype", "float64", "--num-threads", 1, "--device", "cpu", "--epochs", EPOCHS, "--weight-decay", 0,
+       "--optimizer", "sgd", "--no-test", "--global-batch-size", WHOLE]  # fmt: skip
+SOUND = sorted(KINDS.keys() - {"PersistentTable", "LatePersistentTable", "LateScaled"})
+
+
+def of(kind):
+    return ["--task", f"{FILE}:{kind}Task", *RUN]
+
+
+@pytest.fixture
+def train_two(environment, tmp_path):
+    """Trains on two processes; returns what they printed."""
+
+    def run(form, folder, *argv, statuses=(0, 0)):
+        output = tmp_path / f"{folder.name}.out"
+        found = forks.run_group(["--multi-gpu", form, *argv, "--save-dir", folder], 2, environment, output)
+        assert found == list(statuses), output.read_text()
+        return output.read_text()
+
+    return run
+
+
+class BareLoop:
+    """Plain torch: a copy of the model for each process, whose gradients are summed, and whose buffers are the first's.
+
+    But for buffers that are not persistent and made anew, which each keeps of its own, as all attributes.
+    """
+
+    def __init__(self, kind, world_size, size):
+        self.kind, self.world_size, self.size = kind, world_size, size
+        self.models = []
+        for _ in range(world_size):
+            torch.manual_seed(0)
+            self.models.append(build(kind).double().train())
+        points = torch.from_numpy(Points(NUM, 1).x)
+        self.x, self.y = points.double(), (points.sum(1) > 0).long()
+
+    def weights(self):
+        for epoch in range(EPOCHS):
+            for chosen in torch.from_numpy(EpochOrder(0, epoch, 0, NUM).take(0, NUM)).split(WHOLE):
+                self.step(chosen)
+        return self.models[0].state_dict()
+
+    def step(self, chosen):
+        for rank, model in enumerate(self.models):
+            model.zero_grad()
+            parts = chosen[rank :: self.world_size].split(self.size)
+            for own in parts:
+                (F.cross_entropy(model(self.x[own]), self.y[own], reduction="sum") / len(chosen)).backward()
+            if self.kind == "Counting":  # a placeholder counts as a forward
+                model[0][1].calls += len(chosen[:: self.world_size].split(self.size)) - len(parts)
+        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+            gradient = sum(parameter.grad for parameter in parameters)
+            for parameter in parameters:
+                parameter.data -= LR * gradient
+        for model in self.models[1:]:
+            self.agree(model)
+
+    def agree(self, model):
+        for mine, its in zip(model.modules(), self.models[0].modules(), strict=True):
+            for name, value in its.named_buffers(recurse=False):
+                if name not in its._non_persistent_buffers_set or name == "scale":
+                    getattr(mine, name).data.copy_(value)
+
+
+def assert_learnt_as(loop, folder):
+    found, expected = load(folder / "final.pth")["model"], loop.weights()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Running statistics of several processes are those of test_batch_norm.py.
+        if loop.world_size == 1 or not name.endswith(("running_mean", "running_var")):
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize("kind", SOUND)
+def test_one_process_learns_what_a_bare_loop_learns(kind, run_here, tmp_path):
+    run_here(*of(kind), "--batch-size", 3, "--save-dir", tmp_path)
+    assert_learnt_as(BareLoop(kind, 1, 3), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        pytest.param(form, kind, marks=[pytest.mark.slow] * ((form, kind) not in (("ddp", "Scaled"), ("ddp", "Table"))))
+        for form in ("ddp", "fsdp")
+        for kind in SOUND
+    ],
+)
+def test_two_processes_learn_what_a_bare_loop_learns(form, kind, train_two, tmp_path):
+    """With accumulation, and a placeholder in the last step of an epoch, of 3 and 2 samples."""
+    size = 4 if "BatchNorm" in kind else 2  # which refuses a sample alone
+    train_two(form, tmp_path / "run", *of(kind), "--batch-size", size)
+    assert_learnt_as(BareLoop(kind, 2, size), tmp_path / "run")
+
+
+def test_attributes_of_the_objective_begin_with_the_first_step(run_here, tmp_path):
+    out = run_here("--task", f"{FILE}:Counted", *RUN, "--batch-size", 3, "--save-dir", tmp_path).out
+    assert "Forwards change plain attributes: calls. No checkpoint holds them" in out
+    assert float(load(tmp_path / "final.pth")["model"]["calls_of_objective"]) == 2 * 8  # 3 + 3 + 2 micro-batches
+
+
+# --- computed a second time --------------------------------------------------------------------------------------
+
+
+CHANGING = [
+    kind for kind in SOUND if kind not in ("WeightNorm", "OldWeightNorm", "BatchNorm", "MeanBatchNorm", "Masked")
+]
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_recomputing_changes_no_bit(kind, run_here, tmp_path):
+    for more in ([], ["--grad-checkpointing"]):
+        run_here(*of(kind), "--batch-size", 3, *more, "--save-dir", tmp_path / str(len(more)))
+    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in "01"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHANGING)
+def test_recomputing_changes_no_bit_on_two_processes(kind, train_two, tmp_path):
+    for more in ([], ["--grad-checkpointing"]):
+        train_two("ddp", tmp_path / str(len(more)), *of(kind), "--batch-size", 2, *more)
+    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in "01"))
+
+
+def test_a_change_that_the_first_forward_did_not_show_is_refused(refused, tmp_path):
+    argv = [*of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path]
+    refused(["--grad-checkpointing: forwards change 1.scale, which the first forward of all did not change"], *argv)
+
+
+# --- refused, or told --------------------------------------------------------------------------------------------
+
+
+def test_a_persistent_buffer_that_grows_is_refused_before_training(refused, tmp_path):
+    part = (
+        "ShapedObjective.forward gives model.0.1.table, a persistent buffer, the shape (2, 5) in place of (1, 5): a "
+        "checkpoint of it would fit no new model; register it with persistent=False"
+    )
+    refused([part], *of("PersistentTable"), "--save-dir", tmp_path / "run")
+
+
+def test_one_that_grows_later_is_refused_at_that_step(refused, tmp_path):
+    part = "ShapedObjective.forward gives model.0.1.table, a persistent buffer, the shape (2, 5) in place of (1, 5)"
+    refused([part], *of("LatePersistentTable"), "--save-every-steps", 1, "--save-dir", tmp_path)
+    assert load(tmp_path / "last.pth")["step"] == 3
+
+
+@pytest.mark.parametrize("form", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_on_all_ranks(form, train_two, tmp_path):
+    """One that grows by one row on rank 0, and by two on rank 1."""
+    argv = [*of("LatePersistentTable"), "--save-every-steps", 1]
+    output = train_two(form, tmp_path / "run", *argv, statuses=(2, 2))
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "gives model.0.1.table, a persistent buffer, the shape (" in error
+    assert load(tmp_path / "run" / "last.pth")["step"] == 3
+
+
+def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):
+    out = run_here(*of("Counting"), "--save-dir", tmp_path / "run").out
+    names = ", ".join(f"model.0.1.{name}" for name in ("calls", "last", "names", "mean", "history", "by_size", "pair"))
+    assert f"Forwards change plain attributes: {names}. No checkpoint holds them" in out
+    for kind in ("Scaled", "OldWeightNorm", "Masked", "BatchNorm"):
+        assert "Forwards change" not in run_here(*of(kind), "--save-dir", tmp_path / kind).out

@@ -1,0 +1,226 @@
+"""What modules hold besides parameters is put back after forwards that do not count, and what changed is told."""
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.stateful_task import KINDS, WIDTH, build
+from trainer.loop.forward_state import ForwardState
+from trainer.parallel.module_state import WholeState, leaving_no_trace, persistent_buffers
+from trainer.profiling.model_adapter import untouched
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Meter:
+    def __init__(self):
+        self.sum = 0.0
+
+
+class Everything(nn.Module):
+    """Holds values of all kinds; `change` changes one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("buffer", torch.arange(3.0))
+        self.register_buffer("local", torch.arange(3.0), persistent=False)
+        self.register_buffer("nothing", None)
+        self.number, self.text, self.flag, self.none, self.nan = 1, "a", False, None, float("nan")
+        self.tensor, self.array = torch.arange(4.0), np.arange(4.0)
+        self.alias = self.tensor
+        self.list, self.deque, self.set = [1, [torch.zeros(2)]], deque([1, 2], maxlen=2), {1}
+        self.dict = {"x": {"y": torch.zeros(2)}}
+        self.ordered, self.default = OrderedDict(a=1), defaultdict(list, a=[1])
+        self.counter, self.pair, self.tuple = Counter("aab"), Pair(torch.zeros(2), 1), ([1], 2)
+        self.list.append(self.list)
+        self.meter, self.random, self.generator = Meter(), random.Random(0), torch.Generator()
+        self.numpy = np.random.default_rng(0)
+        self.device, self.function = torch.device("cpu"), len
+
+
+CHANGES = {
+    "buffer": lambda m: m.buffer.add_(1),
+    "local": lambda m: m.register_buffer("local", torch.zeros(5), persistent=False),
+    "nothing": lambda m: setattr(m, "nothing", torch.ones(1)),
+    "made": lambda m: m.register_buffer("made", torch.ones(1), persistent=False),
+    "inner.attribute": lambda m: setattr(m.inner, "attribute", 5),
+    "number": lambda m: setattr(m, "number", 2),
+    "text": lambda m: setattr(m, "text", m.text + "b"),
+    "flag": lambda m: setattr(m, "flag", True),
+    "none": lambda m: setattr(m, "none", torch.ones(2)),
+    "array": lambda m: m.array.fill(3),
+    "list": lambda m: m.list[1][0].add_(1),
+    "deque": lambda m: m.deque.append(3),
+    "set": lambda m: m.set.add(2),
+    "dict": lambda m: m.dict["x"].update(z=1),
+    "ordered": lambda m: m.ordered.move_to_end("a") or m.ordered.update(b=2),
+    "default": lambda m: m.default["b"].append(1),
+    "counter": lambda m: m.counter.update("c"),
+    "pair": lambda m: m.pair.first.add_(1),
+    "tuple": lambda m: m.tuple[0].append(2),
+    "removed": lambda m: delattr(m, "buffer"),
+    ".data": lambda m: m.buffer.data.add_(1),
+}
+
+
+def described(value, seen=()):
+    """Its content in nested tuples, with the identity of all that can change."""
+    if id(value) in seen:
+        return "again"
+    seen = (*seen, id(value))
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return id(value), tuple(value.reshape(-1).tolist())
+    if isinstance(value, dict):
+        return id(value), type(value), tuple((name, described(item, seen)) for name, item in value.items())
+    if isinstance(value, list | deque | set | tuple):
+        return id(value), type(value), tuple(described(item, seen) for item in value)
+    return repr(value) if isinstance(value, float) else value
+
+
+def state_of(module):
+    return [described(vars(each)) for each in module.modules()]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_told_and_put_back(name):
+    module = Everything()
+    before = state_of(module)
+    with leaving_no_trace(module) as changes:
+        assert changes() == []
+        CHANGES[name](module)
+        found = changes()
+    assert [change.path for change in found] == [{"removed": "buffer", ".data": "buffer"}.get(name, name)]
+    assert found[0].is_seen
+    assert state_of(module) == before
+
+
+def test_two_names_of_one_tensor():
+    module = Everything()
+    with leaving_no_trace(module) as changes:
+        module.tensor.add_(1)
+        assert module.alias is module.tensor
+        assert [change.path for change in changes()] == ["tensor", "alias"]
+    assert module.alias is module.tensor and torch.equal(module.tensor, torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("meter", lambda m: setattr(m.meter, "sum", 1.0)),
+        ("random", lambda m: m.random.random()),
+        ("generator", lambda m: torch.rand(1, generator=m.generator)),
+        ("numpy", lambda m: m.numpy.random()),
+    ],
+)
+def test_what_cannot_be_put_back_is_told(name, change):
+    module = Everything()
+    with leaving_no_trace(module) as changes:
+        change(module)
+        (found,) = changes()
+    assert (found.path, found.is_seen) == (name, False)
+    state = ForwardState(module, without=[])
+    state.learn([found])
+    (line,) = state.remarks(world_size=1)
+    assert f"Forwards change what cannot be put back: {name} ({type(getattr(module, name)).__name__})." in line
+
+
+def test_caches_of_other_objects_and_equal_values_are_no_change():
+    module = Everything()
+    with leaving_no_trace(module) as changes:
+        module.meter.cache = 1
+        module.device, module.nan, module.number = torch.device("cpu"), float("nan"), 1
+        assert changes() == []
+
+
+def test_an_error_within_puts_back_too():
+    module = Everything()
+    before = state_of(module)
+    with pytest.raises(ZeroDivisionError), leaving_no_trace(module):
+        module.number = 1 / 0 if module.buffer.add_(1).sum() else 2
+    assert state_of(module) == before
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_measurement_leaves_models_as_they_were(kind):
+    model = build(kind)
+    before = model.state_dict(), [*WholeState(model).entries]
+    copies = {name: value.clone() for name, value in before[0].items()}
+    with untouched(model, torch.device("cpu")):
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+    assert model.state_dict().keys() == copies.keys()
+    assert all(torch.equal(value, copies[name]) for name, value in model.state_dict().items())
+    after = WholeState(model).entries
+    assert all(one[2] is other[2] for one, other in zip(before[1], after, strict=True))
+
+
+def test_persistent_buffers():
+    assert persistent_buffers(Everything()).keys() == {"buffer"}
+
+
+# --- in a step ---------------------------------------------------------------------------------------------------
+
+
+def learnt(kind):
+    torch.manual_seed(0)
+    model = build(kind)
+    state = ForwardState(model, without=[])
+    with leaving_no_trace(model) as changes:
+        model(torch.randn(3, 4) * 9)
+        state.learn(changes())
+    return model, state
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Quantised", "Queued", "LargestSeen"])
+def test_a_placeholder_leaves_no_trace_in_buffers_and_its_backward_reads_its_own(kind):
+    model, state = learnt(kind)
+    for buffer in model.buffers():
+        buffer.data.zero_()  # divided by in the backward, if that read them
+    before = {name: (id(buffer), buffer.clone()) for name, buffer in model.named_buffers()}
+    with state.unchanged():
+        (model(torch.randn(3, 4)).sum() * 0).backward()
+    assert all(bool((p.grad == 0).all()) for p in model.parameters() if p.grad is not None)
+    after = dict(model.named_buffers())
+    assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())
+
+
+def test_a_placeholder_counts_as_a_forward():
+    model, state = learnt("Counting")
+    counting = model[0][1]
+    with state.unchanged():
+        model(torch.randn(3, 4))
+    assert (counting.calls, counting.names) == (1, "call 1")
+    assert torch.equal(counting.mean, torch.zeros(WIDTH)) and len(counting.history) == 0
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Queued", "Counting", "Rotary", "LargestSeen"])
+def test_a_step_that_is_left_out_leaves_no_trace(kind):
+    model, state = learnt(kind)
+    before = [described(vars(each)) for each in model[0][1].modules()]
+    for _ in range(2):
+        state.keep()
+        model(torch.randn(3, 4) * 9)
+        state.undo()
+        assert [described(vars(each)) for each in model[0][1].modules()] == before
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Queued", "LargestSeen", "Counting"])
+@pytest.mark.parametrize("applied", [True, False])
+def test_the_device_decides_about_tensors(applied, kind):
+    model, state = learnt(kind)
+    layer = model[0][1]
+    tensors = [name for name, value in [*vars(layer).items(), *layer._buffers.items()] if torch.is_tensor(value)]
+    before = {name: getattr(layer, name).clone() for name in tensors}
+    state.keep()
+    model(torch.randn(3, 4) * 9)
+    changed = {name: getattr(layer, name).clone() for name in tensors}
+    state.undo_unless(torch.tensor(applied))
+    for name in tensors:
+        assert not torch.equal(before[name], changed[name])
+        assert torch.equal(getattr(layer, name), changed[name] if applied else before[name])
