@@ -1,10 +1,12 @@
 """What forwards keep in buffers and plain attributes: as in a bare loop, on any number of processes, after a resume."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import ROOT, assert_same_bits, load
+from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from tests.helpers import forks
 from tests.helpers.shaped_task import Points
 from tests.helpers.stateful_task import KINDS, build
@@ -141,6 +143,45 @@ def test_recomputing_changes_no_bit_on_two_processes(kind, train_two, tmp_path):
 def test_a_change_that_the_first_forward_did_not_show_is_refused(refused, tmp_path):
     argv = [*of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path]
     refused(["--grad-checkpointing: forwards change 1.scale, which the first forward of all did not change"], *argv)
+
+
+# --- after a resume ----------------------------------------------------------------------------------------------
+
+
+EVERY = ["--save-every-steps", 1, "--keep-checkpoints", 0, "--batch-size", 2]
+
+
+def cut(folder, num_entries):
+    entries = json.loads((folder / "whole" / "manifest.json").read_text())["checkpoints"]
+    cut_back(folder / "whole", entries[:num_entries], folder / "resumed")
+
+
+def test_buffers_that_are_not_persistent_go_on_to_the_bit(run_here, tmp_path):
+    run_here(*of("ScaledLocally"), *EVERY, "--save-dir", tmp_path / "whole")
+    cut(tmp_path, 2)
+    run_here(*of("ScaledLocally"), *EVERY, "--save-dir", tmp_path / "resumed")
+    whole, resumed = (load(tmp_path / name / "final.pth") for name in ("whole", "resumed"))
+    assert whole["other_buffers"].keys() == {"model.0.1.scale"}
+    assert "0.1.scale" not in whole["model"]
+    assert_same_bits(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(set(SOUND) - {"Counting", "Rotary", "Standardised"}))
+def test_two_processes_go_on_to_the_bit(kind, train_two, tmp_path):
+    argv = [*of(kind), *EVERY, "--batch-size", 4 if "BatchNorm" in kind else 2]
+    train_two("ddp", tmp_path / "whole", *argv)
+    cut(tmp_path, 2)
+    train_two("ddp", tmp_path / "resumed", *argv)
+    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("whole", "resumed")))
+
+
+def test_a_checkpoint_without_them_still_resumes(run_here, tmp_path):
+    run_here(*of("ScaledLocally"), *EVERY, "--epochs", 1, "--save-dir", tmp_path / "run")
+    state = load(tmp_path / "run" / "final.pth")
+    del state["other_buffers"]
+    torch.save(state, tmp_path / "older.pth")
+    run_here(*of("ScaledLocally"), *EVERY, "--resume-from", tmp_path / "older.pth", "--save-dir", tmp_path / "resumed")
 
 
 # --- refused, or told --------------------------------------------------------------------------------------------

@@ -110,6 +110,8 @@ _IF_KNOWN: Mapping[str, Kind] = {"data_digest": text()}
 """A fact that not every task tells."""
 _OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
 """Of a run alone whose `model` is an average of the weights."""
+_OF_FORWARDS: Mapping[str, Kind] = {"other_buffers": by_name(tensor)}
+"""Where forwards change buffers that are not persistent."""
 
 RESUMABLE = (*_PROGRESS, *_FACTS)
 """Entries of a checkpoint without which a run cannot go on."""
@@ -133,7 +135,7 @@ def flaw_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
 
     resumable: a run may go on from it; otherwise only entries that are there count.
     """
-    core, others = {**_PROGRESS, **_FACTS}, {**_OF_AVERAGE, **_IF_KNOWN, CHECKSUM: text()}
+    core, others = {**_PROGRESS, **_FACTS}, {**_OF_AVERAGE, **_OF_FORWARDS, **_IF_KNOWN, CHECKSUM: text()}
     if resumable:
         fields = record({"model": _WEIGHTS, **core}, others)
     else:

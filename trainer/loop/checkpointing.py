@@ -125,7 +125,9 @@ def state_of(
     run: Run, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
     """What a checkpoint holds of the run. state: weights and moments."""
+    buffers = run.learner.batch_norm.others.saved()
     return state | {
+        **({"other_buffers": buffers} if buffers else {}),
         "scaler": run.learner.precision.scaler.state_dict(),
         "position": asdict(progress.position),
         "step": progress.step,
@@ -169,6 +171,7 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
 def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
     learner, step = run.learner, state["step"]
+    learner.batch_norm.others.restore(state.get("other_buffers", {}))
     run.parallel.load_moments(state["optimizers"], learner.optimizers)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
