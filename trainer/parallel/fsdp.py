@@ -26,6 +26,7 @@ from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.left_out import LeftOut
+from trainer.parallel.module_state import tensors_in_attributes
 from trainer.parallel.outline import mapped
 from trainer.task import Objective, sparse_parameters
 
@@ -292,7 +293,8 @@ def built_as_outline(build: Callable[[], Objective], outline: object) -> Objecti
     try:
         with torch.device("meta"):
             objective = build()
-        if outline_of(objective) == outline:
+        # What comes from the main process are parameters and buffers.
+        if outline_of(objective) == outline and not any(value.is_meta for value in tensors_in_attributes(objective)):
             return objective
     except Exception:  # whatever a task does that needs content
         pass
