@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -160,7 +161,7 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
     wanted = f"(N, {len(channels)}, {window.length})"
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, MemoryError, SyntaxError, TokenError, zipfile.BadZipFile) as error:
         if path.stat().st_size == 0:
             reason = "is empty"
         elif "allow_pickle" in str(error):

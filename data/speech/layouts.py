@@ -1,6 +1,7 @@
 """What is said in which file, by whom: the forms in which corpora are published."""
 
 import json
+import math
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,14 +132,33 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         if '"audio_filepath"' in line:
             raise BadInput(f"{where}: has audio_filepath, as manifests of NeMo; call it audio_path") from None
         raise BadInput(f"{where}: {reason}; give one a line") from None
-    if not isinstance(sound, str) or not isinstance(text, str) or not isinstance(duration, int | float | None):
+    speaker = str(entry.get("speaker") or "")
+    if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
         raise BadInput(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
+    if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text + speaker):
+        raise BadInput(f"{where}: holds a character that no text or name of a file has; mend it")
     if entry.get("offset"):
         raise BadInput(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
     if not source.reads_outside and (path.startswith(("/", "../"))):
         raise BadInput(f"{where}: {sound!r} leads out of the archive; pack the sound with the manifest")
-    return Utterance(path, text, str(entry.get("speaker") or ""), split, duration)
+    return Utterance(path, text, speaker, split, duration)
+
+
+def _is_finite(number: object) -> bool:
+    try:
+        return isinstance(number, int | float) and math.isfinite(number)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def _can_be_written(text: str, errors: str = "strict") -> bool:
+    """Whether a text has no halves of characters, which JSON's escapes can make."""
+    try:
+        text.encode(errors=errors)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _common_voice(source: Source) -> list[Utterance] | None:

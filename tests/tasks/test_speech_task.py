@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -315,7 +317,16 @@ def test_a_run_begins_with_a_table_of_what_was_found(digits, make_task):
     assert make_task("--task", "speech").remarks() == []
 
 
-def test_a_text_has_single_blanks(make_task, spoken, monkeypatch, tmp_path, recognised):
+def test_names_of_files_need_not_be_text(make_task, recognised, tmp_path):
+    for i in range(4):
+        name = Path(os.fsdecode(bytes(tmp_path) + b"/%d\xff" % i))
+        write_wav(name.with_suffix(".wav"), tone(i))
+        name.with_suffix(".txt").write_text("one")
+    assert make_task("--task", "speech", "--data-dir", tmp_path).data_digest()
+    assert [row["file"] for row in recognised(tmp_path)] == [rf"{i}\xff.wav" for i in range(4)]
+
+
+def test_a_text_has_single_blanks(monkeypatch, tmp_path, recognised):
     """Whatever symbols come out."""
     monkeypatch.setattr(Alphabet, "decode", lambda self, ids: "  a   b ")
     (row,) = recognised(write_wav(tmp_path / "a.wav", tone(0)))

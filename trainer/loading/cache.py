@@ -64,7 +64,7 @@ def digest_of(*parts: np.ndarray | str) -> str:
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
-            digest.update(f"{part}\n".encode())
+            digest.update(f"{part}\n".encode(errors="surrogateescape"))
         else:
             digest.update(f"{part.dtype.str}{part.shape}\n".encode())
             digest.update(np.ascontiguousarray(part).data)

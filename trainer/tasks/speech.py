@@ -1,5 +1,6 @@
 """Speech recognition: what was said, from a recording, by Legendre memory units and CTC."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -242,6 +243,11 @@ class SpeechObjective(Objective):
 def _with_a_bar(things: Iterable[Any], number: int) -> Iterable[Any]:
     """On a terminal."""
     return tqdm(things, "decoding", number, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
+
+
+def _as_text(name: str) -> str:
+    """The name of a file; bytes of it that are no text as escapes, for tables are text."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 class SpeechTask(Task):
@@ -558,7 +564,7 @@ class SpeechTask(Task):
             for text, duration_s in zip(texts, seconds, strict=True)
         ]
         return {
-            "file": [self._new.names[i] for i in batch["index"].tolist()],
+            "file": [_as_text(self._new.names[i]) for i in batch["index"].tolist()],
             "seconds": [f"{duration:.2f}" for duration in seconds],
             "text": [" ".join(self.alphabet.decode(text.ids).split()) for text in texts],
             "confidence": [f"{min(word.confidence for word in own):.4f}" if own else "" for own in words],

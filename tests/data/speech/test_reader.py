@@ -300,6 +300,11 @@ def test_nothing_usable_is_refused(load):
         ("[1]", "with audio_path and text"),
         ('{"audio_path": "1.wav", "text": 1}', "must be texts"),
         ('{"audio_path": "1.wav", "text": "a", "duration": "1 s"}', "a number of seconds"),
+        ('{"audio_path": "1.wav", "text": "a", "duration": 1%s}' % ("0" * 400), "a number of seconds"),
+        ('{"audio_path": "1.wav", "text": "a", "duration": NaN}', "a number of seconds"),
+        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "a character that no text or name of a file has"),
+        ('{"audio_path": "\\ud800.wav", "text": "a"}', "a character that no"),
+        ('{"audio_path": "1.wav", "text": "\\udcff"}', "a character that no"),
         ('{"audio_path": "1.wav", "text": "a", "offset": 2.5}', "a part of a recording .offset 2.5."),
     ],
 )
