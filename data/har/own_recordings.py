@@ -12,11 +12,11 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, reading_utf8
 from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
-from data.har.clocks import GAP, is_same_rate, middle_rate_hz, moments_of, num_disorders
+from data.har.clocks import GAP, is_same_rate, moments_of
+from data.har.cut import Cut
 from data.har.rows import (
     LABELS,
     ROWS_AT_ONCE,
@@ -35,8 +35,6 @@ from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_
 
 _FORMAT_VERSION = 7
 _SUFFIXES = (".csv", ".tsv")
-_HARDLY = 1e-3
-"""Of all that a column spans: what spans less within each recording tells recordings apart, and no motion."""
 _MOST_LISTED = 10_000
 """Files that a message about unknown data looks at."""
 _PUBLISHED = {
@@ -144,102 +142,9 @@ def _is_csv(name: str) -> bool:
     return name.lower().removesuffix(".gz").endswith(_SUFFIXES)
 
 
-class _Cut:
-    """Windows of recordings, (n, C, T) each, whose they are and what is done in them, and what was seen on the way.
-
-    subjects, labels: of each window, as keys (see `key_of_name`). spellings: how often each is written how.
-    """
-
-    def __init__(self, wanted: OwnFormat, num_columns: int) -> None:
-        self._wanted = wanted
-        self.windows: list[np.ndarray] = []
-        self.subjects: list[str] = []
-        self.labels: list[str] = []
-        self.spellings: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        self.num_rows = self.num_short = self.num_short_rows = self.num_disorders = self.num_gaps = 0
-        self.longest = 0
-        self.unread: dict[str, str] = {}
-        self.moments: dict[str, tuple[str, str]] = {}
-        self._rates: list[tuple[str, float, int]] = []
-        self._rises, self._falls = np.zeros(num_columns, bool), np.zeros(num_columns, bool)
-        self._widest = np.zeros(num_columns)
-        self.lowest, self.highest = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
-
-    def add(self, rows: Rows) -> None:
-        """The recordings of a file."""
-        self.num_rows += len(rows.signals)
-        for ours, theirs in zip(self.spellings, rows.spellings, strict=True):
-            ours.update(theirs)
-        self.unread = rows.unread | self.unread
-        for name, (first, last) in rows.moments.items():
-            self.moments[name] = self.moments.get(name, (first, last))[0], last
-        for recording in rows.recordings(by_label=True):
-            start, stop, *_ = recording
-            self.num_gaps += recording.is_behind_gap
-            self.longest = max(self.longest, stop - start)
-            self.num_disorders += num_disorders(rows.clocks[start:stop])
-            if stop - start < self._wanted.length:
-                self.num_short, self.num_short_rows = self.num_short + 1, self.num_short_rows + stop - start
-                continue
-            num_windows = self._add_windows(rows.signals[start:stop])
-            self.subjects += [rows.subjects[start]] * num_windows
-            self.labels += [rows.labels[start]] * num_windows
-            if recording.rate_hz is not None:
-                self._rates.append((rows.subjects[start], recording.rate_hz, num_windows))
-
-    def _add_windows(self, signals: np.ndarray) -> int:
-        """signals: of a recording, (n, C). Returns how many windows it gives."""
-        steps = np.diff(signals, axis=0)
-        self._rises |= (steps > 0).any(axis=0)
-        self._falls |= (steps < 0).any(axis=0)
-        low, high = signals.min(axis=0), signals.max(axis=0)
-        self._widest = np.maximum(self._widest, high - low)
-        self.lowest, self.highest = np.minimum(self.lowest, low), np.maximum(self.highest, high)
-        windows = sliding_window_view(signals, self._wanted.length, axis=0)[:: self._wanted.hop]
-        self.windows.append(windows)
-        return len(windows)
-
-    @property
-    def rate_hz(self) -> float | None:
-        """Rows a second, of most windows; None where no clock tells."""
-        return middle_rate_hz([(rate_hz, count) for _, rate_hz, count in self._rates])
-
-    def rates_of_people(self) -> dict[str, float]:
-        """Rows a second of each person of whom a clock tells it."""
-        found = defaultdict(list)
-        for subject, rate_hz, count in self._rates:
-            found[subject].append((rate_hz, count))
-        return {subject: middle for subject, rates in found.items() if (middle := middle_rate_hz(rates)) is not None}
-
-    def windows_at_another_rate(self) -> list[float]:
-        """The rates of the recordings that differ from most, one for each window."""
-        usual = self.rate_hz
-        return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
-
-    def why_no_signal(self, column: int) -> str:
-        """Why the numbers of a column are none of a motion; "" where they may be."""
-        if not self._rises[column] and not self._falls[column]:
-            return "never changes within a recording"
-        if not self._falls[column]:
-            return "only rises within recordings, as a clock or a counter does"
-        if not self._rises[column]:
-            return "only falls within recordings, as a battery does"
-        if self._widest[column] < _HARDLY * (self.highest[column] - self.lowest[column]):
-            return "hardly changes within a recording, but from one to another"
-        return ""
-
-    def signals(self, columns: Sequence[int]) -> np.ndarray:
-        """Some columns of all windows, (N, len(columns), T) float32."""
-        signals = np.empty((len(self.labels), len(columns), self._wanted.length), np.float32)
-        ends = np.cumsum([len(windows) for windows in self.windows])
-        for windows, end in zip(self.windows, ends.tolist(), strict=True):
-            signals[end - len(windows) : end] = windows[:, columns]
-        return signals
-
-
 def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
     columns = _columns(files[0], wanted)
-    cut = _Cut(wanted, len(columns.channels))
+    cut = Cut(wanted.length, wanted.hop, len(columns.channels))
     for file in files:
         cut.add(_read(file, wanted, columns))
     where = files[0].source.where if len(files) > 1 else files[0].where
@@ -296,17 +201,17 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
     others = defaultdict(list)
     for name, rate_hz in people.items():
         if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
-            others[f"{rate_hz:.3g}"].append(name)
+            others[f"{rate_hz:.4g}"].append(name)
     if others:
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows a second" for rate, names in others.items())
         raise BadInput(
-            f"{where}: by the clock people were recorded at different rates ({told}; the others: {usual_hz:.3g}), and "
+            f"{where}: by the clock people were recorded at different rates ({told}; the others: {usual_hz:.4g}), and "
             "a window is a number of rows: resample them to one rate, or take out these people, or the column of the "
             "clock where it is wrong"
         )
 
 
-def _why_no_window(cut: _Cut, wanted: OwnFormat, where: str, label: str) -> str:
+def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
     if cut.longest == 0:
         return f"{where}: no row has a label (column {label}); fill it in, or name another column by --label-column"
     return (
@@ -315,7 +220,7 @@ def _why_no_window(cut: _Cut, wanted: OwnFormat, where: str, label: str) -> str:
     )
 
 
-def _table(columns: "_Columns", cut: _Cut, num_people: int, num_classes: int) -> list[str]:
+def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> list[str]:
     """What was understood of each column."""
     rate = "" if cut.rate_hz is None else f"; {cut.rate_hz:.4g} rows a second"
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
@@ -334,7 +239,7 @@ def _table(columns: "_Columns", cut: _Cut, num_people: int, num_classes: int) ->
     return overview(("column", "kind", f"of {cut.num_rows:,} rows"), rows)
 
 
-def _remarks(cut: _Cut, several: Sequence[str]) -> Iterator[str]:
+def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
     if several:
         yield f"Taken for one name: {'; '.join(several)}."
     for name, cell in cut.unread.items():
@@ -344,8 +249,8 @@ def _remarks(cut: _Cut, several: Sequence[str]) -> Iterator[str]:
         )
     if others := cut.windows_at_another_rate():
         yield (
-            f"Warning: {len(others):,} windows are of recordings at another rate by the clock, such as {others[0]:.3g} "
-            f"rows a second where most have {cut.rate_hz:.3g}: resample them, or leave them out."
+            f"Warning: {len(others):,} windows are of recordings at another rate by the clock, such as {others[0]:.4g} "
+            f"rows a second where most have {cut.rate_hz:.4g}: resample them, or leave them out."
         )
     if cut.num_gaps:
         yield (
@@ -429,6 +334,8 @@ def _opened(file: DataFile) -> Iterator[CsvTable]:
         table = csv_table(io.TextIOWrapper(content, "utf-8-sig", newline=""), file.where)
         if not table.header:
             raise BadInput(f"{file.where}: is empty; give a CSV with a line of column names")
+        if broken := [name for name in table.header if "\n" in name]:
+            raise BadInput(f"{file.where}: the name of the column {broken[0]!r} has a line break; rename it")
         yield table
 
 

@@ -96,8 +96,8 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
     if (told_hz := middle_rate_hz(rates)) is not None:
         if not is_same_rate(told_hz, rate_hz):
             raise BadInput(
-                f"{label}: by its clock ({', '.join(rows.moments)}) {told_hz:.3g} rows are a second, and the run was "
-                f"trained on {rate_hz:.3g}: resample it, or leave the column out where it is wrong"
+                f"{label}: by its clock ({', '.join(rows.moments)}) {told_hz:.4g} rows are a second, and the run was "
+                f"trained on {rate_hz:.4g}: resample it, or leave the column out where it is wrong"
             )
         rate_hz = usual_rate_hz(told_hz)
     seconds = seconds_of(rows.clocks, rows.in_seconds)

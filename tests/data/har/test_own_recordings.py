@@ -405,6 +405,7 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
         (lambda lines: lines[:9], "nobody does one thing for 10 rows in a row, so that there is no window"),
         (lambda lines: lines[:12], "has windows of walk alone, where two classes at least are needed"),
         (lambda lines: lines[:1], "has column names, but no rows"),
+        (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column 'acc\\nx' has a line break"),
         (lambda lines: [], "is empty"),
         (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence': is a column of"),
         (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
