@@ -55,10 +55,13 @@ class ColumnCode:
     def remarks(self, column: Column) -> list[str]:
         """Sentences about a column of new rows."""
         encoded, found = self.encode(column), []
-        spelling = column.spelling_like(self.spelling)
-        if self.categories is None and spelling != self.spelling and not np.isnan(encoded).all():
-            text = column.take(~np.isnan(encoded)).distinct_texts[0]
-            found.append(f"{self.name}: {text!r} is read as {spelling.number(text):g}, in training it would not be.")
+        if self.categories is None:
+            spelling = column.spelling_like(self.spelling)
+            numbers = ((text, spelling.number(text), self.spelling.number(text)) for text in column.distinct_texts)
+            for text, number, as_trained in numbers:
+                if spelling != self.spelling and number == number != as_trained:
+                    found.append(f"{self.name}: {text!r} is read as {number:g}, in training it would not be.")
+                    break
         lost = np.isnan(encoded) & ~column.is_missing
         if lost.any():
             what = "they are no numbers" if self.categories is None else "no row that was learned from has them"

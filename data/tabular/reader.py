@@ -4,6 +4,7 @@ import gzip
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, cast
@@ -12,7 +13,7 @@ import numpy as np
 
 from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
-from data.tabular.spelling import PLAIN, Spelling
+from data.tabular.spelling import UNKNOWN, Likely
 from data.tabular.table import Column, Table, table_of_array
 from trainer.common.errors import BadInput, reason
 from trainer.common.files import MOST_WHOLE, require_regular
@@ -75,8 +76,19 @@ def _parse_csv(file: IO[str], where: str) -> Table:
     for rows in _blocks(lines, len(names), where):
         for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
             column.add(texts)
-    spelling = Spelling(decimal=",") if decimal_comma else PLAIN
-    return Table(where, tuple(texts.column(name, spelling) for name, texts in zip(names, columns, strict=True)))
+    found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
+    return Table(where, _as_the_file_shows(found, decimal_comma))
+
+
+def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
+    """The columns, those that do not show their sign of decimals with that of others, which the same program wrote."""
+    readings = [column.reading.spelling for column in columns]
+    shown = [
+        bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)
+    ]
+    signs = {spelling.decimal for spelling, is_shown in zip(readings, shown, strict=True) if spelling and is_shown}
+    likely = Likely(signs.pop(), True) if len(signs) == 1 else Likely(",") if decimal_comma else UNKNOWN
+    return tuple(c if is_shown else replace(c, likely=likely) for c, is_shown in zip(columns, shown, strict=True))
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:
@@ -114,9 +126,9 @@ class _Texts:
         codes = (places.setdefault(text, len(places)) for text in texts)
         self._codes.append(np.fromiter(codes, np.int32, len(texts)))
 
-    def column(self, name: str, spelling: Spelling) -> Column:
+    def column(self, name: str) -> Column:
         codes = np.concatenate([np.empty(0, np.int32), *self._codes])
-        return Column.of_codes(name, codes, self._places, spelling)
+        return Column.of_codes(name, codes, self._places)
 
 
 # --- arrays ------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from typing import NamedTuple
 
 import numpy as np
 
 from data.tabular.labels import Labels, class_labels, named_column
-from data.tabular.spelling import PLAIN
+from data.tabular.spelling import is_plain
 from data.tabular.table import Column, Table
 from trainer.common.errors import BadInput
 
@@ -153,9 +154,10 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
         note = raw.reading.doubt or _differ_by_case(typed.distinct_texts)
         return ColumnReport(raw.name, "category", num_missing, _values(typed), note)
     notes = []
-    if typed.spelling != PLAIN:
-        text = next(text for text in raw.distinct_texts if not math.isnan(typed.spelling.number(text)))
-        notes.append(f"{text!r} is {typed.spelling.number(text):.7g}")
+    for text in filterfalse(is_plain, raw.distinct_texts):
+        if not math.isnan(number := typed.spelling.number(text)):
+            notes.append(f"{text!r} is {number:.7g}")
+            break
     lost = raw.take(typed.is_missing & ~raw.is_missing)
     if len(lost.distinct) == 1:
         notes.append(f"{lost.distinct_texts[0]!r} is missing")

@@ -1,9 +1,10 @@
 """How the cells of a column are written: its numbers in one way, and which spellings of a category mean the same."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,69 +33,71 @@ _PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CURRENCY = r"[A-Z]{0,3}[$¢£¤¥฿\u20a0-\u20cf]"
 _CELL = re.compile(
     rf"(?P<sign>[+-]?) ?(?P<head>{_CURRENCY}|) ?(?P<inner>[+-]?)"
-    r"(?P<digits>[.,]?\d(?:[\d., ']*\d)?[.,]?(?:[eE][+-]?\d+)?)"
+    r"(?P<digits>[.,]?\d(?:[\d., ']*\d)?[.,]?)(?P<exponent>(?:[eE][+-]?\d+)?)"
     rf" ?(?P<tail>{_CURRENCY}|[%‰°][^\W\d_]?|\+|[^\W\d_][^\d\s]{{0,11}}|)"
 )
+_DIGITS = {
+    decimal: re.compile(
+        rf"(?:[1-9]\d{{0,2}}([{thousands} '])\d{{3}}(?:\1\d{{3}})*|\d+)(?:[{decimal}]\d*)?|[{decimal}]\d+"
+    )
+    for decimal, thousands in (".,", ",.")
+}
+"""By the sign of decimals."""
+_GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
+_LOOSE = re.compile(r"(?<!\d)\d{4}")
+"""Four digits of a number that is not in groups."""
+_OTHER = {".": ",", ",": "."}
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _ALIKE = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 """Blanks, apostrophes and minus signs of typesetting."""
-
-_BLANKS = ((".", " "), (",", " "), (".", "'"))
-_LOOSE = re.compile(r"(?<!\d)\d{4}")
-"""Four digits of a number that is not in groups."""
-
-
-def _number_with(decimal: str, thousands: str) -> re.Pattern[str]:
-    decimal, thousands = re.escape(decimal), re.escape(thousands)
-    whole = rf"(?:[1-9]\d{{0,2}}(?:{thousands}\d{{3}})+|\d+)" if thousands else r"\d+"
-    return re.compile(rf"(?:{whole}(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?")
-
-
-_PATTERNS = {signs: _number_with(*signs) for signs in ((".", ""), (".", ","), (",", ""), (",", "."), *_BLANKS)}
-"""By the signs of the decimals and of the thousands."""
-_GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:{re.escape(sign)}\d{{3}})+") for sign in ".,"}
 _TRUTHS = frozenset({"yes", "no", "true", "false"})
 _WHOLE = re.compile(r"([+-]?\d+)\.0*")
 
 
 class _Cell(NamedTuple):
-    """A text that looks like a number. unit: what stands before and after it."""
+    """A text that looks like a number. unit: what stands before and after it. numbers: by the sign of decimals."""
 
-    sign: str
-    digits: str
+    text: str
     unit: tuple[str, str]
-    scale: float
+    numbers: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Spelling:
     """How the numbers of a column are written.
 
-    decimal, thousands: the signs; "" where there is none. head, tail: the unit, before or after every number. k or K, M
-    and B are no units, but thousands, millions and billions.
+    decimal: the sign of the decimals, "." or ","; the other one, blanks and apostrophes may group digits by three.
+    head, tail: the unit, before or after every number. k or K, M and B are no units, but thousands, millions, billions.
     """
 
     decimal: str = "."
-    thousands: str = ""
     head: str = ""
     tail: str = ""
 
     def number(self, text: str) -> float:
         """NaN where the text is no number in this spelling; infinity where it is too large for float64."""
-        if self == PLAIN and _is_plain(text):
+        if self == PLAIN and is_plain(text):
             return float(text)
         cell = _cell(text)
-        return self.value(cell) if cell else np.nan
+        return cell.numbers[self.decimal] if cell and cell.unit == (self.head, self.tail) else np.nan
 
-    def value(self, cell: _Cell) -> float:
-        """As `number`."""
-        if cell.unit != (self.head, self.tail) or not _PATTERNS[self.decimal, self.thousands].fullmatch(cell.digits):
-            return np.nan
-        digits = cell.digits.replace(self.thousands, "").replace(self.decimal, ".")
-        return float(cell.sign + digits) * cell.scale
+    def is_shown_by(self, texts: Sequence[str]) -> bool:
+        """Whether one of the texts has the sign of the decimals where no sign of thousands can be."""
+        cells = filter(None, (_cell(text) for text in texts if self.decimal in text))
+        return any(math.isnan(cell.numbers[_OTHER[self.decimal]]) for cell in cells)
 
 
 PLAIN = Spelling()
+
+
+class Likely(NamedTuple):
+    """What sign of decimals a column has where its cells do not show it. is_shown: by other columns of the file."""
+
+    decimal: str = "."
+    is_shown: bool = False
+
+
+UNKNOWN = Likely()
 
 
 class Reading(NamedTuple):
@@ -104,36 +107,36 @@ class Reading(NamedTuple):
     doubt: str = ""
 
 
-def reading_of(texts: Sequence[str], counts: np.ndarray, decimal_comma: bool = False) -> Reading:
+def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Whether a column holds numbers, and how they are written.
 
-    Of several spellings the one that reads most rows counts, unless other rows show another one. Nearly all rows have
-    to be numbers, or all but those with a mark of missing values, which a single word is beside many different numbers.
+    Of the two signs of decimals the one that reads most rows counts, unless other rows show the other. Nearly all rows
+    have to be numbers, or all but those with a mark of missing values, which a single word is beside many numbers.
 
-    texts: the different ones, none of `MISSING`. counts: rows of each, (len(texts),). decimal_comma: the comma in 1,234
-    is that of decimals where no cell shows what it is.
+    texts: the different ones, none of `MISSING`. counts: rows of each, (len(texts),).
     """
     values = [i for i, text in enumerate(texts) if not is_mark_among_numbers(text)]
     texts, counts = [texts[i] for i in values], counts[values]
-    if not decimal_comma and texts and all(map(_is_plain, texts)):
+    if likely.decimal == "." and texts and all(map(is_plain, texts)):
         return Reading(PLAIN)
     cells = [_cell(text) for text in texts]
     units = Counter[tuple[str, str]]()
     for cell, count in zip(cells, counts.tolist(), strict=True):
-        units.update({cell.unit: count} if cell else {})
+        if cell:
+            units[cell.unit] += count
     if not units:
         return Reading(None)
-    spellings = _spellings(cells, units.most_common(1)[0][0], decimal_comma)
-    numbers = _numbers(spellings, cells)
-    best = _best(numbers, counts)
-    is_read = ~np.isnan(numbers[best])
-    if spellings[best] != PLAIN and is_read.sum() < 2:
+    unit = units.most_common(1)[0][0]
+    decimal, other = _most_read(cells, unit, counts, _signs(cells, likely))
+    numbers, rival = _numbers(cells, unit, decimal), _numbers(cells, unit, other)
+    is_read = ~np.isnan(numbers)
+    if is_read.sum() == 1 and not is_plain(texts[int(is_read.argmax())]):
         return Reading(None)
-    doubt = _doubt(texts, counts, numbers, best, decimal_comma)
+    doubt = _doubt(texts, counts, numbers, rival, likely)
     others = [text for text, is_number in zip(texts, is_read.tolist(), strict=True) if not is_number]
     is_marked = len(others) == 1 and not any(map(str.isdigit, others[0])) and is_read.sum() > _MOST_CATEGORIES
     if not doubt and (is_marked or _are_nearly_all(is_read, counts)):
-        return Reading(spellings[best])
+        return Reading(Spelling(decimal, *unit))
     looks = np.array([cell is not None for cell in cells])
     if _are_nearly_all(looks, counts):
         return Reading(None, doubt or _in_no_one_spelling(texts, is_read, looks & ~is_read))
@@ -141,21 +144,27 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, decimal_comma: bool = F
     return Reading(None, f"not only numbers: {', '.join(_examples(texts, ~looks))}" if are_many else "")
 
 
-def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, decimal_comma: bool = False) -> Spelling:
-    """How new rows of a column of numbers are written: as in training, but with other signs where their cells show it.
+def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
+    """How new rows of a column of numbers are written: with the unit of training, and its sign where none is shown.
 
-    texts, counts, decimal_comma: as of `reading_of`.
+    texts, counts, likely: as of `reading_of`.
     """
-    if trained == PLAIN and all(map(_is_plain, texts)):
+    if trained == PLAIN and not (likely.is_shown and likely.decimal == ",") and all(map(is_plain, texts)):
         return trained
+    first = likely.decimal if likely.is_shown else trained.decimal
     cells = [_cell(text) for text in texts]
-    spellings = [trained, *_spellings(cells, (trained.head, trained.tail), decimal_comma)]
-    return spellings[_best(_numbers(spellings, cells), counts)]
+    decimal, _ = _most_read(cells, (trained.head, trained.tail), counts, (first, _OTHER[first]))
+    return replace(trained, decimal=decimal)
 
 
 def is_mark_among_numbers(text: str) -> bool:
     """Whether a text stands for no value where the others are numbers."""
     return text.lower() in _MARKS
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text is a number as programs write it."""
+    return len(text) <= _LONGEST_NUMBER and _PLAIN.fullmatch(text) is not None
 
 
 class Meaning:
@@ -168,7 +177,7 @@ class Meaning:
         """texts: the different ones of the column."""
         lower = {text.lower() for text in texts}
         self._truths = _TRUTHS | (lower if lower <= set("yn") or lower <= set("tf") else set())
-        self._are_whole = all(float(text).is_integer() for text in texts if _is_plain(text))
+        self._are_whole = all(float(text).is_integer() for text in texts if is_plain(text))
 
     def is_truth(self, text: str) -> bool:
         """Whether the case of the text means nothing."""
@@ -198,32 +207,30 @@ def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
 
 
 def _cell(text: str) -> _Cell | None:
-    """None for a text that is no number in any spelling."""
+    """None for a text that is no number with either sign of decimals."""
     match = _CELL.fullmatch(text.translate(_ALIKE)) if len(text) <= _LONGEST_NUMBER else None
     if match is None or (match["sign"] and match["inner"]):
         return None
-    if not any(pattern.fullmatch(match["digits"]) for pattern in _PATTERNS.values()):
-        return None
-    head, tail = match["head"], match["tail"]
-    scale = _SCALES.get(tail, 1.0)
-    return _Cell(match["sign"] + match["inner"], match["digits"], (head, "" if tail in _SCALES else tail), scale)
+    digits, tail = match["digits"], match["tail"]
+    numbers = dict.fromkeys(_DIGITS, np.nan)
+    for decimal, pattern in _DIGITS.items():
+        if pattern.fullmatch(digits):
+            plain = "".join("." if c == decimal else c for c in digits if c.isdigit() or c == decimal)
+            numbers[decimal] = float(match["sign"] + match["inner"] + plain + match["exponent"]) * _SCALES.get(
+                tail, 1.0
+            )
+    unit = match["head"], "" if tail in _SCALES else tail
+    return None if all(map(math.isnan, numbers.values())) else _Cell(digits, unit, numbers)
 
 
-def _is_plain(text: str) -> bool:
-    return len(text) <= _LONGEST_NUMBER and _PLAIN.fullmatch(text) is not None
-
-
-def _spellings(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal_comma: bool) -> list[Spelling]:
-    """Those that may be meant; of two that read the same the earlier is."""
-    digits = [cell.digits for cell in cells if cell]
-    comma, point_comma, comma_point = (",", ""), (".", ","), (",", ".")
-    order = [comma, comma_point, point_comma] if decimal_comma else [point_comma, comma, comma_point]
-    order = [(".", ""), *order, *_BLANKS]
-    for sign, grouped in ((".", comma_point), (",", point_comma)):
-        if decimal_comma and _is_of_thousands(sign, digits):
-            order.insert(0, grouped)
-    occur = set("." + "".join(digits))
-    return [Spelling(*signs, *unit) for signs in order if (signs[1] or signs[0]) in occur]
+def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
+    """Of decimals, the likely one first."""
+    first = likely.decimal
+    if likely == Likely(","):
+        digits = [cell.text for cell in cells if cell]
+        has_comma = any("," in text for text in digits)
+        first = "," if _is_of_thousands(".", digits) or (has_comma and not _is_of_thousands(",", digits)) else "."
+    return first, _OTHER[first]
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
@@ -233,39 +240,43 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
 
 
-def _numbers(spellings: Sequence[Spelling], cells: Sequence[_Cell | None]) -> np.ndarray:
-    """The cells by each spelling, (len(spellings), len(cells)), NaN where it does not read one."""
-    return np.array([[spelling.value(cell) if cell else np.nan for cell in cells] for spelling in spellings])
+def _most_read(
+    cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
+) -> tuple[str, str]:
+    """The sign of decimals that reads most rows, the first if both read as many; and the other one."""
+    first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
+    return signs if first >= second else signs[::-1]
 
 
-def _best(numbers: np.ndarray, counts: np.ndarray) -> int:
-    """The spelling that reads most rows, the first of several."""
-    return int((~np.isnan(numbers) @ counts).argmax())
+def _numbers(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal: str) -> np.ndarray:
+    """(len(cells),), NaN where a cell is none with this unit and sign of decimals."""
+    return np.array([cell.numbers[decimal] if cell and cell.unit == unit else np.nan for cell in cells])
 
 
 def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
     return bool(counts[fits].sum() >= NEARLY_ALL * counts.sum())
 
 
-def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, best: int, decimal_comma: bool) -> str:
-    """Why the best spelling may be wrong where another one reads other numbers; empty where it is not.
+def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
+    """Why numbers may be wrong where the other sign of decimals reads others; empty where they are not.
 
-    That is so unless nearly all rows show it that only one of the two reads. Where none shows anything, the order of
-    the spellings decides, but for numbers such as 1234 beside 1,234.
+    That is so unless nearly all rows that only one of the two signs reads show the same one. Where no row shows
+    anything the likely sign counts, but for numbers such as 1500 beside 1,234 in a file that shows nothing either.
     """
-    is_read = ~np.isnan(numbers[best])
-    for rival in numbers:
-        is_other, is_shown = rival != numbers[best], np.isnan(rival) == is_read
-        is_other &= ~np.isnan(rival) & is_read
-        if not is_other.any():
-            continue
-        if is_shown.any() and not _are_nearly_all(is_read[is_shown], counts[is_shown]):
-            return _in_no_one_spelling(texts, is_read & is_shown, is_shown & ~is_read)
-        is_loose = np.array([_LOOSE.search(text) is not None for text in texts]) & is_read
-        if not decimal_comma and is_loose.any() and not is_shown.any():
-            example, loose = _examples(texts, is_other, is_loose)
-            return f"{example} may be thousands or decimals, beside {loose}"
-    return ""
+    is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
+    is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival
+    if not is_other.any():
+        return ""
+    if is_shown.any():
+        if _are_nearly_all(is_read[is_shown], counts[is_shown]):
+            return ""
+        return _in_no_one_spelling(texts, is_read & is_shown, is_shown & is_rival)
+    is_grouped = is_other & ["," in text for text in texts]
+    is_loose = is_read & [_LOOSE.search(text) is not None for text in texts]
+    if likely != UNKNOWN or not is_grouped.any() or not is_loose.any():
+        return ""
+    grouped, loose = _examples(texts, is_grouped, is_loose)
+    return f"{grouped} may be thousands or decimals, beside {loose}"
 
 
 def _in_no_one_spelling(texts: Sequence[str], *groups: np.ndarray) -> str:

@@ -7,7 +7,18 @@ from functools import cached_property
 
 import numpy as np
 
-from data.tabular.spelling import MISSING, NEARLY_ALL, PLAIN, Reading, Spelling, canonical, reading_of, spelling_like
+from data.tabular.spelling import (
+    MISSING,
+    NEARLY_ALL,
+    PLAIN,
+    UNKNOWN,
+    Likely,
+    Reading,
+    Spelling,
+    canonical,
+    reading_of,
+    spelling_like,
+)
 from trainer.common.errors import BadInput
 
 LARGEST_NUMBER = 1e100
@@ -25,21 +36,22 @@ class Column:
 
     values: (n,) float64, NaN where there is none; the numbers, or where there are texts their places among them.
     texts: distinct, in order; not all need to occur. None for numbers.
-    spelling: of texts that became numbers; of texts the one that is meant where no cell shows another.
+    spelling: of texts that became numbers. likely: of texts, how they are written where they do not show it.
     """
 
     name: str
     values: np.ndarray
     texts: tuple[str, ...] | None = None
     spelling: Spelling = PLAIN
+    likely: Likely = UNKNOWN
 
     @classmethod
-    def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str], spelling: Spelling = PLAIN) -> "Column":
+    def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
         """From the place of each row's text, (n,) integers, in any list of texts; equal ones may be there twice."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
-        return cls(name, np.array([place.get(text, np.nan) for text in stripped])[codes], present, spelling)
+        return cls(name, np.array([place.get(text, np.nan) for text in stripped])[codes], present)
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
@@ -95,7 +107,7 @@ class Column:
         """How its texts are numbers, if they are."""
         if self.texts is None:
             return Reading(self.spelling)
-        return reading_of(self.distinct_texts, self.counts, self._has_decimal_comma)
+        return reading_of(self.distinct_texts, self.counts, self.likely)
 
     def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
         """The rows as numbers, (n,) float64: texts that are none, and numbers that are too large, are NaN."""
@@ -106,7 +118,7 @@ class Column:
         """How the numbers of new rows of a column are written."""
         if self.texts is None:
             return PLAIN
-        return spelling_like(trained, self.distinct_texts, self.counts, self._has_decimal_comma)
+        return spelling_like(trained, self.distinct_texts, self.counts, self.likely)
 
     def typed(self) -> "Column":
         """With numbers for texts where nearly all that is there are numbers; else with one text for each category."""
@@ -118,7 +130,7 @@ class Column:
     def with_one_text_a_category(self) -> "Column":
         """Of spellings that mean the same category, such as 1 and 1.0, all are the same text."""
         texts = [*canonical(self.distinct_texts, self.counts), ""]
-        return Column.of_codes(self.name, self._places, texts, self.spelling)
+        return Column.of_codes(self.name, self._places, texts)
 
     def is_date(self) -> bool:
         """Whether nearly all values that are there are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
@@ -126,10 +138,6 @@ class Column:
             return False
         are_dates = [len(text) <= _LONGEST_DATE and _DATE.fullmatch(text) is not None for text in self.distinct_texts]
         return any(are_dates) and bool(self.counts[are_dates].sum() >= NEARLY_ALL * self.counts.sum())
-
-    @property
-    def _has_decimal_comma(self) -> bool:
-        return self.spelling.decimal == ","
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ import pytest
 
 from data.tabular.encoding import Encoding
 from data.tabular.screening import labelled_table
-from data.tabular.spelling import PLAIN, Spelling, reading_of
+from data.tabular.spelling import PLAIN, UNKNOWN, Likely, Spelling, reading_of
 
 MARKS = ["-", "--", ".", "#N/A", "#NA", "None", "nan", "-nan", "1.#IND", "NULL", "#DIV/0!", "inf", ""]
 
 
-def read_as(*texts: str, decimal_comma: bool = False, counts=None):
+def read_as(*texts: str, likely: Likely = UNKNOWN, counts=None):
     """The numbers of a column; None for categories."""
-    reading = reading_of(texts, np.array(counts or [1] * len(texts)), decimal_comma)
+    reading = reading_of(texts, np.array(counts or [1] * len(texts)), likely)
     return None if reading.spelling is None else [reading.spelling.number(text) for text in texts]
 
 
@@ -48,13 +48,31 @@ def test_every_spelling_that_a_cell_proves(texts, numbers) -> None:
 
 
 def test_beside_semicolons_a_comma_is_that_of_decimals_unless_cells_show_thousands() -> None:
-    assert read_as("1,234", "12,500", decimal_comma=True) == [1.234, 12.5]
-    assert read_as("1,234", "1,234,567", decimal_comma=True) == [1234, 1234567]
-    assert read_as("1.234", "12.5", decimal_comma=True) == [1.234, 12.5]
+    assert read_as("1,234", "12,500", likely=Likely(",")) == [1.234, 12.5]
+    assert read_as("1,234", "1,234,567", likely=Likely(",")) == [1234, 1234567]
+    assert read_as("1.234", "12.5", likely=Likely(",")) == [1.234, 12.5]
     grouped = ["1.234", "12.500", "7.000", "9.999", "1.200", "950"]
-    assert read_as(*grouped, decimal_comma=True) == [1234, 12500, 7000, 9999, 1200, 950]
+    assert read_as(*grouped, likely=Likely(",")) == [1234, 12500, 7000, 9999, 1200, 950]
     assert read_as(*grouped)[0] == 1.234
-    assert read_as(*grouped, "0.123", decimal_comma=True)[0] == 1.234
+    assert read_as(*grouped, "0.123", likely=Likely(","))[0] == 1.234
+
+
+def test_numbers_that_show_nothing_are_written_as_others_of_the_file(read) -> None:
+    def numbers(content: str) -> list[float]:
+        return read(content).column("x").typed().values.tolist()
+
+    assert numbers("x;z\n1.234;3,5\n950;4,25\n") == [1234, 950]
+    assert numbers("x\tz\n1.234\t3,5\n950\t4,25\n") == [1234, 950]
+    assert numbers("x\tz\n1.234\t3.5\n950\t4.25\n") == [1.234, 950]
+    assert numbers("x;z\n1,234;3.5\n950;4.25\n") == [1234, 950]
+    assert numbers('x,z\n"1,234",3.5\n1500,4.25\n') == [1234, 1500]
+    assert numbers("x;z;u\n1.234;3,5;1.5\n950;4,25;2.5\n") == [1.234, 950]
+    assert read_as("1.234", "950", likely=Likely(",", True)) == [1234, 950] and read_as(
+        "1.5", "950", likely=Likely(",", True)
+    ) == [
+        1.5,
+        950,
+    ]
 
 
 @pytest.mark.parametrize(
