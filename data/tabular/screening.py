@@ -154,10 +154,10 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
         note = raw.reading.doubt or _differ_by_case(typed.distinct_texts)
         return ColumnReport(raw.name, "category", num_missing, _values(typed), note)
     notes = []
-    for text in filterfalse(is_plain, raw.distinct_texts):
-        if not math.isnan(number := typed.spelling.number(text)):
-            notes.append(f"{text!r} is {number:.7g}")
-            break
+    number, texts = typed.spelling.number, raw.distinct_texts if raw.texts is not None else []
+    if odd := [text for text in filterfalse(is_plain, texts) if not math.isnan(number(text))]:
+        example = max(odd, key=len)
+        notes.append(f"{example!r} is {number(example):.10g}")
     lost = raw.take(typed.is_missing & ~raw.is_missing)
     if len(lost.distinct) == 1:
         notes.append(f"{lost.distinct_texts[0]!r} is missing")

@@ -205,6 +205,17 @@ def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here,
     )
 
 
+def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_task):
+    labelled = table.with_name("numbers.csv")
+    labelled.write_text(table.read_text().replace("big", "1.0").replace("small", "0.0"))
+    task = make_task("--task", "tabular", "--data-dir", str(labelled), "--label", "kind")
+    task.data_facts = {"classes": ["0.0", "1.0"], "columns": ["size", "colour", "weight"]}
+    assert len(task.new_data(new_rows)) == 200
+    task.data_facts = {"classes": ["0.5", "1.0"], "columns": ["size", "colour", "weight"]}
+    with pytest.raises(BadInput, match="has other columns or classes"):
+        task.new_data(new_rows)
+
+
 def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_path):
     """Neither from pre-training, whose best score is another measure, nor from another table."""
     run_here(*TASK, *SMALL_PRIOR, "--epochs", 1, "--save-dir", tmp_path / "learned")

@@ -20,6 +20,7 @@ from data.tabular.problems import Episodes, Rows
 from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.screening import HEADING, LabelledTable, labelled_table
+from data.tabular.spelling import canonical
 from data.tabular.split import stratified_hold_out
 from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
@@ -415,8 +416,10 @@ class TabularTask(Task):
                 f"--predict {path}: add --data-dir and --label: the table with known classes that new rows are to be "
                 "compared with"
             )
-        facts = self._classes_and_columns
-        if self.data_facts and any(self.data_facts[name] != value for name, value in facts.items()):
+        facts = dict(self.data_facts or {})
+        if facts:  # a run may have been tuned when 0.0 and 1.0 were still names of classes
+            facts["classes"] = canonical(facts["classes"], np.ones(len(facts["classes"])))
+        if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
             raise BadInput(
                 f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
                 "tuned on; give that table, or another --save-dir"

@@ -80,7 +80,7 @@ def test_small_differences_of_large_numbers_are_kept(read) -> None:
     np.testing.assert_allclose(steps, 2 / numbers.std(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("number", ["1e99", "-1e99", "1e-99", "0.1"])
+@pytest.mark.parametrize("number", ["1e99", "-1e99", "1e-99", "5e-320", "0.1"])
 def test_every_number_stays_finite(read, number) -> None:
     table = labelled_table(read(f"x,z,y\n{number},1,a\n{number},2,b\n0.5,2,a\n{number},3,b\n"), "y")
     for rows in (np.arange(4), np.array([0, 1, 3]), np.array([2])):
@@ -99,6 +99,10 @@ def test_the_encoding_survives_json(read, encoding) -> None:
     again = Encoding.from_dict(json.loads(json.dumps(encoding.to_dict())))
     assert again == encoding
     np.testing.assert_array_equal(again.encode(read(TRAIN)), encoding.encode(read(TRAIN)))
+    earlier = encoding.to_dict()
+    for column in earlier["columns"]:
+        del column["spelling"]
+    assert Encoding.from_dict(earlier) == encoding
 
 
 def test_a_column_that_is_empty_in_the_rows_learned_from(read) -> None:

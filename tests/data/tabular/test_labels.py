@@ -62,6 +62,12 @@ def test_a_quantity_is_refused_and_said(labels, texts) -> None:
         labels(*texts)
 
 
+def test_a_quantity_in_an_array_is_refused(read_arrays) -> None:
+    with pytest.raises(BadInput, match="is a quantity"):
+        class_labels(read_arrays(X=np.zeros((60, 1)), y=np.arange(60) / 7), "y")
+    assert class_labels(read_arrays(X=np.zeros((6, 1)), y=np.array([0.0, 1, np.nan] * 2)), "y").classes == ("0", "1")
+
+
 def test_whole_numbers_that_occur_often_are_classes_with_a_doubt(labels) -> None:
     assert not labels(*[i % 20 for i in range(200)]).may_be_quantity
     assert labels(*[i % 29 for i in range(200)]).may_be_quantity
