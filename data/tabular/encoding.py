@@ -43,6 +43,12 @@ class ColumnCode:
         std = float(values.std()) or 1.0  # 0 of differences whose squares are too small for float64
         return cls(column.name, None, float(values.mean()), std, column.spelling)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
+        """What `asdict` gave, perhaps before there was a spelling."""
+        categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
+        return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
+
     def encode(self, column: Column) -> np.ndarray:
         """(n,) float64, NaN where a value is missing, no number, or a category that is not known."""
         if self.categories is None:
@@ -55,11 +61,11 @@ class ColumnCode:
     def remarks(self, column: Column) -> list[str]:
         """Sentences about a column of new rows."""
         encoded, found = self.encode(column), []
-        if self.categories is None:
-            spelling = column.spelling_like(self.spelling)
-            numbers = ((text, spelling.number(text), self.spelling.number(text)) for text in column.distinct_texts)
-            for text, number, as_trained in numbers:
-                if spelling != self.spelling and number == number != as_trained:
+        spelling = column.spelling_like(self.spelling)
+        if self.categories is None and spelling != self.spelling:
+            for text in column.distinct_texts:
+                number = spelling.number(text)
+                if number == number != self.spelling.number(text):
                     found.append(f"{self.name}: {text!r} is read as {number:g}, in training it would not be.")
                     break
         lost = np.isnan(encoded) & ~column.is_missing
@@ -124,16 +130,7 @@ class Encoding:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":
         """What `to_dict` gave."""
-        columns = tuple(
-            ColumnCode(
-                **column
-                | {
-                    "categories": _if_any(tuple, column["categories"]),
-                    "spelling": Spelling(**column.get("spelling", {})),
-                }
-            )
-            for column in values["columns"]
-        )
+        columns = tuple(map(ColumnCode.from_dict, values["columns"]))
         return cls(columns, values["label"], tuple(values["classes"]))
 
 

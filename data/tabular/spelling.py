@@ -22,10 +22,11 @@ _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
     | {"#null!", "#div/0!", "#value!", "#ref!", "#name?", "#num!"}
     | {f"{sign}{infinity}" for sign in ("", "+", "-") for infinity in ("inf", "infinity")}
 )
-"""In lower case."""
+"""Texts, in lower case, that stand for no value among numbers; among texts they are categories."""
 _MOST_CATEGORIES = 10
+"""Different numbers beside one word: with more, the word is a mark of missing values, else a category like them."""
 _LONGEST_NUMBER = 64
-"""Characters. To match a text takes the square of its length, and no number has as many."""
+"""Characters: no number has more, and to match a text takes up to the square of its length."""
 _FEWEST_GROUPED = 5
 """Different numbers in groups of three digits: fewer may be decimals that happen to have three digits each."""
 
@@ -42,7 +43,7 @@ _DIGITS = {
     )
     for decimal, thousands in (".,", ",.")
 }
-"""By the sign of decimals."""
+"""What a number without sign, exponent and unit is, by its sign of decimals."""
 _GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
 _LOOSE = re.compile(r"(?<!\d)\d{4}")
 """Four digits of a number that is not in groups."""
@@ -91,7 +92,7 @@ PLAIN = Spelling()
 
 
 class Likely(NamedTuple):
-    """What sign of decimals a column has where its cells do not show it. is_shown: by other columns of the file."""
+    """The sign of decimals of a column whose cells do not show it. is_shown: whether other columns of the file do."""
 
     decimal: str = "."
     is_shown: bool = False
@@ -113,7 +114,8 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
     Of the two signs of decimals the one that reads most rows counts, unless other rows show the other. Nearly all rows
     have to be numbers, or all but those with a mark of missing values, which a single word is beside many numbers.
 
-    texts: the different ones, none of `MISSING`. counts: rows of each, (len(texts),).
+    texts: the different ones, none of `MISSING`. counts: rows of each, (len(texts),). likely: what the column has where
+    no row shows a sign.
     """
     values = [i for i, text in enumerate(texts) if not is_mark_among_numbers(text)]
     texts, counts = [texts[i] for i in values], counts[values]
