@@ -158,3 +158,26 @@ def test_what_cannot_be_learned_from_is_named_in_one_sentence(screen, settings, 
     with pytest.raises(BadInput, match=r"^--data-dir .*t.csv: " + message) as caught:
         screen(**settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "note"),
+    [
+        ([f"${i * 37.5 + 1000}" for i in range(NUM_ROWS)], "number", "'$1000.0' is 1000"),
+        (["-" if i % 3 else i / 2 for i in range(NUM_ROWS)], "number", "'-' is missing"),
+        (["other" if i % 3 == 0 else i % 4 for i in range(NUM_ROWS)], "category", "not only numbers: 'other'"),
+        ([f"{i} kg" if i % 2 else f"{i} lb" for i in range(NUM_ROWS)], "left out", "numbers in no one spelling: '"),
+        (["good", "Good", "bad", "BAD"] * 10, "category", "'BAD' and 'bad' are not the same"),
+        (["a", "A", "b", "B"] * 10, "category", None),
+    ],
+)
+def test_how_a_column_was_read_is_noted(screen, values, kind, note) -> None:
+    (report,) = [report for report in screen(other=values).reports if report.name == "other"]
+    assert report.kind == kind and report.note.startswith(note or "") and bool(report.note) == bool(note)
+
+
+def test_what_may_be_wrong_with_the_classes_is_noted(screen) -> None:
+    assert noted(screen(y=["yes", "Yes", "NO", "no"] * 10)) == {}
+    assert noted(screen(y=["good", "Good", "bad", "bad"] * 10)) == {"y": "label: 'Good' and 'good' are not the same"}
+    rings = screen(useful=[i % 11 for i in range(210)], y=[i % 21 for i in range(210)])
+    assert noted(rings) == {"y": "label: a quantity? each number is a class"}
