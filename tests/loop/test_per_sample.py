@@ -189,6 +189,25 @@ def test_rows_must_be_alike():
         joined([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
 
 
+def test_all_batches_must_have_the_same_ones():
+    """Without it those of the first batch would count, or the samples of the others would be missed."""
+    rows, nothing = {"x": PerSample(torch.zeros(2))}, {"sum": torch.tensor(1)}
+    for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
+        outputs = PerSampleOutputs()
+        outputs.add(torch.arange(2), first)
+        with pytest.raises(BadInput, match=r"PerSample '[xy]': the objective returned it for some batches only"):
+            outputs.add(torch.arange(2), second)
+
+
+def test_the_name_of_the_number_of_loss_terms_is_taken():
+    def weighs(run):
+        forward = run.learner.objective.forward
+        run.learner.objective.forward = lambda batch: forward(batch) | {"weight": torch.tensor(1.0)}
+
+    with pytest.raises(BadInput, match="returns 'weight', which is the trainer's own name"):
+        evaluated(SingleDevice(CPU), change=weighs)
+
+
 def test_index_must_name_every_sample():
     share = torch.tensor([0, 0, 2]), {"x": torch.zeros(3)}
     with pytest.raises(BadInput, match=r"names 2 of the 3 samples"):

@@ -150,7 +150,9 @@ def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) 
     if parallel.agrees(own):
         return
     models = parallel.gather(own)
-    rank = next(rank for rank, model in enumerate(models) if model != models[0])
+    rank = next((rank for rank, model in enumerate(models) if model != models[0]), None)
+    if rank is None:
+        return
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise BadInput(
         f"{where}: build_objective makes other parameters on rank {rank} than on rank 0, or makes "
