@@ -4,6 +4,8 @@ import json
 import pickle
 import random
 import re
+import tarfile
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from tests.checkpoint.conftest import save, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, contents, load
 from tests.helpers.malicious import Malicious
 from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
+from trainer.checkpoint.format import checksum_of
+from trainer.checkpoint.weights import compare
 from trainer.cli import main
 from trainer.common.errors import BadInput
 
@@ -141,3 +145,69 @@ def test_file_that_is_no_checkpoint(flag, bad_file, train, refused, tmp_path):
     refused([f"{flag} {path}: {reason}"], *TINY, "--save-dir", tmp_path / "new", flag, path)
     assert not contents(tmp_path / "new")
     train(tmp_path / "new")  # the folder is as good as new
+
+
+# --- files of other programs and other versions ------------------------------------------------------------------
+
+
+def other_format(kind, path):
+    if kind == "TorchScript":
+        torch.jit.script(nn.Linear(2, 2)).save(str(path))
+    else:  # as torch wrote before it had names for formats
+        with tarfile.open(path, "w") as archive:
+            for name in ("storages", "tensors", "pickle", "sys_info"):
+                part = tarfile.TarInfo(name)
+                part.size = 8
+                archive.addfile(part, BytesIO(bytes(8)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["TorchScript", "tar"])
+def test_no_message_advises_to_load_unsafely(kind, tmp_path):
+    """As torch's own does."""
+    other_format(kind, tmp_path / "x.pth")
+    with pytest.raises(BadInput, match=r"^x.pth: refused, it is an archive of .*; nothing in it was run") as refusal:
+        read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)
+    assert "weights_only" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("missing", ["skipped_in_a_row", "position.turn", "code.commit"])
+def test_an_entry_that_another_version_did_not_save(missing, opened, tmp_path):
+    """The file is whole: nothing is called damaged, set aside, or begun again, and its weights are of use."""
+    state = state_at(2)
+    *parents, last = missing.split(".")
+    node = state
+    for parent in parents:
+        node = node[parent]
+    del node[last]
+    directory, _ = opened()
+    save(directory, 1)
+    path = save(directory, 2)
+    torch.save(state | {"checksum": checksum_of(state)}, path)
+    rewritten = json.loads((directory.path / "manifest.json").read_text())
+    rewritten["checkpoints"][-1] |= size_and_sum(path)
+    (directory.path / "manifest.json").write_text(json.dumps({"checkpoints": rewritten["checkpoints"]}))
+    directory.release()
+    before = contents(directory.path, ("lock",))
+    directory, said = opened()
+    message = rf"^{path}: was written by another version of the trainer: {missing} is missing; .* --init-from"
+    with pytest.raises(BadInput, match=message):
+        directory.load_newest()
+    assert said == [] and contents(directory.path, ("lock",)) == before
+    assert read_checkpoint(path, "x", only_weights=True)["model"].keys() == state["model"].keys()
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path):
+    for state, flaw in [
+        (state_at(1) | {"data_facts": {"x": object()}}, "data_facts.x <object object"),
+        (state_at(1) | {"model": {"weight": torch.full((3,), torch.nan)}}, "model.weight holds NaN"),
+        (state_at(1) | {"step": -1}, "step -1: must be a whole number"),
+    ]:
+        with pytest.raises(BadInput, match=rf"nothing is saved, for it could not be read again: {flaw}"):
+            write_checkpoint(state, tmp_path / "x.pth")
+        assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_a_type_that_cannot_be_converted_are_named(tmp_path):
+    comparison = compare(nn.Linear(1, 2, bias=False), {"weight": torch.ones(2, 1, dtype=torch.uint8).view(torch.bits8)})
+    assert comparison.differences == ["weight is of torch.bits8, not torch.float32"]

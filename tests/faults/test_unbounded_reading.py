@@ -2,8 +2,11 @@
 
 import gzip
 import os
+import resource
+import shutil
 import tarfile
 import threading
+import time
 import tracemalloc
 import zipfile
 from io import BytesIO
@@ -20,6 +23,7 @@ from data.speech.reader import load_corpus, read_recordings
 from data.speech.text import Alphabet
 from data.tabular.reader import read_table
 from models.speech.language_model import read_arpa
+from tests.checkpoint.conftest import state_at
 from tests.conftest import TINY, load
 from trainer.checkpoint.file import read_checkpoint
 from trainer.common.errors import BadInput
@@ -130,6 +134,93 @@ def test_a_checkpoint_that_unpacks_to_anything(train, tmp_path):
     for verified in (False, True):  # a run brings its own checksums
         with pytest.raises(BadInput, match="a part of it is compressed"):
             read_checkpoint(packed, "x", verified=verified)
+
+
+def repeated(number):
+    return torch.zeros(1).expand(number)
+
+
+def without_content(number):
+    return torch.empty(number, device="meta")
+
+
+def in_a_billion_rows(number):
+    return torch.sparse_coo_tensor(torch.tensor([[0], [5]]), torch.ones(1), (number, 7))
+
+
+def overlapping(number):
+    number = int(number**0.5)
+    return torch.zeros(2 * number).as_strided((number, number), (1, 1))
+
+
+def lists_in_lists(number):
+    value = []
+    while number > 1:
+        value, number = [value, value], number / 2
+    return value
+
+
+HUGE = {
+    "a value repeated": (repeated, 10**12), "and again": (repeated, 3 * 10**9), "no content": (without_content, 10**12),
+    "few values": (in_a_billion_rows, 10**12), "rows that overlap": (overlapping, 10**10),
+    "lists": (lists_in_lists, 2**60),
+}  # fmt: skip
+
+
+@pytest.fixture
+def little_time_and_memory():
+    """For tensors, whose memory is none of Python's."""
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    yield
+    assert time.monotonic() - began < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_checkpoint_that_declares_more_than_it_holds(kind, little_time_and_memory, tmp_path):
+    """In whatever entry, with a checksum of its contents or without: most are refused, others take no memory."""
+    build, number = HUGE[kind]
+    huge, refused = build(number), 0
+    optimizer = {"state": {0: {"exp_avg": huge}}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    for entry in (
+        {"model": {"weight": huge}}, {"optimizers": {"train": [optimizer]}}, {"totals": {"train": {"loss": huge}}},
+        {"data_facts": {"x": huge}}, {"extra": huge},
+    ):  # fmt: skip
+        for more in ({}, {"checksum": "0" * 64}):
+            torch.save(state_at(1) | entry | more, tmp_path / "x.pth")
+            for only_weights in (False, True):
+                try:
+                    read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=only_weights)
+                except BadInput as error:
+                    assert str(error).startswith("x.pth: is "), error
+                    refused += 1
+    assert refused >= 10
+
+
+def test_a_tensor_without_an_end_by_each_way_in(train, cli, little_time_and_memory, tmp_path):
+    train(tmp_path / "run")
+    state = load(tmp_path / "run" / "last.pth")
+    state["model"][next(iter(state["model"]))] = repeated(10**12)
+    torch.save(state, tmp_path / "bad.pth")
+    for flags in (["--init-from"], ["--resume-from"], ["--eval-only", "--resume-from"]):
+        status, _, (line,) = cli(*TINY, *flags, tmp_path / "bad.pth", "--save-dir", tmp_path / "new")
+        assert status == 2 and "it holds more than its file" in line
+    shutil.copy(tmp_path / "bad.pth", tmp_path / "run" / "last.pth")  # the same inode as the checkpoint itself
+    (tmp_path / "run" / "manifest.json").unlink()
+    assert cli(*TINY, "--save-dir", tmp_path / "run")[0] == 2
+
+
+def test_views_of_one_tensor_are_no_more_than_their_file(tmp_path):
+    """As layers that share their weights, and a weight that is the other one transposed."""
+    weight = torch.randn(1500, 1500)
+    state = {f"layer{number}": weight for number in range(20)} | {
+        "transposed": weight.T,
+        "table": torch.ones(1).expand(9),
+    }
+    torch.save(state, tmp_path / "x.pth")
+    found = read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]
+    assert torch.equal(found["transposed"], weight.T) and len(found) == 22
 
 
 # --- members of archives -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import decimal
 import json
 import pathlib
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from types import MappingProxyType
 
 import numpy as np
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import assert_messages, assert_same_bits, load
+from tests.conftest import ROOT, assert_messages, assert_same_bits, load
+from tests.helpers.hoarding_task import Hoarder
 from tests.helpers.shaped_task import Plus, Shaped, ShapedObjective
 from trainer.commands.describe import digest_of_data, facts_of_data
 from trainer.common.errors import BadInput
@@ -40,42 +41,17 @@ def optimizing(kind):
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 
-class Hoarder(torch.optim.SGD):
-    """Keeps something of every type that comes back, and steps by what it kept."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        for p in self.param_groups[0]["params"]:
-            kept = self.state[p]
-            if not kept.get("names"):
-                kept |= {
-                    "last": deque([1.0], maxlen=3), "array": np.ones(p.shape), "number": np.float32(0.1),
-                    "seen": defaultdict(list), "order": OrderedDict(b=1, a=2), "count": Counter("ab"),
-                    "names": {"x", "yz"}, "frozen": frozenset({1}), "mode": "slow", "bytes": b"abc",
-                    "both": (1, "two", None), "unset": float("nan"), "unset_tensor": torch.tensor(float("nan")),
-                    "step": -1, "history": [torch.ones_like(p), (torch.zeros(1),)], "size": torch.Size([1, 2]),
-                    "mapping": {"deeper": deque(["x"])}, "large": 10**40,
-                }  # fmt: skip
-            kept["last"].append(float(p.sum()))
-            kept["array"] *= 0.5
-            kept["number"] = kept["number"] * np.float32(1.1)
-            kept["seen"][len(kept["last"])].append(kept["step"])
-            kept["order"].move_to_end("b")
-            kept["count"].update("a")
-            kept["names"].add(f"{kept['mode']}{kept['step']}")
-            kept["mapping"]["deeper"].append(kept["both"][1])
-            kept["history"][0].mul_(0.9)
-            kept["step"] += 1
-            p.mul_(1 + 1e-3 * float(kept["last"][0] + kept["array"].sum() + kept["number"] + len(kept["mode"])))
-        self.state["all"] = self.state.get("all", 0) + 1 if isinstance(self.state.get("all", 0), int) else 1
-
-
 def test_whatever_an_optimizer_keeps_comes_back(shaped, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert shaped(whole, "--max-steps", 5, **optimizing(Hoarder)) == []
     for steps in (2, 3, 5):
         assert shaped(resumed, "--max-steps", steps, **optimizing(Hoarder)) == []
+    assert_same_runs(whole, resumed)
+    assert load(resumed / "final.pth")["optimizers"]["train"][0]["state"]["all"] == 5
+    assert shaped(whole, "--eval-only", **optimizing(Hoarder)) == []
+
+
+def assert_same_runs(whole, resumed):
     expected, found = load(whole / "final.pth"), load(resumed / "final.pth")
     assert_same_bits(expected["model"], found["model"])
     for own in (expected, found):  # NaN is no equal of itself
@@ -83,8 +59,24 @@ def test_whatever_an_optimizer_keeps_comes_back(shaped, tmp_path):
             if isinstance(kept, dict):
                 assert np.isnan(kept.pop("unset")) and kept.pop("unset_tensor").isnan()
     assert_same_bits(expected["optimizers"], found["optimizers"])
-    assert found["optimizers"]["train"][0]["state"]["all"] == 5
-    assert shaped(whole, "--eval-only", **optimizing(Hoarder)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_whatever_an_optimizer_keeps_comes_back_on_all_processes(form, command, tmp_path):
+    """A state of others is refused on all of them at once."""
+    task = f"{ROOT}/tests/helpers/hoarding_task.py"
+    argv = ["main_multi_gpu.py", "--multi-gpu", form, "--nproc", 2, "--device", "cpu", "--num-threads", 1]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    command(*argv, "--task", f"{task}:Hoarding", "--max-steps", 4, "--save-dir", whole)
+    for steps in (2, 4):
+        command(*argv, "--task", f"{task}:Hoarding", "--max-steps", steps, "--save-dir", resumed)
+    assert_same_runs(whole, resumed)
+    refused = command(*argv, "--task", f"{task}:Spoiled", "--save-dir", tmp_path / "new", status=2)
+    assert_messages(refused.stderr.splitlines(), "after optimizer step 1 no checkpoint can hold the state of the run")
+    if form == "fsdp":
+        refused = command(*argv, "--task", f"{task}:Slowed", "--save-dir", tmp_path / "new", status=2)
+        assert_messages(refused.stderr.splitlines(), "--multi-gpu fsdp: Slow keeps 'slow_state' beside 'state'")
 
 
 def keeping(**kept):

@@ -48,9 +48,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     damaged, holds anything else, lacks what is needed, or has an entry that no run writes; DiskError when it cannot be
     read.
     """
-    with refusing_disk_errors(label):
-        require_regular(path)
-        state = read_again(partial(_load, path, label, verified))
+    state = _loaded(path, label, verified)
     if only_weights and _are_weights(state):
         state = {"model": state}
     if not isinstance(state, dict) or not _are_weights(state.get("model")):
@@ -64,6 +62,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     else:
         wrong = flaw_of_weights(state["model"])
     if wrong is not None and is_as_written(state):
+        if only_weights and flaw_of_weights(state["model"]) is None:
+            return state  # the rest of it is another version's business
         raise OtherVersion(
             f"{label}: was written by another version of the trainer: {wrong}; go on with that version, or begin with "
             "its weights alone by --init-from"
@@ -71,6 +71,13 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     if wrong is not None:
         raise BadInput(f"{label}: is damaged: {wrong}")
     return state
+
+
+def _loaded(path: Path, label: str, verified: bool) -> Any:
+    """What a file holds, whatever that is. Raises BadInput; DiskError when it cannot be read."""
+    with refusing_disk_errors(label):
+        require_regular(path)
+        return read_again(partial(_load, path, label, verified))
 
 
 def _load(path: Path, label: str, verified: bool) -> Any:
@@ -85,21 +92,24 @@ def _load(path: Path, label: str, verified: bool) -> Any:
                 warnings.simplefilter("ignore")  # about the version of a pickle that is refused in the next moment
                 state = torch.load(file, map_location="cpu", weights_only=True)
             _refuse_more_than_its_file(state, path.stat().st_size)
-            return state
-        except pickle.UnpicklingError as error:
-            # What torch says of it advises to load the file without this protection.
-            if any(word in str(error) for word in ("Unsupported global", "Unsupported class", "GLOBAL")):
-                flaw = "refused, it holds more than tensors and plain values"
-            else:
-                flaw = "is damaged, or no checkpoint at all"
-            raise BadInput(f"{label}: {flaw}; nothing in it was run") from None
         except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
-            if "weights_only" in str(error):  # the same advice
-                raise BadInput(
-                    f"{label}: refused, it is an archive of TorchScript or of torch before 1.6, which only code in it "
-                    "could read; nothing in it was run; save the model's state_dict() by torch.save"
-                ) from None
-            raise BadInput(f"{label}: is damaged: {(str(error) or 'it is empty').splitlines()[0]}") from None
+            raise BadInput(f"{label}: {_refusal_of(error)}") from None
+    return state
+
+
+def _refusal_of(error: Exception) -> str:
+    """What is wrong with a file whose reading failed, without torch's advice to read it without this protection."""
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
+        refused, damaged = "refused, it holds more than tensors and plain values", "is damaged, or no checkpoint at all"
+        return f"{refused if is_code else damaged}; nothing in it was run"
+    if "weights_only" in text or "TorchScript" in text:
+        return (
+            "refused, it is an archive of TorchScript or of torch before 1.6, not to be read without running what it "
+            "holds; nothing in it was run; save the model's state_dict() by torch.save"
+        )
+    return f"is damaged: {(text or 'it is empty').splitlines()[0]}"
 
 
 def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
@@ -176,6 +186,8 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
         return  # torch.load says what it makes of it
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
+    if any(part.filename.endswith("/constants.pkl") for part in parts):
+        raise zipfile.BadZipFile("it is an archive of TorchScript")
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
         raise zipfile.BadZipFile("a part of it is compressed, which might unpack to anything")
     if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):

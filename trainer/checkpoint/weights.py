@@ -6,6 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.file import CheckpointReader, read_checkpoint
@@ -76,7 +77,7 @@ class WeightComparison:
     """Weights beside a model that is to take them, buffers among them.
 
     fitting: those that it can take, by its names. missing: names that it has alone; unknown: names that it does not
-    have; unlike: of those with another shape, what to say of it by name.
+    have; unlike: of those with another shape, or a type that torch does not convert, what to say of it by name.
     """
 
     fitting: dict[str, Tensor]
@@ -93,19 +94,31 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares names and shapes. A prefix that all names of the weights share need not be one of the model's."""
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = _without_prefix(weights, shapes)
+    """Compares names, shapes and types. A prefix that all names of the weights share need not be one of the model's."""
+    own = model.state_dict()
+    found = _without_prefix(weights, own)
+    unlike = {
+        name: told for name, value in found.items() if name in own and (told := _difference(name, value, own[name]))
+    }
     return WeightComparison(
-        fitting={name: value for name, value in found.items() if shapes.get(name) == tuple(value.shape)},
-        missing=[name for name in shapes if name not in found],
-        unknown=[name for name in found if name not in shapes],
-        unlike={
-            name: f"{name} has shape {tuple(value.shape)}, not {shapes[name]}"
-            for name, value in found.items()
-            if name in shapes and shapes[name] != tuple(value.shape)
-        },
+        fitting={name: value for name, value in found.items() if name in own and name not in unlike},
+        missing=[name for name in own if name not in found],
+        unknown=[name for name in found if name not in own],
+        unlike=unlike,
     )
+
+
+def _difference(name: str, value: Tensor, own: Tensor) -> str | None:
+    """Why a tensor of the model cannot take a value; None where it can."""
+    if own.shape != value.shape:
+        return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
+    if own.dtype == value.dtype:
+        return None
+    try:
+        torch.empty(1, dtype=own.dtype).copy_(torch.empty(1, dtype=value.dtype))
+    except RuntimeError:
+        return f"{name} is of {value.dtype}, not {own.dtype}"
+    return None
 
 
 def _without_prefix(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, Tensor]:

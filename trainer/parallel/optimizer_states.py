@@ -212,10 +212,15 @@ def refuse_other_entries(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in saved.get("state", {}).items():
         for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():
-            if isinstance(kept[name], Tensor) and kept[name].shape != parameters[number].shape:
+            value = kept[name]
+            if value is None:  # SGD's before its first step
+                continue
+            is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+            found = f"has shape {tuple(value.shape)}" if is_dense else "has no shape of a dense tensor"
+            if not is_dense or value.shape != parameters[number].shape:
                 raise BadInput(
-                    f"optimizers.{phase}.state.{number}.{name} of the checkpoint has shape {tuple(kept[name].shape)}, "
-                    f"which is not that of its parameter; {advice}"
+                    f"optimizers.{phase}.state.{number}.{name} of the checkpoint {found}, which is not that of its "
+                    f"parameter; {advice}"
                 )
 
 
@@ -224,7 +229,8 @@ def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
     moments = {key: kept for key, kept in optimizer.state.items() if isinstance(key, Tensor) and not is_sharded(key)}
     for parameter, kept in moments.items():
         for name, value in kept.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            is_like = isinstance(value, Tensor) and value.layout == torch.strided and value.shape == parameter.shape
+            if is_like and value.stride() != parameter.stride():
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
