@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from trainer.common.errors import BadInput
 from trainer.parallel.outline import mapped
-from trainer.parallel.parts import is_sharded, own_parts
+from trainer.parallel.parts import is_sharded
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
@@ -56,7 +57,7 @@ def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
         if before is not None and (name not in known or not _same(value, known[name]))
     ]
     kept = {name: value for name, value in group.items() if name not in settings or name in changed or _is_plain(value)}
-    if isinstance(group["lr"], np.generic):  # of a factor that the task has worked out
+    if isinstance(group.get("lr"), np.generic):  # of a factor that the task has worked out
         kept["lr"] = group["lr"].item()
     return kept | ({CHANGED: changed} if changed else {})
 
@@ -77,17 +78,19 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
     makes that of a generator, a deque loses its length. So they are put in place afterwards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    loaded = {name: decoded(value) for name, value in state.items()}
+    loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
+    if "state" in state:
+        loaded["state"] = {key: decoded(kept) for key, kept in state["state"].items() if type(key) is not int}
     later: list[tuple[Tensor, str, Any]] = []
     for number, kept in state.get("state", {}).items():
         if type(number) is int:
-            loaded["state"][number] = {name: value for name, value in kept.items() if _is_loaded_by_torch(value)}
-            later += [
-                (parameters[number], name, value) for name, value in kept.items() if not _is_loaded_by_torch(value)
-            ]
+            odd = [name for name, value in kept.items() if not _is_loaded_by_torch(value)]
+            loaded["state"][number] = {name: value for name, value in kept.items() if name not in odd}
+            later += [(parameters[number], name, kept[name]) for name in odd]
     optimizer.load_state_dict(loaded)
     for parameter, name, value in later:
-        optimizer.state[parameter][name] = decoded(mapped(value, lambda part, to=parameter: part.to(to.device)))  # type: ignore[misc]
+        on_device = mapped(value, partial(Tensor.to, device=parameter.device))
+        optimizer.state[parameter][name] = decoded(on_device)
 
 
 # --- containers --------------------------------------------------------------------------------------------------
@@ -95,16 +98,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 _TYPE = "__type__"
 """In the mapping that stands for a container of another type."""
 _MAPPINGS = {"OrderedDict": OrderedDict, "Counter": Counter}
-_FACTORIES = {
-    "None": None,
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "str": str,
-    "list": list,
-    "dict": dict,
-    "set": set,
-}
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)} | {"None": None}
 _SETS = {"set": set, "frozenset": frozenset}
 _LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, type(None))
 
@@ -119,7 +113,7 @@ def encoded(value: Any) -> Any:
         return kind(map(encoded, value))
     if kind is dict:
         return {name: encoded(item) for name, item in value.items()}
-    if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
+    if kind in _MAPPINGS.values():
         return {_TYPE: kind.__name__, "items": encoded(dict(value))}
     if kind is defaultdict and value.default_factory in _FACTORIES.values():
         factory = next(name for name, made in _FACTORIES.items() if made is value.default_factory)
@@ -138,7 +132,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What was `encoded`."""
+    """What was `encoded`. All processes call it, for of an array like a sharded parameter each was given a part."""
     if type(value) in (list, tuple):
         return type(value)(map(decoded, value))
     if type(value) is not dict:
@@ -147,7 +141,7 @@ def decoded(value: Any) -> Any:
         return {name: decoded(item) for name, item in value.items()}
     kind, items = value[_TYPE], value["items"]
     if kind in ("number", "array"):
-        array = own_parts([items])[0].cpu().numpy().copy()
+        array = (items.full_tensor() if is_sharded(items) else items).cpu().numpy().copy()
         return array[()] if kind == "number" else array
     items = decoded(items)
     if kind == "deque":
