@@ -94,6 +94,7 @@ def run_of(argv: list[str], parallel: SingleDevice, cache_dir) -> Run:
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
     run = assemble_run(flags, task, parallel)
     prepare_training(run, flags)
+    run.tried_saving.update(task.phases)  # a save may wait
     return run
 
 

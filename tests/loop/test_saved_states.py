@@ -256,7 +256,7 @@ def test_a_buffer_that_becomes_nan_is_no_matter_of_the_rate(shaped, tmp_path):
         return Spoiling(Plus(lambda model, x: 0.0, table=torch.zeros(2)))
 
     err = shaped(tmp_path, status=2, build_objective=build_objective)
-    assert_messages(err, "table holds NaN after optimizer step 3, so nothing is saved")
+    assert_messages(err, "table holds NaN after optimizer step 1, so nothing is saved")
     assert "--lr" not in err[0]
 
 
@@ -268,7 +268,6 @@ REFUSED_BUFFERS = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
     "nested": nested,
     "on the meta device": lambda: torch.ones(3, device="meta"),
-    "holds NaN": lambda: torch.tensor([1.0, float("nan")]),
     "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
 }
 

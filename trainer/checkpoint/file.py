@@ -23,7 +23,7 @@ from trainer.checkpoint.format import (
     flaw_of_weights,
     is_as_written,
 )
-from trainer.checkpoint.kinds import brief
+from trainer.checkpoint.kinds import brief, by_name, dense_tensor, first_flaw
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.checkpoint.records import IF_UNREADABLE
 from trainer.checkpoint.snapshot import with_tensors_replaced
@@ -205,8 +205,8 @@ def flaw_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | No
 
 
 def flaw_of_model(weights: Mapping[str, Any]) -> str | None:
-    """The same of a state dict of a model."""
-    return _unreadable(weights) or flaw_of_weights(weights)
+    """The same of a state dict of a model, whose values may still be any."""
+    return _unreadable(weights) or first_flaw([by_name(dense_tensor)], weights)
 
 
 def _unreadable(state: Mapping[str, Any]) -> str | None:
@@ -232,7 +232,7 @@ def outline_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
     def outlined(value: Tensor) -> Tensor:
         is_ordinary = type(value) in (Tensor, torch.nn.Parameter) or hasattr(value, "to_local")  # or a part of one
-        if not is_ordinary or value.is_nested or value.is_quantized or value.layout != torch.strided:
+        if not is_ordinary or value.is_meta or value.is_nested or value.is_quantized or value.layout != torch.strided:
             return value
         return empty.setdefault(value.dtype, torch.empty(0, dtype=value.dtype))
 

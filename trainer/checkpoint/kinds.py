@@ -155,11 +155,16 @@ def tensor(name: str, value: Any) -> None:
         raise ValueError(f"{name} is a sparse tensor ({value.layout}), of which none is kept")
 
 
-def tensor_of_numbers(name: str, value: Any) -> None:
-    """A dense one without NaN. Infinities are for `not_finite`, which knows what is a mask."""
+def dense_tensor(name: str, value: Any) -> None:
+    """With a place in memory for each of its numbers."""
     tensor(name, value)
     if value.layout != torch.strided:
         raise ValueError(f"{name} is a sparse tensor, where checkpoints hold dense ones")
+
+
+def tensor_of_numbers(name: str, value: Any) -> None:
+    """A dense one without NaN. Infinities are for `not_finite`, which knows what is a mask."""
+    dense_tensor(name, value)
     real = _real(value)
     if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
         raise ValueError(f"{name} holds NaN")

@@ -14,6 +14,7 @@ from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
+from trainer.parallel.parts import own_parts
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
@@ -55,6 +56,7 @@ def try_saving(run: Run) -> None:
     def refuse_on_main() -> None:
         model, optimizers = run.learner.objective.model.state_dict(), run.learner.optimizers
         refuse_another_model(run, model)
+        _refuse_non_finite(run, dict(zip(model, own_parts([*model.values()]), strict=True)))
         state = {
             "model": model,
             "optimizers": {phase: [state_of_optimizer(each) for each in own] for phase, own in optimizers.items()},

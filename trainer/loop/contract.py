@@ -131,16 +131,11 @@ def check_tensors(model: nn.Module, where: str) -> None:
             raise BadInput(
                 f"{where}: {name} is a {type(value).__name__}, where a checkpoint holds tensors; make it one"
             )
-        if value.layout != torch.strided:
-            raise BadInput(
-                f"{where}: {name} is a sparse tensor, where checkpoints hold dense ones; register it with "
-                "persistent=False, as what is made anew with the model"
-            )
     flaw = None if torch.get_default_device().type == "meta" else flaw_of_model(model.state_dict())
     if flaw is not None:
         raise BadInput(
-            f"{where}: {flaw}; give it other values or another type, or register a buffer with persistent=False, as "
-            "what is made again with the model"
+            f"{where}: {flaw}; give it another type, or register a buffer with persistent=False, as what is made again "
+            "with the model"
         )
 
 
