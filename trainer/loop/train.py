@@ -114,15 +114,15 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     for comparison in run.comparisons:
         comparison.after_step(progress.step)
     run.learner.last_step.applied(progress)
-    if total_weight > 0 and phase not in run.tried_saving:
-        try_saving(run)
-        run.tried_saving.add(phase)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = saves_after_step(run, agreed)
     check_steps(run, wait=logs or saves)
     if logs:
         log_step(run, phase, learning_rate, result.grad_norm)
+    if total_weight > 0 and phase not in run.tried_saving:
+        try_saving(run)
+        run.tried_saving.add(phase)
     if saves:
         save(run)
 

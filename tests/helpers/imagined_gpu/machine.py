@@ -101,7 +101,7 @@ class Gpus:
 
         loop: Any = train
         loop.train_window = self._within(1, loop.train_window)
-        for name in ("log_step", "save"):
+        for name in ("log_step", "save", "try_saving"):
             setattr(loop, name, self._within(-1, getattr(loop, name)))
         check_steps = loop.check_steps
         waiting = self._within(-1, check_steps)
