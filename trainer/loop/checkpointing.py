@@ -158,8 +158,8 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
         if all(name in buffers for name in bad):
             raise BadInput(
                 f"{', '.join(bad[:3])} holds NaN after optimizer step {run.progress.step}, so nothing is saved; "
-                "earlier checkpoints are intact; a forward has put it into that buffer: let a number or an infinity "
-                "stand for what is not known yet"
+                "earlier checkpoints are intact; let a number or an infinity stand for what such a buffer does not "
+                "know yet"
             )
         position = run.progress.position
         epoch = position.epoch if position.at_epoch_start else position.epoch + 1
