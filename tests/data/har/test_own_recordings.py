@@ -1,6 +1,8 @@
 """A user's own recordings: CSV cut into windows as a slow loop cuts them, or refused with one message."""
 
 import csv
+import gzip
+import io
 import re
 
 import numpy as np
@@ -175,6 +177,57 @@ def test_spellings_of_one_name_are_one_class_and_one_person(load, tmp_path):
     assert has_row(loaded, "activity", "label", "6 classes; 36 rows without a label")
     alone = load(write(tmp_path / "alone.csv", rows_of([("a", "1.0", 12), ("a", "2.0", 12)])))
     assert alone.recordings.classes == ("1.0", "2.0") and "Taken" not in " ".join(alone.remarks)
+
+
+def clocks(style):
+    """The cell of a clock of 50 rows a second in row k."""
+    return lambda k: style.format(s=k * 0.02, ms=k * 20, ns=k * 20_000_000, row=k)
+
+
+PLAIN = {"delimiter": ",", "clock": clocks("{s:.2f}"), "labels": ("1", "2"), "more": {}, "point": "."}
+SPELLINGS = [
+    {"delimiter": ";"}, {"delimiter": "\t"}, {"delimiter": ";", "point": ","}, {"packed": True},
+    {"clock": clocks("{ms}")}, {"clock": clocks("{ns}")}, {"clock": clocks("{row}")}, {"clock": clocks("noon")},
+    {"clock": clocks("2024-05-31T18:30:{s:06.3f}Z")}, {"clock": clocks("2024-05-31 18:30:{s:06.3f}")},
+    {"clock": clocks("31.05.2024 18:30:{s:06.3f}")}, {"clock": clocks("5/31/2024 6:30:{s:06.3f} PM")},
+    {"clock": clocks("18:30:{s:06.3f}")}, {"labels": ("1.0", "2.0")}, {"labels": ("1", "2.0")},
+    {"unlabelled": "NaN"}, {"unlabelled": "<NA>"}, {"more": {"battery": "7", "lat": "52.1", "device": "Pixel 7"}},
+    {"more": {"level": "3", "index": "9"}}, {"mark": True}, {"reverse": True}, {"quoting": csv.QUOTE_ALL},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: "-".join(map(str, spelling.values()))[:30])
+def test_one_data_set_in_many_spellings_is_one(load, tmp_path, spelling):
+    """Windows, channels, people and classes are those of the plain file; but classes that are all written 1.0 stay."""
+
+    def wrote(folder, spelling):
+        style = PLAIN | spelling
+        rng, folder = np.random.default_rng(0), tmp_path / folder
+        folder.mkdir()
+        for name in range(3):
+            rows, number = [], 0
+            for label in (*style["labels"], style.get("unlabelled", ""), style["labels"][0]):
+                for _ in range(13):
+                    acc = [f"{value:.4f}".replace(".", style["point"]) for value in rng.normal(size=2)]
+                    rows.append([style["clock"](number), *acc, *style["more"].values(), f"p{name}", label])
+                    number += 1
+            names = ["time", "acc", "gyro", *style["more"], "subject", "activity"]
+            if style.get("reverse"):
+                names, rows = names[::-1], [row[::-1] for row in rows]
+            text = io.StringIO()
+            csv.writer(text, delimiter=style["delimiter"], quoting=style.get("quoting", 0)).writerows([names, *rows])
+            content = text.getvalue().encode("utf-8-sig" if style.get("mark") else "utf-8")
+            packed = style.get("packed", False)
+            (folder / f"{name}.csv{'.gz' * packed}").write_bytes(gzip.compress(content) if packed else content)
+        return load(folder).recordings
+
+    plain, other = wrote("plain", {}), wrote("other", spelling)
+    np.testing.assert_array_equal(other.labels, plain.labels)
+    np.testing.assert_array_equal(other.subjects, plain.subjects)
+    order = [other.channels.index(name) for name in plain.channels]
+    np.testing.assert_array_equal(other.signals[:, order], plain.signals)
+    assert (len(other.channels), other.subject_names) == (2, plain.subject_names)
+    assert [name.removesuffix(".0") for name in other.classes] == list(plain.classes)
 
 
 def timed(people, length=30):
