@@ -222,10 +222,10 @@ def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
 
 def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> list[str]:
     """What was understood of each column."""
-    rate = "" if cut.rate_hz is None else f"; {cut.rate_hz:.4g} rows a second"
+    rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows a second, "
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
     rows = [
-        (name, "clock", f"cannot be read: {cut.unread[name]!r}" if name in cut.unread else f"{first} to {last}{rate}")
+        (name, "clock", f"cannot be read: {cut.unread[name]!r}" if name in cut.unread else f"{rate}{first} to {last}")
         for name, (first, last) in cut.moments.items()
     ]
     rows.append((columns.subject, "subject", f"{num_people} people"))
