@@ -23,6 +23,7 @@ TASKS = {
     "two phases": [f"{HELPERS / 'phased_task.py'}:Gan", "--eval-every-steps", 2],
     "outputs per sample": [f"{HELPERS / 'scored_task.py'}:Scored"],
     "batch norm": [f"{HELPERS / 'normed_task.py'}:Normed"],
+    "running scale": [f"{HELPERS / 'stateful_task.py'}:ScaledLocallyTask", "--grad-checkpointing"],
 }
 
 

@@ -125,7 +125,12 @@ CHANGING = [
 ]
 
 
-@pytest.mark.parametrize("kind", CHANGING)
+IN_BRIEF = ("SpectralNorm", "Scaled", "Quantised", "Counting")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in IN_BRIEF)) for kind in CHANGING]
+)
 def test_recomputing_changes_no_bit(kind, run_here, tmp_path):
     for more in ([], ["--grad-checkpointing"]):
         run_here(*of(kind), "--batch-size", 3, *more, "--save-dir", tmp_path / str(len(more)))
