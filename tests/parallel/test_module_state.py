@@ -160,6 +160,15 @@ def test_a_measurement_leaves_models_as_they_were(kind):
     assert all(one[2] is other[2] for one, other in zip(before[1], after, strict=True))
 
 
+def test_a_list_of_parameters_is_left_to_who_keeps_it_up_to_date():
+    module = nn.LSTM(2, 2)
+    with leaving_no_trace(module) as changes:
+        module.weight_ih_l0 = nn.Parameter(torch.zeros(8, 2))
+        assert module._flat_weights[0] is module.weight_ih_l0
+        assert changes() == []
+    assert module._flat_weights[0] is module.weight_ih_l0
+
+
 def test_persistent_buffers():
     assert persistent_buffers(Everything()).keys() == {"buffer"}
 

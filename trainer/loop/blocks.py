@@ -73,7 +73,7 @@ def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     changes: in the whole objective, as forwards that tried it have shown. Raises BadInput for what cannot be put back.
     """
     changes = list(changes)
-    for block in objective.modules():
+    for prefix, block in objective.named_modules():
         if not isinstance(block, _Recomputed):
             continue
         path_of = {id(module): path for path, module in block.named_modules()}
@@ -81,6 +81,7 @@ def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
         for change in own:
             if not change.is_seen:
                 raise _not_alike(change.path, "which cannot be put back")
+        type(block).path = prefix
         type(block).changing = {(path_of[id(change.module)], change.name) for change in own}
 
 
@@ -98,6 +99,8 @@ class _Recomputed(nn.Module):
     replica of it would not be the self of. The class belongs to one block, and its replicas.
     """
 
+    path: ClassVar[str] = ""
+    """Of the block in the whole objective."""
     changing: ClassVar[set[tuple[str, str]] | None]
     """What forwards change, by the path of a submodule and the name in it; None before it is known."""
 
@@ -153,8 +156,8 @@ class _AsFound(AbstractContextManager[None]):
     def _first_changed(self) -> str:
         changed = {id(tensor) for tensor, version in self._versions if tensor._version != version}
         names = (
-            f"{path}.{name}".lstrip(".")
-            for path, module in self._block.named_modules()
+            f"{path}.{name}"
+            for path, module in self._block.named_modules(prefix=type(self._block).path)
             for held in (module._buffers, vars(module))
             for name, value in held.items()
             if id(value) in changed

@@ -58,9 +58,11 @@ class State:
             if kind in _PLAIN:
                 continue
             if kind in _CONTAINERS:
-                if id(value) not in self.contents:
+                items = value.values() if isinstance(value, dict) else value
+                # A list of parameters, as LSTMs have one, is kept up to date by whoever replaces these, such as fsdp.
+                if id(value) not in self.contents and not any(isinstance(item, nn.Parameter) for item in items):
                     self.contents[id(value)] = value, copy.copy(value)
-                    waiting.extend(value.values() if isinstance(value, dict) else value)
+                    waiting.extend(items)
             elif isinstance(value, tuple):
                 waiting.extend(value)
             elif kind is np.ndarray or (kind is Tensor and not value.requires_grad):
