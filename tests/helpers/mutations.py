@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 _CELL = re.compile(rb"[^\s,;:|\"]+")
 _ODD = (
     b"\x00", b"\xff", b"\xc3", b"\xef\xbb\xbf", b"\xf0\x9f\x90\xb4", b'"', b"'", b",", b";", b"\t", b"\r", b"\n",
-    b"\r\n", b"-", b"nan", b"inf", b"1e999", b"-1", b"0", b"9" * 40, b"1,2", b"../x", b"\x1b[2J", "\u2028\u0663".encode(),
+    b"\r\n", b"-", b"nan", b"inf", b"1e999", b"-1", b"0", b"9" * 40, b"1,2", b"../x", b"\x1b[2J",
+    "\u2028\u0663".encode(),
 )  # fmt: skip
 _LONGEST_CELL = 20_000
 

@@ -146,6 +146,19 @@ class LatePersistentTable(Table):
         super().__init__(persistent=True, calls=-3)
 
 
+class EvaluatedTable(nn.Module):
+    """Grown in evaluation, on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(1, WIDTH))
+
+    def forward(self, x):
+        if not self.training and dist.is_initialized():
+            self.table = torch.ones(1 + dist.get_rank(), WIDTH).to(x)
+        return x * self.table[:1]
+
+
 class Masked(nn.Module):
     """By a mask that its first forward makes."""
 
@@ -197,6 +210,7 @@ KINDS = {
     "Table": Table,
     "PersistentTable": PersistentTable,
     "LatePersistentTable": LatePersistentTable,
+    "EvaluatedTable": EvaluatedTable,
     "Masked": Masked,
     "Rotary": Rotary,
     "LargestSeen": LargestSeen,

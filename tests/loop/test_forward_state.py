@@ -16,7 +16,7 @@ FILE = ROOT / "tests" / "helpers" / "stateful_task.py"
 LR, NUM, WHOLE, EPOCHS = 0.05, 21, 8, 2
 RUN = ["--dtype", "float64", "--num-threads", 1, "--device", "cpu", "--epochs", EPOCHS, "--weight-decay", 0,
        "--optimizer", "sgd", "--no-test", "--global-batch-size", WHOLE]  # fmt: skip
-SOUND = sorted(KINDS.keys() - {"PersistentTable", "LatePersistentTable", "LateScaled"})
+SOUND = sorted(KINDS.keys() - {"PersistentTable", "LatePersistentTable", "EvaluatedTable", "LateScaled"})
 
 
 def of(kind):
@@ -214,6 +214,14 @@ def test_on_all_ranks(form, train_two, tmp_path):
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "gives model.0.1.table, a persistent buffer, the shape (" in error
     assert load(tmp_path / "run" / "last.pth")["step"] == 3
+
+
+@pytest.mark.slow
+def test_one_that_is_larger_on_another_rank_is_refused_before_it_is_sent(train_two, tmp_path):
+    output = train_two("ddp", tmp_path / "run", *of("EvaluatedTable"), statuses=(2, 2))
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    kinds = "float64 of shape (2, 5) on rank 1 and float64 of shape (1, 5) on rank 0"
+    assert f"the buffer model.0.1.table is {kinds}, so that the model is not the same on all of them" in error
 
 
 def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):

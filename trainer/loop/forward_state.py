@@ -20,9 +20,9 @@ class ForwardState:
 
     The forward that tries a phase shows which entries change (`learn`). There are three kinds.
 
-    Shared: buffers that are persistent, or changed in place. Each process changes them by its own samples, of which
-    those of the main process count, as by torch's DistributedDataParallel. So a save or an evaluation, before which all
-    get the main process's buffers, changes nothing.
+    Shared: buffers that are persistent, or changed in place. Each process changes them by its own samples, and after
+    the step all take the main process's, as by torch's DistributedDataParallel. So a save or an evaluation, before
+    which all get the main process's buffers, changes nothing.
 
     Local: buffers that are not persistent and replaced by others, as tables and masks that a forward makes for its own
     batch. Each process has its own.
