@@ -146,8 +146,8 @@ def test_recomputing_changes_no_bit_on_two_processes(kind, train_two, tmp_path):
 
 
 def test_a_change_that_the_first_forward_did_not_show_is_refused(refused, tmp_path):
-    argv = [*of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path]
-    refused(["--grad-checkpointing: forwards change model.0.1.scale, which the first forward of all did not change"], *argv)
+    part = "--grad-checkpointing: forwards change model.0.1.scale, which the first forward of all did not change"
+    refused([part], *of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path)
 
 
 # --- after a resume ----------------------------------------------------------------------------------------------

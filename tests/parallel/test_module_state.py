@@ -99,6 +99,32 @@ def test_a_change_is_told_and_put_back(name):
     assert state_of(module) == before
 
 
+ODD = {
+    "a NaN": torch.full((3,), float("nan")),
+    "nothing": torch.zeros(0, 3),
+    "expanded": torch.zeros(1).expand(9, 2),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "conjugated": torch.ones(3, dtype=torch.complex64).conj(),
+    "negated": torch._neg_view(torch.ones(3)),
+    "sparse": torch.eye(3).to_sparse(),
+    "float8": torch.ones(4).to(torch.float8_e4m3fn),
+    "without content": torch.ones(3, device="meta"),
+    "of inference mode": torch.inference_mode()(lambda: torch.ones(3))(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_tensors_of_odd_kinds(name):
+    module = nn.Linear(2, 2)
+    module.register_buffer("buffer", ODD[name])
+    module.attribute = [ODD[name]]
+    with leaving_no_trace(module) as changes:
+        module(torch.ones(1, 2))
+        assert changes() == []
+        assert module.buffer is not ODD[name]
+    assert module.buffer is ODD[name] and module.attribute[0] is ODD[name]
+
+
 def test_two_names_of_one_tensor():
     module = Everything()
     with leaving_no_trace(module) as changes:

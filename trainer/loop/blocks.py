@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag
-from trainer.parallel.module_state import ABSENT, Change, Entry, State, WholeState, copied, entry_of, held_by, is_alike
+from trainer.parallel.module_state import (
+    ABSENT,
+    Change,
+    Entry,
+    State,
+    WholeState,
+    copied,
+    entry_of,
+    held_by,
+    is_alike,
+    version_of,
+)
 from trainer.task import Objective, Task
 
 BACKEND = "inductor"
@@ -130,14 +141,14 @@ class _AsFound(AbstractContextManager[None]):
         # What else a forward replaces is not lost, and what else it writes into shows.
         self._held = held_by(block) if changing is not None else []
         self._versions = [
-            (value, value._version)
+            (value, version_of(value))
             for _, held in self._held
             for value in held.values()
             if type(value) is Tensor and id(value) not in self._copies
         ]
 
     def __enter__(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             raise _not_alike(self._first_changed(), "which the first forward of all did not change")
         replaced = [
             (owner, name, held.get(name, ABSENT))
@@ -154,7 +165,7 @@ class _AsFound(AbstractContextManager[None]):
         self._now.write()
 
     def _first_changed(self) -> str:
-        changed = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        changed = {id(tensor) for tensor, version in self._versions if version_of(tensor) != version}
         names = (
             f"{path}.{name}"
             for path, module in self._block.named_modules(prefix=type(self._block).path)

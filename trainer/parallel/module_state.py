@@ -60,7 +60,8 @@ class State:
             if kind in _CONTAINERS:
                 items = value.values() if isinstance(value, dict) else value
                 # A list of parameters, as LSTMs have one, is kept up to date by whoever replaces these, such as fsdp.
-                if id(value) not in self.contents and not any(isinstance(item, nn.Parameter) for item in items):
+                is_of_params = kind is list and any(isinstance(item, nn.Parameter) for item in items)
+                if id(value) not in self.contents and not is_of_params:
                     self.contents[id(value)] = value, copy.copy(value)
                     waiting.extend(items)
             elif isinstance(value, tuple):
@@ -224,6 +225,7 @@ class _Comparison:
 
     def __init__(self, module: nn.Module, state: State, copies: Mapping[int, Any]) -> None:
         self._state, self._copies = state, copies
+        self._versions = {key: version_of(value) for key, value in copies.items()}
         self._before = []
         for path, each in module.named_modules():
             attributes = {name: vars(each)[name] for name in _own_names(each)}
@@ -254,7 +256,8 @@ class _Comparison:
 
     def _is_same(self, before: Any, now: Any) -> bool:
         if id(before) in self._copies:
-            return now is self._copies[id(before)] and _is_untouched(before, now)
+            is_written = version_of(self._copies[id(before)]) != self._versions[id(before)]
+            return now is self._copies[id(before)] and not is_written and _is_same_content(before, now)
         if now is before and id(before) in self._state.contents:
             if id(before) in self._compared:
                 return True
@@ -280,15 +283,19 @@ class _Comparison:
         return len(before) == len(now) and all(map(self._is_same, before, now))
 
 
-def _is_untouched(original: Any, copy_: Any) -> bool:
-    """Whether a copy has the content of its original, and nobody has written into it."""
+def _is_same_content(original: Any, copy_: Any) -> bool:
+    """Whether a copy has the bits of its original, where these can be read."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
-    if copy_._version > 0:
-        return False
+    both = original.detach(), copy_.detach()
     if original.layout != torch.strided or original.is_quantized or original.is_meta or original.is_nested:
         return True
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (original, copy_)))
+    return torch.equal(*(each.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in both))
+
+
+def version_of(value: Any) -> int:
+    """How often a tensor was written into."""
+    return value._version if type(value) is Tensor and not value.is_inference() else 0
 
 
 def _view(value: Any) -> Any:
@@ -310,7 +317,7 @@ class _Attributes:
     """Those of an object at a moment, but for what is within them. One that comes later may be a cache, and is none."""
 
     def __init__(self, value: Any) -> None:
-        self.held = {name: (item, item._version if type(item) is Tensor else 0) for name, item in vars(value).items()}
+        self.held = {name: (item, version_of(item)) for name, item in vars(value).items()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Attributes) and all(
