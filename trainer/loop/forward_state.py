@@ -36,7 +36,7 @@ class ForwardState:
         left_out = set(without)
         self._elsewhere = {id(buffer) for module in left_out for buffer in module.buffers(recurse=False)}
         self._persistent = [
-            [f"{path}.{name}", module._buffers, name, buffer, _shape(buffer)]
+            [f"{path}.{name}".lstrip("."), module._buffers, name, buffer, _shape(buffer)]
             for path, module in model.named_modules()
             if module not in left_out
             for name, buffer in module._buffers.items()
