@@ -39,7 +39,7 @@ def position_off_by_one() -> None:
 
 
 def moments_not_restored() -> None:
-    Parallel.load_moments = lambda self, state, optimizers: None  # type: ignore[method-assign]
+    Parallel.load_moments = lambda self, *state: None  # type: ignore[method-assign]
 
 
 def average_not_restored() -> None:

@@ -5,6 +5,8 @@ import torch
 
 from tests.conftest import assert_same_bits, load
 from tests.helpers.shaped_task import Shaped
+from trainer.common.errors import BadInput
+from trainer.loop.torch_optimizers import take_step
 from trainer.tasks import TASKS
 
 RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
@@ -37,6 +39,28 @@ class Keeping(torch.optim.Optimizer):
         self.num_steps = state["num_steps"]
 
 
+class OtherTypes(torch.optim.Optimizer):
+    """Keeps sums in another precision than the parameters', a counter and a mask, each of one row's shape."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, rows = self.state[p], p.grad if p.dim() == 1 else p.grad.mean(1)
+                if not state:
+                    state["sum"] = torch.zeros_like(rows, dtype=torch.float32)
+                    state["count"] = torch.zeros_like(rows, dtype=torch.int32)
+                    state["seen"] = torch.zeros_like(rows, dtype=torch.bool)
+                state["sum"].add_(rows.to(torch.float32))
+                state["count"].add_((rows > 0).to(torch.int32))
+                state["seen"].logical_or_(rows > 0)
+                scale = 1 + state["sum"].abs() + state["count"] // 2 + state["seen"]
+                p.sub_(p.grad / scale.to(p.dtype).view(-1, *[1] * (p.dim() - 1)), alpha=group["lr"])
+
+
 @pytest.fixture
 def keeping(run_here, monkeypatch):
     """Trains so many steps with an optimizer of these settings."""
@@ -61,8 +85,50 @@ def test_goes_on_to_the_bit_from_any_step(keeping, tmp_path):
         assert found["optimizers"]["train"][0]["num_steps"] == 6
 
 
+def test_what_it_keeps_has_its_own_types_after_a_resume(run_here, monkeypatch, tmp_path):
+    own = {
+        "build_optimizers": lambda self, phase, groups, lr: [OtherTypes([{"params": g["params"]} for g in groups], lr)]
+    }
+    monkeypatch.setitem(TASKS, "shaped", lambda: type("Typed", (Shaped,), own))
+    for name, steps in (("whole", [6]), ("resumed", [3, 6])):
+        for max_steps in steps:
+            run_here(*RUN, tmp_path / name, "--dtype", "float64", "--max-steps", max_steps)
+    whole, resumed = (load(tmp_path / name / "final.pth") for name in ("whole", "resumed"))
+    assert_same_bits(whole["model"], resumed["model"])
+    assert_same_bits(whole["optimizers"], resumed["optimizers"])
+    kept = resumed["optimizers"]["train"][0]["state"][0]
+    assert [kept[name].dtype for name in ("sum", "count", "seen")] == [torch.float32, torch.int32, torch.bool]
+
+
 def test_settings_are_those_of_the_task_nonetheless(keeping, tmp_path):
     keeping(tmp_path, 3, power=1.0)
     (group, _) = keeping(tmp_path, 4, power=0.5)["optimizers"]["train"][0]["param_groups"]
     assert (group["power"], group["k"]) == (0.5, 4)
     assert set(group["changed"]) == {"k", "weight_sum"}
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "requires closure"
+
+
+class CallsClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("a mistake")
+
+
+@pytest.mark.parametrize("optimizer_type", [NeedsClosure, CallsClosure])
+def test_one_that_needs_the_loss_itself_is_refused_at_the_first_step(optimizer_type):
+    optimizer = optimizer_type([torch.zeros(1)])
+    with pytest.raises(BadInput, match=f"^Task.build_optimizers: {optimizer_type.__name__} evaluates the loss itself"):
+        take_step(optimizer)
+
+
+def test_other_mistakes_keep_their_traceback():
+    with pytest.raises(RuntimeError, match=r"^a mistake$"):
+        take_step(Broken([torch.zeros(1)]))

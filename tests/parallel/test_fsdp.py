@@ -241,6 +241,37 @@ def test_refuses_what_cannot_be_divided(more, message):
         refuse_what_cannot_be_cut(PiecesObjective(model), list(model.blocks))
 
 
+class Spun(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        self.length = torch.nn.Parameter(torch.zeros(2))
+
+
+def test_refuses_complex_parameters_beside_real_ones():
+    with pytest.raises(
+        BadInput, match=r"^--multi-gpu fsdp: turn and length are exchanged together, and one is complex"
+    ):
+        refuse_what_cannot_be_cut(PiecesObjective(Spun()), [])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_refuses_hooks_of_parameters_which_would_be_lost(register):
+    model = Words(PiecesFlags())
+    getattr(model.second.bias, register)(lambda gradient: None)
+    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: second.bias has a hook for its gradient"):
+        refuse_what_cannot_be_cut(PiecesObjective(model), [])
+
+
+def test_refuses_hooks_that_come_after_the_model_is_cut():
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    optimizer = torch.optim.SGD([weight])
+    Sharded.check_optimizers(None, [optimizer])
+    weight.register_hook(lambda gradient: None)
+    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: a parameter of shape \(2, 3\) has a hook"):
+        Sharded.check_optimizers(None, [optimizer])
+
+
 def test_takes_ties_within_a_unit():
     model = Words(PiecesFlags(ties=True))
     refuse_what_cannot_be_cut(PiecesObjective(model), [])

@@ -31,6 +31,8 @@ from trainer.task import Objective, Task
 
 BACKEND = "inductor"
 """What `--compile` compiles with."""
+_NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
+"""What torch says in the second backward of compiled code."""
 _MOST_VERSIONS = 64
 """Of one function that torch compiles, before it runs as it is: blocks of different kinds are the same one to it."""
 
@@ -216,3 +218,10 @@ def refusing_compilation() -> Iterator[None]:
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise BadInput(f"--compile: torch cannot compile the model: {lines[0]}; leave it out") from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_GRADIENT_OF_GRADIENTS):
+            raise
+        raise BadInput(
+            "--compile: the objective computes a gradient within its forward, as for a gradient penalty, and torch "
+            "cannot differentiate what it has compiled a second time; leave it out"
+        ) from error

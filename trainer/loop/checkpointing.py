@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.checkpoint.file import flaw_of_saving, outline_of
@@ -174,7 +175,8 @@ def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
     learner, step = run.learner, state["step"]
     learner.batch_norm.others.restore(state.get("other_buffers", {}))
-    run.parallel.load_moments(state["optimizers"], learner.optimizers)
+    dtype = getattr(torch, state["config"]["--dtype"])
+    run.parallel.load_moments(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
+from trainer.loop.torch_optimizers import take_step
 from trainer.parallel.parts import own_parts
 from trainer.task import Objective, Outputs
 
@@ -185,7 +186,7 @@ def _step_on_host(
     if 0 < factor < 1:
         torch._foreach_mul_(grads, float(factor))
     for optimizer in optimizers:
-        optimizer.step()
+        take_step(optimizer)
     return True, False
 
 
@@ -204,7 +205,7 @@ def _step_on_device(
         if _reads_found_inf(optimizer):
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.step()
+        take_step(optimizer)
     return applied, left_out
 
 

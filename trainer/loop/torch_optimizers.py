@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.common.errors import BadInput, reason
+from trainer.parallel.parts import is_sharded
 from trainer.task import ParamGroup
+
+_OF_PARTS = ("DTensor", "Sharding propagation", "placement")
+"""What torch says where it has no rule for an operation on tensors in parts."""
 
 
 def without_wrappers(optimizer_type: type[torch.optim.Optimizer]) -> Any:
@@ -51,6 +56,26 @@ class ZeroStartSGD(torch.optim.SGD):
             if buffer is None:
                 momentum_buffer_list[i] = torch.zeros_like(params[i])
         return has_sparse_grad
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Its `step`. Raises BadInput where it cannot train here, which some show no sooner."""
+    try:
+        optimizer.step()
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        name, told = type(optimizer).__name__, str(error)
+        if "closure" in told.lower() or told == "'NoneType' object is not callable":
+            raise BadInput(
+                f"Task.build_optimizers: {name} evaluates the loss itself, several times a step, which this trainer "
+                f"does not do ({reason(error)}); take another one"
+            ) from error
+        in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        if in_parts and any(word in told for word in _OF_PARTS):
+            raise BadInput(
+                f"--multi-gpu fsdp: {name} cannot train parameters of which a process has a part ({reason(error)}); "
+                "take --multi-gpu ddp, or another optimizer"
+            ) from error
+        raise
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:

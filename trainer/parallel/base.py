@@ -275,8 +275,16 @@ class Parallel:
         """Those of a `full_state`, or some of them; the others stay as they are. All processes call it."""
         model.load_state_dict(weights, strict=False)
 
-    def load_moments(self, state: Mapping[str, Any], optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]) -> None:
-        """Those of a `full_state`. Raises BadInput for moments of optimizers that train other parameters."""
+    def load_moments(
+        self,
+        state: Mapping[str, Any],
+        optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Those of a `full_state`. Raises BadInput for moments of optimizers that train other parameters.
+
+        dtype: of the parameters when it was saved.
+        """
         for phase, several in optimizers.items():
             saved = state.get(phase, [])
             own = [optimizer.state_dict() for optimizer in several]
@@ -290,7 +298,7 @@ class Parallel:
                 refuse_other_entries(phase, its_saved, its_own, optimizer)
                 moments = self.own_moments(with_settings_of(its_own, its_saved), optimizer)
                 try:
-                    load_state(optimizer, moments)
+                    load_state(optimizer, moments, dtype)
                 except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                     raise BadInput(
                         f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "

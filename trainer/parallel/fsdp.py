@@ -96,7 +96,7 @@ class Sharded(Distributed):
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        refuse_what_cannot_be_cut(objective, its_blocks)
+        self.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))  # `complete` is for one of them alone
         objective.call_equally()
         for unit in [*its_blocks, objective]:
             self._send_parameters(unit)
@@ -201,6 +201,9 @@ class Sharded(Distributed):
                     f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} beside 'state', where nothing says of "
                     "which parameters it is, to be divided as they are; take --multi-gpu ddp, or another optimizer"
                 )
+        hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if p._backward_hooks]
+        if hooked:
+            raise BadInput(_hooked(f"a parameter of shape {tuple(hooked[0].shape)}"))
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
@@ -269,6 +272,8 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
                     f"--multi-gpu fsdp: {label} is a single number without a dimension, which cannot be divided; "
                     "give it the shape (1,)"
                 )
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise BadInput(_hooked(label))
             found.setdefault(parameter, {})[label] = unit_of.get(module, 0)
     split = [names for names in found.values() if len(set(names.values())) > 1]
     if split:
@@ -276,6 +281,24 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
             f"--multi-gpu fsdp: {' and '.join(split[0])} are one parameter, and a block of Task.blocks has it without "
             "the other; leave that block out of Task.blocks, or do not tie them"
         )
+    of_kind: dict[tuple[int, bool], str] = {}  # the first one of a unit that is complex, or is not
+    for parameter, names in found.items():
+        label, unit = next(iter(names.items()))
+        of_kind.setdefault((unit, parameter.is_complex()), label)
+        if (unit, not parameter.is_complex()) in of_kind and parameter.requires_grad:
+            pair = " and ".join(of_kind[unit, is_complex] for is_complex in (True, False))
+            raise BadInput(
+                f"--multi-gpu fsdp: {pair} are exchanged together, and one is complex and the other is not; keep pairs "
+                "of real numbers and torch.view_as_complex in the forward, or take --multi-gpu ddp"
+            )
+
+
+def _hooked(label: str) -> str:
+    return (
+        f"--multi-gpu fsdp: {label} has a hook for its gradient, which fsdp would never call, for a backward sees a "
+        "gathered copy of the parameter; register it in each forward, on the parameter of that moment, or take "
+        "--multi-gpu ddp"
+    )
 
 
 def outline_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:

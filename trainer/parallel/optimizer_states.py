@@ -71,8 +71,8 @@ def with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     return {**saved, "param_groups": groups}
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Gives an optimizer what `state_of` has made of its state.
+def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Gives an optimizer what `state_of` has made of its state. dtype: of the parameters when it was saved.
 
     torch brings tensors and numbers of a parameter to its device, and spoils other things on the way: of a text it
     makes that of a generator, a deque loses its length. So they are put in place afterwards.
@@ -88,9 +88,24 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
             loaded["state"][number] = {name: value for name, value in kept.items() if name not in odd}
             later += [(parameters[number], name, kept[name]) for name in odd]
     optimizer.load_state_dict(loaded)
+    _keep_types(optimizer, loaded.get("state", {}), dtype)
     for parameter, name, value in later:
         on_device = mapped(value, partial(Tensor.to, device=parameter.device))
         optimizer.state[parameter][name] = decoded(on_device)
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtype: torch.dtype) -> None:
+    """After an optimizer has loaded this state, in which torch has given all tensors the types of their parameters.
+
+    dtype: of the parameters when it was saved. What had that type has the one of the parameters now; counters, masks
+    and moments in another precision have those that they had.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, kept in state.items():
+        own = optimizer.state.get(parameters[number], {}) if type(number) is int else {}
+        for name, value in kept.items() if own else ():
+            if isinstance(value, Tensor) and name in own and value.dtype not in (dtype, own[name].dtype):
+                own[name] = value.to(own[name].device)
 
 
 # --- containers --------------------------------------------------------------------------------------------------
