@@ -215,6 +215,31 @@ def test_a_data_set_of_torch_alone_is_no_keyed_one():
         require_keyed(Stream(), "train")
 
 
+class InBatches(Noisy):
+    """With the method by which torch's DataLoader asks for a whole batch."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Keyed(Noisy):
+    """Items one by one as well, for whoever looks at them."""
+
+    def __getitems__(self, keys):
+        return {"x": torch.zeros(len(keys.index))}
+
+
+def test_a_batch_by_a_list_of_numbers_is_no_batch_by_keys():
+    before = torch.get_rng_state()
+    with pytest.raises(BadInput, match=r"train: InBatches has no `__getitems__\(keys\)`; return trainer.from_dataset"):
+        require_keyed(InBatches(), "train")
+    require_keyed(Keyed(), "train")
+    assert torch.equal(torch.get_rng_state(), before)
+    one, other = (from_dataset(kind(), seed=0) for kind in (Noisy, InBatches))
+    keys = SampleKeys(np.arange(3), 0)
+    assert_same_bits(one.__getitems__(keys), other.__getitems__(keys))
+
+
 # --- runs --------------------------------------------------------------------------------------------------------
 
 LINES = f"{ROOT / 'tests' / 'helpers' / 'torch_task.py'}:Lines"

@@ -14,9 +14,6 @@ from trainer.loading.batches import KeyedDataset
 from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys
 
-_TAKE_LISTS = ("torch", "datasets")
-"""Packages whose data sets have a `__getitems__` too, as torch's Subset, but one that takes a list of numbers."""
-
 
 class IndexedDataset(Protocol):
     """A data set that is asked for one sample after another, by its number."""
@@ -65,14 +62,28 @@ def require_keyed(dataset: Any, where: str) -> None:
     """Raises BadInput for a data set that cannot be asked for samples by their keys. where: what to call it."""
     if isinstance(dataset, IterableDataset):
         raise BadInput(_iterable(where))
-    method = getattr(type(dataset), "__getitems__", None)
-    if method is None or (getattr(method, "__module__", None) or "").partition(".")[0] in _TAKE_LISTS:
+    if not hasattr(type(dataset), "__getitems__") or _takes_lists(dataset):
         raise BadInput(
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
             "trainer.from_dataset(dataset, seed=self.seed) instead"
         )
     if not hasattr(dataset, "__len__"):
         raise BadInput(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")
+
+
+def _takes_lists(dataset: Any) -> bool:
+    """Whether its `__getitems__` is that of torch's DataLoader, which gets a list of numbers and returns one of items.
+
+    Such a data set can be asked for a single item too, so others are not tried.
+    """
+    if not hasattr(type(dataset), "__getitem__"):
+        return False
+    with _draws_put_back():
+        try:
+            items = dataset.__getitems__([0])
+        except Exception:  # whatever comes of numbers in the place of keys
+            return False
+    return isinstance(items, list) and len(items) == 1
 
 
 def _iterable(where: str) -> str:
