@@ -120,6 +120,14 @@ def test_what_cannot_be_done_is_refused(refused, monkeypatch, tmp_path):
     refused(["--compile: torch cannot compile the model: backend='without_a_compiler' raised:"], *run, "--compile")
 
 
+def test_a_gradient_of_a_gradient_of_what_is_compiled_is_refused(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
+    task = f"{ROOT / 'tests' / 'helpers' / 'dropping_task.py'}:Dropping"
+    run = ["--task", task, "--projects", "--device", "cpu", "--num-threads", 1, "--save-dir", tmp_path / "run"]
+    expected = "--compile: the objective computes a gradient within its forward"
+    refused([expected], *run, "--penalty", "--no-names-blocks", "--compile")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--compile", "--grad-checkpointing"])
 def test_two_processes_learn_the_same(flag, command, tmp_path):

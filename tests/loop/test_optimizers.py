@@ -156,6 +156,11 @@ def with_groups(make):
     return Wrong
 
 
+class WithoutRate(torch.optim.Optimizer):
+    def step(self, closure=None):
+        pass
+
+
 def own(make):
     """A task with optimizers of its own, made of the groups and the rate."""
 
@@ -213,6 +218,7 @@ def own(make):
             own(lambda groups, lr: [torch.optim.LBFGS(groups[0]["params"] + groups[1]["params"], lr=lr)]), {},
             "LBFGS evaluates the loss itself",
         ),
+        (own(lambda groups, lr: [WithoutRate(groups, {})]), {}, 'WithoutRate has a group without "lr"'),
     ],
 )  # fmt: skip
 def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message):

@@ -175,6 +175,8 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
         )
     for optimizer in own:
         name = type(optimizer).__name__
+        if any("lr" not in group for group in optimizer.param_groups):
+            return f'{name} has a group without "lr", by which the schedule sets its rate'
         rates = [group["lr"] for group in optimizer.param_groups if group["lr"] != lr]
         if rates:
             return (
