@@ -100,7 +100,7 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
 
     task: the class, wherever it is defined. settings: flags by the names of their fields, the trainer's and those of
     `task.Config`: `save_dir="runs/a", lr=1e-3, test=False`. A switch is what its field is, True or False; a list is a
-    list or a tuple; None leaves a flag at its default.
+    list or a tuple; None leaves a flag at its default, a flag of the task at what the run in `save_dir` has, if any.
 
     Processes that a launcher started all call it, and train together. Without a launcher `multi_gpu="ddp"` starts
     processes by itself, which import the class.

@@ -150,6 +150,9 @@ def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
     """Trains, evaluates, labels or exports; returns the exit status. Raises BadInput."""
     set_up_torch(flags, parallel)
+    if parallel.is_main and flags.prediction.predict is None:  # whose table goes to standard output
+        for remark in flags.from_run.remarks:
+            say(remark)
     if flags.prediction.predict is not None:
         label_new_data(flags, parallel)
         return EXIT_FINISHED

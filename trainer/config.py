@@ -7,11 +7,12 @@ import inspect
 import math
 import operator
 import re
+import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.common.errors import BadInput
 from trainer.common.given import checked_path, checked_text, expanded, shortened
@@ -33,16 +34,28 @@ class FlagGroup:
 
 
 def flag(
-    default: Any, help: str, *, metavar: str | None = None, hidden: bool = False, local: bool = False, **limits: float
+    default: Any,
+    help: str,
+    *,
+    metavar: str | None = None,
+    hidden: bool = False,
+    local: bool = False,
+    from_record: Literal["taken", "ignored", "refused"] = "taken",
+    **limits: float,
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
-    hidden: neither shown in `--help` nor recorded. local: the processes of a run may have different values, since the
-    value does not decide what is learned, such as where a machine keeps its data; without it a run whose processes
-    differ is refused. limits: at_least, above, at_most, below; of numbers.
+    hidden: neither shown in `--help` nor recorded.
+    local: the processes of a run may have different values, since the value does not decide what is learned, such as
+        where a machine keeps its data; without it a run whose processes differ is refused.
+    from_record: what becomes of the value that the record of a run has, when another command line names that record.
+        "ignored" is for how a run was started; "refused" for what a user alone may name, who need not have made the
+        record: a file with code (FILE:CLASS), or one to write or to begin from.
+    limits: at_least, above, at_most, below; of numbers.
     """
     assert limits.keys() <= _LIMITS.keys()
-    about = {"help": help, "metavar": metavar, "hidden": hidden, "local": local, "limits": limits}
+    about = {"help": help, "metavar": metavar, "hidden": hidden, "limits": limits}
+    about |= {"local": local, "from_record": from_record}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -118,6 +131,7 @@ class Option:
         self.metavar: str | None = field.metadata["metavar"]
         self.hidden: bool = field.metadata["hidden"]
         self.local: bool = field.metadata["local"]
+        self.from_record: str = field.metadata["from_record"]
         self.limits: dict[str, float] = field.metadata["limits"]
 
     @property
@@ -162,6 +176,18 @@ class Option:
         if value == "" != self.default:
             raise ValueError("must not be empty")
         return self._parse_one(str(value))
+
+    def is_for_users_alone(self, value: Any) -> bool:
+        """Whether a value names what no record may name; see `flag`."""
+        texts = value if isinstance(value, tuple) else (value,)
+        named = any(isinstance(text, Path) or (isinstance(text, str) and ":" in text) for text in texts)
+        return self.from_record == "refused" and named
+
+    def as_typed(self, value: Any) -> str:
+        """A value other than the default, as one types it in a shell."""
+        if self.is_switch:
+            return self.name
+        return f"{self.name} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
 
     def argument(self, value: Any) -> list[str]:
         """The command line that gives this value. Raises ValueError."""

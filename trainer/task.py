@@ -285,7 +285,7 @@ class Task(ABC):
         """A checkpoint that comes with the task, for users who have little data of their own; by default none.
 
         A new run begins with its weights unless a flag names others; what the model has beside them stays initialised.
-        `--predict`, `--export` and `--eval-only` take it where `--save-dir` holds no run.
+        `--predict`, `--export` and `--eval-only` take it unless `--save-dir` is given and holds a run.
         """
         return None
 

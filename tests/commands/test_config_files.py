@@ -18,6 +18,7 @@ from trainer.commands.parse import parse
 from trainer.config import flag
 from trainer.profiling.cli import names_several_devices, not_measured
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES
+from trainer.profiling.scaling import ScalingFlags
 from trainer.profiling.step import StepFlags
 from trainer.tasks import TASKS
 
@@ -258,6 +259,59 @@ def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
     assert not names_several_devices(["--config", alone])
 
 
+# --- records of others -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "use"),
+    [
+        ("--task", "{tmp}/evil.py:Evil", "code, --task {tmp}/evil.py:Evil; add --task {tmp}/evil.py:Evil"),
+        ("--logger", ["{tmp}/evil.py:Evil"], "code, --logger {tmp}/evil.py:Evil; add --logger"),
+        ("--output", "{tmp}/precious", "a file, --output {tmp}/precious; add --output {tmp}/precious to the command"),
+        ("--export", "{tmp}/my model.pt2", "a file, --export '{tmp}/my model.pt2'; add --export"),
+        ("--predict", "{tmp}/precious", "a file, --predict"),
+        ("--resume-from", "{tmp}/precious", "a file, --resume-from"),
+        ("--init-from", "{tmp}/precious", "a file, --init-from"),
+        ("--init-from-partial", "{tmp}/precious", "a file, --init-from-partial"),
+        ("--prior-only", "{tmp}/precious.npz", "a file, --prior-only"),
+    ],
+)
+def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write, refused, tmp_path):
+    """Whoever made it; a TOML that is named by --config is the user's own, and may."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'created')!r}, 'x')\n")
+    (tmp_path / "precious").write_text("precious")
+    text = json.dumps(value).replace("{tmp}", str(tmp_path))
+    record = write(f'{{"config": {{"--task": "tabular", "--lr": 0.5, "{name}": {text}}}}}', "config.json")
+    before = contents(tmp_path)
+    message = f"--config {record}: this record names {use.format(tmp=tmp_path)}"
+    refused([message], "--config", record, "--save-dir", tmp_path / "run")
+    refused([message], "--config", record, "--save-dir", tmp_path / "run", "--print-config")
+    assert contents(tmp_path) == before
+    own = write(f'task = "tabular"\n{name[2:]} = {text}' if name != "--task" else f"task = {text}", "own.toml")
+    _, problems = parse(["--config", own], several_devices=False)
+    assert not any("this record" in problem for problem in problems)
+    (tmp_path / "created").unlink(missing_ok=True)
+
+
+def test_what_the_user_adds_is_taken(write, tmp_path):
+    (tmp_path / "weights.pth").touch()
+    record = write('{"config": {"--task": "x.py:X", "--init-from": "y.pth", "--lr": 0.5}}', "config.json")
+    added = ["--task", WEIGHTED, "--init-from", tmp_path / "weights.pth"]
+    flags = read("--config", record, *added)
+    assert (flags.learning.lr, flags.checkpoint.init_from) == (0.5, tmp_path / "weights.pth")
+    assert read("--config", record, *added[:2], "--eval-only").checkpoint.init_from is None
+
+
+def test_the_profiler_writes_where_the_user_says(write, tmp_path):
+    for command, name in ((StepFlags, "--json"), (StepFlags, "--trace"), (ScalingFlags, "--board")):
+        record = write(json.dumps({"config": {"--task": "har", name: str(tmp_path / "x")}}), "config.json")
+        flags, problems = parse(["--config", record], False, command)
+        words = f"{name} {tmp_path / 'x'}"
+        advice = f"add {words} to the command to use it"
+        assert problems == [f"--config {record}: this record names a file, {words}; {advice}"]
+        assert getattr(flags.tool, name[2:]) is None
+
+
 # --- runs repeated -----------------------------------------------------------------------------------------------
 
 
@@ -279,11 +333,14 @@ def test_a_run_is_repeated_from_its_record_and_from_its_settings(train, cli, wri
         assert_same_bits(first, load(tmp_path / "other" / "final.pth"))
 
 
-def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, tmp_path):
+def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refused, tmp_path):
     train(tmp_path / "source", "--epochs", 2)
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
-    record = tmp_path / "run" / "config.json"
-    assert cli("--config", record, "--save-dir", tmp_path / "again")[0] == 0
+    record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
+    words = f"--resume-from {source}"
+    message = f"--config {record}: this record names a file, {words}; add {words} to the command to use it"
+    refused([message], "--config", record, "--save-dir", tmp_path / "again")
+    assert cli("--config", record, "--save-dir", tmp_path / "again", "--resume-from", source)[0] == 0
     assert_same_bits(load(tmp_path / "run" / "final.pth")["model"], load(tmp_path / "again" / "final.pth")["model"])
     status, out, _ = cli("--config", record, "--save-dir", tmp_path / "run", "--eval-only")
     assert status == 0
@@ -310,7 +367,7 @@ def test_two_processes_repeat_a_run(command, write, tmp_path):
     command(script, *argv, "--save-dir", tmp_path / "first")
     printed = command(script, *argv, "--print-config").stdout
     for number, file in enumerate((tmp_path / "first" / "config.json", write(printed))):
-        command(script, "--config", file, "--save-dir", tmp_path / str(number))
+        command(script, "--config", file, "--task", WEIGHTED, "--save-dir", tmp_path / str(number))
         assert_same_bits(load(tmp_path / "first" / "final.pth"), load(tmp_path / str(number) / "final.pth"))
 
 

@@ -24,6 +24,7 @@ from trainer.commands.predict import write_output
 from trainer.common.errors import BadInput
 from trainer.parallel.signals import STOP_SIGNALS
 
+MODEL = "--no-augmentation, --mode first, --hidden-dims 8"
 SMALL = (
     "--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 128, "--num-threads", 1, "--device", "cpu"
 )  # fmt: skip
@@ -51,9 +52,9 @@ def windows(cache_dir):
 def label(on_cpu, trained):
     """The table of a file as rows; nothing but the table is on standard output."""
 
-    def run(path, *more, save_dir=trained):
+    def run(path, *more, save_dir=trained, of_run=MODEL):
         out, err = on_cpu("--predict", path, "--save-dir", save_dir, "--num-threads", 1, *more)
-        assert err == []
+        assert [line.partition(": ")[2] for line in err] == [of_run] * bool(of_run)
         return read_table(out)
 
     return run
@@ -153,8 +154,8 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
     path = save_windows(tmp_path / "walk.npy", windows * np.float32(9.80665))
     out, err = on_cpu("--predict", path, "--save-dir", trained, "--num-threads", 1)
     assert len(read_table(out)) == 14
-    assert len(err) == 1 and err[0].startswith(f"Warning: --predict {path}: body_acc_x, body_acc_y, body_acc_z ")
-    assert "total_acc_z 9.7 times as large as in training (as m/s² instead of g)" in err[0]
+    assert len(err) == 2 and err[1].startswith(f"Warning: --predict {path}: body_acc_x, body_acc_y, body_acc_z ")
+    assert "total_acc_z 9.7 times as large as in training (as m/s² instead of g)" in err[1]
 
 
 # --- which run, and what it needs --------------------------------------------------------------------------------
@@ -168,8 +169,10 @@ def test_the_training_data_may_be_gone(on_cpu, windows, tmp_path, monkeypatch):
     shutil.rmtree(cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
+    of_run = f"--data-dir '{data}', --num-val-subjects 1, --mode first, --hidden-dims 8"
     path = save_windows(tmp_path / "walk.npy", windows)
-    out, _ = on_cpu("--predict", path, "--save-dir", run, "--num-threads", 1, "--cache-dir", cache)
+    out, err = on_cpu("--predict", path, "--save-dir", run, "--num-threads", 1, "--cache-dir", cache)
+    assert err[0].partition(": ")[2] == of_run
     rows = read_table(out)
     expected = expected_probabilities(run / "best.pth", windows)
     np.testing.assert_allclose(probabilities(rows), expected, rtol=0, atol=ROUNDING)
@@ -179,7 +182,8 @@ def test_the_training_data_may_be_gone(on_cpu, windows, tmp_path, monkeypatch):
 def test_run_without_validation_labels_with_its_last_weights(on_cpu, label, windows, cache_dir, tmp_path):
     run = tmp_path / "run"
     on_cpu(*SMALL, "--refit", "--ema-decay", 0.9, "--cache-dir", cache_dir / "lockstep", "--save-dir", run)
-    rows = label(save_windows(tmp_path / "walk.npy", windows), save_dir=run)
+    of_run = "--refit, --mode first, --hidden-dims 8"
+    rows = label(save_windows(tmp_path / "walk.npy", windows), save_dir=run, of_run=of_run)
     expected = expected_probabilities(run / "final.pth", windows)
     np.testing.assert_allclose(probabilities(rows), expected, rtol=0, atol=ROUNDING)
 
@@ -196,7 +200,7 @@ def test_resume_from_names_one_checkpoint(trained, label, windows, on_cpu, tmp_p
 
 def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, windows, on_cpu, tmp_path):
     path = save_windows(tmp_path / "walk.npy", windows)
-    assert label(path, *SMALL, "--no-augmentation") == label(path)
+    assert label(path, *SMALL, "--no-augmentation", of_run="") == label(path)
     _, err = on_cpu(
         "--predict", path, "--save-dir", trained, "--hidden-dims", 8, 9, "--label-smoothing", 0.2, status=2
     )  # fmt: skip
@@ -222,7 +226,7 @@ def test_output_is_the_table_with_the_users_permissions(trained, windows, label,
     try:
         for name in (output, link):  # the second replaces the first
             out, err = on_cpu("--predict", path, "--save-dir", trained, "--output", name, "--num-threads", 1)
-            assert err == [] and out == (
+            assert err == [f"From the run in {trained}: {MODEL}"] and out == (
                 f"Labelled {path} with the weights of epoch 1 in {trained}: 14 lines in {name}\n"
             )
             assert output.stat().st_mode & 0o777 == 0o640

@@ -14,6 +14,7 @@ from trainer.checkpoint.weights import find_weights
 from trainer.commands.parse import parse
 from trainer.commands.trained import rebuild_task
 
+OF_RUN = "From the run in {}: --num-points 64, --hidden-units 7"
 OWN_TASK = """
 import os
 import numpy as np
@@ -64,18 +65,19 @@ def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
     gelu = torch.nn.functional.gelu
     x = gelu(torch.from_numpy(np.loadtxt(points, dtype=np.float32)) @ weights["0.weight"].T + weights["0.bias"])
     arms = (gelu(x @ weights["2.weight"].T + weights["2.bias"]) @ weights["4.weight"].T + weights["4.bias"]).argmax(1)
-    assert (out, err) == ("arm,id\n" + "".join(f"{arm},{i}\n" for i, arm in enumerate(arms)), [])
+    assert (out, err) == ("arm,id\n" + "".join(f"{arm},{i}\n" for i, arm in enumerate(arms)), [OF_RUN.format(run)])
     bare = points.rename(points.with_name("bare.txt"))
-    _, err = on_cpu("--predict", bare, "--save-dir", run, *named, status=2)
-    assert len(err) == 1 and "bare.txt: ndarray has no `__getitems__(keys)`; return trainer.from_dataset(" in err[0]
+    _, refusal = on_cpu("--predict", bare, "--save-dir", run, *named, status=2)
+    (line,) = refusal
+    assert "bare.txt: ndarray has no `__getitems__(keys)`; return trainer.from_dataset(" in line
     bare.rename(points)
     relative = ["--task", f"{os.path.relpath(task)}:Labelling"]
-    assert on_cpu("--predict", points, "--save-dir", run, *relative, "--num-threads", 1) == (out, [])
+    assert on_cpu("--predict", points, "--save-dir", run, *relative, "--num-threads", 1) == (out, err)
     (tmp_path / "elsewhere").mkdir()
     moved = task.rename(tmp_path / "elsewhere" / "first_place.py")
     sys.modules.pop("first_place")
     there = ["--task", f"{moved}:Labelling"]
-    assert on_cpu("--predict", points, "--save-dir", run, *there, "--num-threads", 1) == (out, [])
+    assert on_cpu("--predict", points, "--save-dir", run, *there, "--num-threads", 1) == (out, err)
 
 
 def test_a_default_is_taken_anew(own_run):
@@ -111,7 +113,7 @@ def test_a_kill_leaves_nothing_half_written(number, own_run, command, tmp_path, 
     argv = ["--predict", points, "--save-dir", run, "--task", f"{task}:Labelling", "--output", output]
     argv += ["--eval-batch-size", 2, "--num-threads", 1]
     done = command("main.py", *argv, status=-number, END_BY=str(int(number)))
-    assert done.stdout == done.stderr == ""
+    assert (done.stdout, done.stderr) == ("", OF_RUN.format(run) + "\n")
     assert output.read_text() == "precious" and sorted(tmp_path.iterdir()) == before
 
 

@@ -60,7 +60,7 @@ def test_remarks_stand_at_the_start_and_beside_predictions(task, on_cpu, tmp_pat
     (tmp_path / "new.txt").touch()
     out, err = on_cpu(*task, "--predict", tmp_path / "new.txt", "--save-dir", tmp_path / "run")
     assert out.splitlines()[0] == "arm" and "arm." not in out
-    assert err == ["One column is not used."]
+    assert err == [f"From the run in {tmp_path / 'run'}: --num-points 64", "One column is not used."]
 
 
 def test_other_work_takes_the_place_of_training(task, on_cpu, tmp_path, monkeypatch):

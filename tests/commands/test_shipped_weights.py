@@ -97,7 +97,7 @@ def test_a_run_of_the_task_is_preferred(task, points, on_cpu, tmp_path):
 
 def test_a_run_of_another_task_is_refused(task, points, on_cpu, tmp_path):
     _, err = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "made", status=2)
-    assert len(err) == 1 and "leave it out" in err[0]
+    assert len(err) == 1 and "leave it out" in err[0], err
 
 
 def test_runs_of_each_task_have_a_folder_of_their_own(task, points, on_cpu, tmp_path, monkeypatch):
@@ -107,6 +107,34 @@ def test_runs_of_each_task_have_a_folder_of_their_own(task, points, on_cpu, tmp_
     assert on_cpu("--task", task, "--predict", points, "--num-threads", 1)[0] == expected
     on_cpu("--task", task, *SMALL, "--max-steps", 1)
     assert (tmp_path / "checkpoints" / "WithWeights" / "best.pth").is_file()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [["--predict", "points.txt"], ["--eval-only"], pytest.param(["--export", "x.pt2"], marks=pytest.mark.slow)],
+)
+def test_what_lies_in_the_default_folder_does_not_decide(use, task, points, on_cpu, tmp_path, monkeypatch):
+    """A try of a few steps, which learned something else: whoever means it, names its folder."""
+    monkeypatch.chdir(tmp_path)
+    folder, shipped = "checkpoints/WithWeights", f"Using the weights that come with {task}"
+    others = f"{shipped}; for those of the run in {folder} add --save-dir {folder}."
+    argv = ["--task", task, *SMALL, *use]
+    before, _ = on_cpu(*argv)
+    on_cpu("--task", task, *SMALL, "--max-steps", 1, "--lr", 1)
+    out, err = on_cpu(*argv)
+    assert [*err, *out.splitlines()][0] == others
+    assert out.replace(others, f"{shipped}.") == before
+    out, err = on_cpu("--task", task, *use, "--save-dir", folder, "--num-threads", 1)
+    for line in (f"Using the weights of optimizer step 1 in {folder}.", f"From the run in {folder}: --num-points 64"):
+        assert any(said.startswith(line) for said in [*err, *out.splitlines()])
+    assert out != before
+
+
+def test_training_in_the_default_folder_goes_on_there(task, on_cpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for steps in (1, 2):
+        out, _ = on_cpu("--task", task, *SMALL, "--max-steps", steps)
+    assert "Resuming after optimizer step 1" in out and "From the run" not in out
 
 
 def test_a_config_that_trains_nothing_is_scored(task, on_cpu, tmp_path):

@@ -140,8 +140,10 @@ def test_a_task_that_comes_with_the_run(place, trained, run_here, tmp_path):
     with pytest.raises(BadInput, match=r"no file is executed because a run names it: .* as task="):
         trainer.load(trained)
     assert isinstance(trainer.load(trained, Weighted), Network)
-    _, err = run_here("--predict", trained / "metrics.jsonl", "--save-dir", trained, status=2)
-    assert "no file is executed because a run names it: say by --task where it is" in err
+    for more in (["--predict", trained / "metrics.jsonl"], ["--export", tmp_path / "x.pt2"], ["--eval-only"], []):
+        _, err = run_here(*more, "--save-dir", trained, status=2)
+        named = f"this record names code, --task {file}:Weighted; add --task {file}:Weighted to the command to run it"
+        assert err == f"error: --save-dir {trained}: {named}\n"
     assert not (tmp_path / "created").exists()
 
 

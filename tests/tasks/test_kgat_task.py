@@ -66,7 +66,7 @@ def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
     assert said not in run_here(*argv, "--epochs", 3)[0]
     first, *others = (data / "train.txt").read_text().splitlines()
     (data / "train.txt").write_text("\n".join([first.rpartition(" ")[0], *others]) + "\n")
-    for more in (["--epochs", 4], ["--eval-only"]):
+    for more in (["--eval-only"], ["--epochs", 4]):
         assert said in run_here(*argv, *more)[0]
 
 

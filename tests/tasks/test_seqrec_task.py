@@ -154,7 +154,7 @@ def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
     assert said not in run_here(*argv, "--epochs", 2)[0]
     assert said in run_here(*argv, "--epochs", 3, "--split", "time")[0]
     write_small(data, item_of=lambda number: 8 - number)
-    for more in (["--epochs", 4], ["--eval-only"]):
+    for more in (["--eval-only"], ["--epochs", 4]):
         assert said in run_here(*argv, *more)[0]
 
 
@@ -174,9 +174,11 @@ def test_weights_that_are_scored_with_other_flags_than_theirs_are_said(run_here,
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
     argv += ["--save-dir", run]
     run_here(*argv, "--epochs", 1, "--no-mask-seen", "--seed", 3)
-    out, _ = run_here(*argv, "--eval-only")
+    out, _ = run_here(*argv, "--eval-only", "--seed", 0, "--no-mask-seen=false")
     assert "Changed since the checkpoint: --seed 3 -> 0\n" in out
     assert "Changed since the checkpoint: --no-mask-seen True -> False\n" in out
+    out, _ = run_here(*argv, "--eval-only")
+    assert f"From the run in {run}: --seed 3, --no-mask-seen\n" in out and "Changed since" not in out
     assert "Changed since" not in run_here("--config", run / "config.json", "--save-dir", run, "--eval-only")[0]
     out, _ = run_here(*argv, "--epochs", 1, "--lr", 0.5)
     assert "is finished" in out and "instead of 0.5" in out and "choose another --save-dir" in out

@@ -150,6 +150,25 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
     return [value] if value.layout == torch.strided else []
 
 
+def read_settings(path: Path) -> tuple[str, dict[str, Any]] | None:
+    """The `--task` and all flags of the run that a checkpoint is of, without its tensors; None where it tells none.
+
+    Verifies nothing: who uses the checkpoint reads it by `read_checkpoint` too.
+    """
+    try:
+        require_regular(path)
+        with path.open("rb") as file:
+            _refuse_odd_archive(file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        task, config = state["task"], state["config"]
+    except Exception:  # there is no telling what a reader stumbles over in arbitrary bytes
+        return None
+    is_sound = isinstance(task, str) and isinstance(config, dict) and all(isinstance(name, str) for name in config)
+    return (task, config) if is_sound else None
+
+
 def _is_of_run(state: Mapping[str, Any]) -> bool:
     """Whether a file of weights says by which run they were trained, which then is relied on."""
     return "task" in state and "config" in state

@@ -15,6 +15,7 @@ class CheckpointFlags(FlagGroup):
     save_dir: Path = flag(
         Path("checkpoints/har"),
         "everything of this run; an unfinished run in it is resumed; if not given, named after the task",
+        from_record="ignored",
     )
     save_every_steps: int = flag(0, "also save every so many steps; 0 is off", at_least=0)
     save_every_minutes: float = flag(
@@ -22,29 +23,35 @@ class CheckpointFlags(FlagGroup):
     )
     keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0 keeps all", metavar="N", at_least=0)
     keep_best: int = flag(1, "of those with the best validation scores so many are kept too", metavar="K", at_least=1)
-    resume_from: Path | None = flag(None, "go on from this checkpoint file instead of the newest in --save-dir")
+    resume_from: Path | None = flag(
+        None, "go on from this checkpoint file instead of the newest in --save-dir", from_record="refused"
+    )
     init_from: Path | None = flag(
-        None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do"
-    )
+        None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do",
+        from_record="refused",
+    )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "the same with as many of its weights as the model has by name and shape; says which these are"
+        None, "the same with as many of its weights as the model has by name and shape; says which these are",
+        from_record="refused",
+    )  # fmt: skip
+    fresh: bool = flag(
+        False, "start over; what --save-dir holds is moved to a folder previous-N inside it", from_record="ignored"
     )
-    fresh: bool = flag(False, "start over; what --save-dir holds is moved to a folder previous-N inside it")
     take_over_lock: bool = flag(
-        False,
-        "do not wait for a sign of life of the job on another machine that left its lock in --save-dir",
-        local=True,
-    )
+        False, "do not wait for a sign of life of the job on another machine that left its lock in --save-dir",
+        local=True, from_record="ignored",
+    )  # fmt: skip
     job_id: str | None = flag(
         None,
         "names this job where a scheduler starts it again: it takes over its own lock without waiting; by default "
         "SLURM's job id with its count of restarts, or the run id that torchrun was given",
         metavar="NAME",
+        from_record="ignored",
     )
     eval_only: bool = flag(
         False,
-        "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets; "
-        "with the flags and data of the run, such as by --config DIR/config.json",
+        "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets",
+        from_record="ignored",
     )
 
     def retention(self, task: Task) -> Retention:

@@ -1,6 +1,7 @@
 """The weights of a checkpoint: found in a run that is to be used, and compared with the model that is to take them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.file import CheckpointReader, read_checkpoint
-from trainer.checkpoint.manifest import MANIFEST, Entry
+from trainer.checkpoint.file import CheckpointReader, read_checkpoint, read_settings
+from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.checkpoint.recovery import find_checkpoints
+from trainer.checkpoint.retention import LINKS
 from trainer.common.errors import BadInput
 from trainer.common.files import refusing_disk_errors
 from trainer.loading.order import Position
@@ -22,12 +24,14 @@ class TrainedRun:
     """The checkpoint of a run. label: what messages call its weights, in the plural. folder: where it lies.
 
     comes_with_task: it was trained with other flags and data than those of the command line, and is right all the same.
+    remarks: what the user should know of the choice of these weights.
     """
 
     label: str
     state: dict[str, Any]
     folder: Path
     comes_with_task: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
@@ -52,14 +56,40 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
     """
     entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)
-    for entry in sorted(reversed(entries), key=lambda entry: not entry.best):
+    for entry in _best_first(entries):
         state = reader.read(entry)
         if state is not None:
             return state
-    runs = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
-    if runs and not entries:
+    runs = [] if entries else runs_within(folder)
+    if runs:
         raise BadInput(f"--save-dir {folder}: holds several runs; name one, such as --save-dir {runs[0]}")
     raise BadInput(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
+
+
+def runs_within(folder: Path) -> list[Path]:
+    """The run directories in a folder of several runs, as `--seeds` and `--folds` make them."""
+    return sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}"))
+
+
+def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:
+    """What `read_settings` finds in the newest checkpoint of a run directory, or in the best; None in a folder of none.
+
+    Takes no lock, changes nothing, and reads no tensors: every process calls it at its start. Of damage others tell.
+    """
+    with suppress(OSError):
+        entries = read_manifest(folder / MANIFEST)
+        listed = [folder / entry.file for entry in (_best_first(entries) if of_best else reversed(entries))]
+        others = {*folder.glob("checkpoint_*.pth"), *(folder / name for name in LINKS)}.difference(listed)
+        present = [path for path in others if path.is_file()]
+        present.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+        found = map(read_settings, [*listed, *present])
+        return next((settings for settings in found if settings is not None), None)
+    return None
+
+
+def _best_first(entries: Sequence[Entry]) -> list[Entry]:
+    """The order in which checkpoints are tried by who uses a run: the best, then others from the newest on."""
+    return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 
 def holds_run(folder: Path, say: Callable[[str], None]) -> bool:

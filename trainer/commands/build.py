@@ -95,7 +95,7 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
     run = {f"the run in --save-dir, seen on {socket.gethostname()}": run_id} if run_id is not None else {}
     return {
         "--task": without_folder(flags.run.task),
-        **flags.values(with_local=False),
+        **flags.values_alike(),
         "torch": torch.__version__,
         **code_digests(flags.task_type),
         **run,
@@ -139,7 +139,7 @@ def build_task(flags: Flags) -> Task:
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
-    with refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
+    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
         task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
         check_task(task)
         splits = task.splits()

@@ -12,8 +12,6 @@ from trainer.config import FlagGroup, Option, described, flag, nearest, options,
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120
-HOW_IT_WAS_STARTED = ("--save-dir", "--fresh", "--take-over-lock", "--job-id", "--eval-only")
-"""Flags that a record's run had, and that another run which repeats it has not."""
 
 
 @dataclass
@@ -29,10 +27,23 @@ class ConfigFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """settings: what it states by the name of the flag, "--batch-size", as TOML or JSON has it."""
+    """Settings by the name of the flag, "--batch-size", as TOML or JSON has them.
+
+    flag: what names it on the command line. is_record: a run has written it, and perhaps somebody else's; see
+    `trainer.config.flag`.
+    """
 
     path: Path
     settings: Mapping[str, Any]
+    is_record: bool = False
+    flag: str = "--config"
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.path}"
+
+    @property
+    def as_origin(self) -> str:
+        return f"set in {self.path}" if self.flag == "--config" else f"of the run in {self.path}"
 
     def values(self, known: Mapping[str, Option], all_known: bool) -> tuple[dict[str, Any], list[str]]:
         """By field name, as the types and ranges of the flags want them; and what is wrong with the others.
@@ -45,12 +56,14 @@ class ConfigFile:
             if name not in fields:
                 near = nearest(name, fields)
                 hint = f"did you mean {_key(near)}?" if near else "see --help"
-                problems += [f"--config {self.path}: {_key(name)}: no such flag; {hint}"] if all_known else []
+                problems += [f"{self}: {_key(name)}: no such flag; {hint}"] if all_known else []
+                continue
+            if self.is_record and known[fields[name]].from_record == "ignored":
                 continue
             try:
                 values[fields[name]] = known[fields[name]].from_plain(value)
             except ValueError as error:
-                problems.append(f"--config {self.path}: {_key(name)} = {_as_toml(value)}: {error}")
+                problems.append(f"{self}: {_key(name)} = {_as_toml(value)}: {error}")
         return values, problems
 
     def of_several_devices(self) -> list[str]:
@@ -68,7 +81,7 @@ def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str
     files, problems = [], []
     for path in paths:
         try:
-            files.append(ConfigFile(path, _by_flag(_settings_in(path))))
+            files.append(ConfigFile(path, _by_flag(_settings_in(path)), is_record=path.suffix == ".json"))
         except ValueError as error:
             problems.append(f"--config {path}: {error}")
     return files, problems
@@ -101,7 +114,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
     settings = record.get("config") if isinstance(record, dict) else None
     if not isinstance(settings, dict):
         raise ValueError('has no "config", so it is not the config.json of a run')
-    return {name: value for name, value in settings.items() if name not in HOW_IT_WAS_STARTED}
+    return settings
 
 
 def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,10 +130,10 @@ def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def with_origins(problem: str, origins: Mapping[str, Path]) -> str:
-    """A message with the files that the flags in it are from. origins: by the name of the flag."""
+def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
+    """A message with the files or the run that the flags in it are from. origins: by the name of the flag."""
     words = {word.strip(",.:;()'\"") for word in problem.split()}
-    named = [f"{name} is set in {path}" for name, path in origins.items() if name in words]
+    named = [f"{name} is {file.as_origin}" for name, file in origins.items() if name in words]
     return f"{problem} ({', '.join(named)})" if named else problem
 
 

@@ -112,7 +112,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
         use_weights(run, state["model"], f"the checkpoint ({label})", hint)
         with parallel.whole(run.learner.objective):
             task.check_weights(run.learner.objective)
-        lines = [*describe_run(run, flags), f"Evaluating {label}.", *notes_on_data(run, state)]
+        lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *notes_on_data(run, state)]
         lines += [] if trained.comes_with_task else notes_on_flags(run, state)
         sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]

@@ -48,6 +48,8 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     assert path is not None
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped_weights(flags), say)
     task = rebuild_task(run, flags)
+    for remark in run.remarks:
+        say(remark)
     task.data_facts = None  # it is used with its data
     dtype = choose_precision(flags.precision, parallel.device).dtype
     hint = "the task's code has changed since, or the data that it reads"

@@ -3,7 +3,8 @@
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.flags import CheckpointFlags
-from trainer.commands.config_files import ConfigFlags, as_toml, with_origins
+from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, with_origins
 from trainer.common.errors import BadInput
 from trainer.common.files import require_regular
+from trainer.common.given import whole
 from trainer.common.own_class import split_name
-from trainer.config import FlagGroup, flag, flag_name, flag_values
+from trainer.config import FlagGroup, Option, flag, flag_name, flag_values, options
 from trainer.loop.blocks import BlockFlags
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.plan import BatchFlags
@@ -33,7 +35,10 @@ DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep
 class RunFlags(FlagGroup):
     """What to train"""
 
-    task: str = flag("har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName", local=True)
+    task: str = flag(
+        "har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName", local=True,
+        from_record="refused",
+    )  # fmt: skip
     epochs: int | None = flag(None, "passes over the training data (default: 20)", at_least=1)
     max_steps: int | None = flag(
         None, "optimizer steps of the whole run, instead of --epochs; it may end within an epoch", at_least=1
@@ -61,7 +66,7 @@ class RunFlags(FlagGroup):
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
         None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS",
-        local=True,
+        local=True, from_record="refused",
     )  # fmt: skip
     test: bool = flag(
         True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
@@ -130,11 +135,12 @@ class PredictFlags(FlagGroup):
 
     predict: Path | None = flag(
         None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
-        "of that run; what it holds, the task says", metavar="FILE",
+        "of that run; what it holds, the task says", metavar="FILE", from_record="refused",
     )  # fmt: skip
     output: Path | None = flag(
-        None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE"
-    )
+        None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE",
+        from_record="refused",
+    )  # fmt: skip
 
     def problems(self) -> list[str]:
         if self.predict is not None and self.predict.exists() and not self.predict.is_dir():
@@ -161,6 +167,7 @@ class ExportFlags(FlagGroup):
     export: Path | None = flag(
         None, "do not train: write the model with the best weights of --save-dir (or --resume-from FILE), by the flags "
         "of that run, as a program that runs without this trainer: a .pt2 of torch.export, or an .onnx", metavar="FILE",
+        from_record="refused",
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -193,6 +200,28 @@ TRAINER_GROUPS: tuple[type, ...] = (
 """The flags that every task has, in the order of `Flags`; those of several devices come last."""
 
 
+@dataclass(frozen=True)
+class FromRun:
+    """Flags that the run decides which a command line goes on with or uses, as far as they are not the defaults.
+
+    path: its folder, or its checkpoint that is named. values: each flag with its value.
+    """
+
+    path: Path = Path()
+    values: Sequence[tuple[Option, Any]] = ()
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line that gives them."""
+        return [word for option, value in self.values for word in option.argument(value)]
+
+    @property
+    def remarks(self) -> list[str]:
+        """One line for the user, if there are any."""
+        flags = ", ".join(option.as_typed(value) for option, value in self.values)
+        return [f"From the run in {self.path}: {flags}"] if self.values else []
+
+
 @dataclass
 class Flags:
     """A whole command line, group by group."""
@@ -213,23 +242,39 @@ class Flags:
     task_type: type[Task] | None
     tool: Any = None
     """Of a program that does something else with a training run than train it: its own group."""
-    origins: Mapping[str, Path] = dataclasses.field(default_factory=dict, compare=False)
-    """Which file a value is from, by the name of the flag."""
+    origins: Mapping[str, ConfigFile] = dataclasses.field(default_factory=dict, compare=False)
+    """Which file or run a value is from, by the name of the flag."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     """The names of flags that the command line or a file states, were it their default."""
+    from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
 
     def refusal(self, problem: str) -> BadInput:
         """Of what only the data show to be wrong."""
         return BadInput(with_origins(problem, self.origins))
 
-    def values(self, with_local: bool = True) -> dict[str, Any]:
-        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold.
+    @contextmanager
+    def telling_origins(self) -> Iterator[None]:
+        """Has a BadInput say which file or run a flag is from that it names."""
+        try:
+            yield
+        except BadInput as error:
+            if (told := with_origins(str(error), self.origins)) == str(error):
+                raise
+            raise BadInput(told) from None
 
-        with_local: also those in which the processes of the run may differ.
-        """
-        groups = (self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint)
-        several = [group for group in (self.multi, self.task) if group is not None]
-        return flag_values(*groups, *several, with_local=with_local)
+    def values(self) -> dict[str, Any]:
+        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
+        return flag_values(*self._groups) | (recorded_values(self.task) if self.task is not None else {})
+
+    def values_alike(self) -> dict[str, Any]:
+        """The flags of a training run, by name, that must have one value on all of its processes."""
+        return flag_values(*self._groups, *([self.task] if self.task is not None else []), with_local=False)
+
+    @property
+    def _groups(self) -> list[FlagGroup]:
+        """Those of the trainer."""
+        groups = [self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint]
+        return groups if self.multi is None else [*groups, self.multi]
 
     def as_toml(self) -> str:
         """Every setting, as a file for `--config`."""
@@ -238,6 +283,16 @@ class Flags:
             self.several, self.prediction, self.exporting, self.multi, self.task,
         )  # fmt: skip
         return as_toml([group for group in groups if group is not None])
+
+
+def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
+    """`flag_values` of a task's flags, with paths that lead to the same files from any folder."""
+    values = flag_values(of_task)
+    for field, option in options(type(of_task)).items():
+        value = getattr(of_task, field)
+        if option.type is Path and not option.hidden and value not in (None, option.default):
+            values[option.name] = option.to_plain(tuple(map(whole, value)) if option.is_list else whole(value))
+    return values
 
 
 def contradictions(flags: Flags) -> list[str]:

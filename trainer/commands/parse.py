@@ -1,20 +1,21 @@
 """From a command line, and the files that it names, to the flags."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
-from trainer.commands.flags import TRAINER_GROUPS, Flags, RunFlags, contradictions
+from trainer.commands.flags import TRAINER_GROUPS, Flags, FromRun, RunFlags, contradictions
+from trainer.commands.trained import find_record, ships_weights
 from trainer.common.errors import BadInput
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.task import Task
-from trainer.tasks import TASKS, find_task
+from trainer.tasks import TASKS, find_task, is_same_task, known_task
 
 DESCRIPTION = {
     False: "Trains on one device. The same command again resumes an unfinished run.",
@@ -70,23 +71,32 @@ def parse(
     """
     given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
     files, problems = read_config_files(given.get("config") or ())
-    task_name = given.get("task") or _task_of(files)
-    of_task: list[str] = []
-    try:
-        task_type = task_type or find_task(task_name)
-    except BadInput as error:
-        of_task = [str(error)]
+    asked = Layers({}, {})
+    for file in files:
+        asked.add_file(file, TRAINER_GROUPS, all_known=False)
+    asked.add(given)
+    record = find_record(asked.values) if tool is None else None
+    task_name, task_type, of_task = _choose_task(asked, record, task_type)
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
         group_types.insert(0, tool)
-    layers = Layers({}, {})
+    layers, from_run = Layers({}, {}), FromRun()
     if task_type is not None:
         _check_config(task_name, task_type, group_types)
         group_types.append(task_type.Config)
-        layers.add({"save_dir": _own_folder(task_name, task_type), **_task_defaults(task_type)})
+        own_folder = _own_folder(task_name, task_type)
+        layers.add({"save_dir": own_folder, **_task_defaults(task_type)})
+        if tool is None and record is None and not ships_weights(task_type):
+            record = find_record({"save_dir": own_folder, **asked.values})
+    if record is not None:
+        stated = names_given(argv).union(*(file.settings for file in files))
+        from_run, found = _take_from_run(record, layers, asked.values, stated, task_name, task_type)
+        problems += found
     for file in files:
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
+    found_task = {"task"} if task_type is not None else set()
+    problems += layers.take_out_what_users_alone_name(group_types, given.keys() | found_task)
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     of_several = () if several_devices else options(MultiDeviceFlags).values()
     elsewhere = {option.name: OF_SEVERAL_DEVICES for option in of_several}
@@ -97,8 +107,9 @@ def parse(
     of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
     task = by_type[task_type.Config] if task_type is not None else None
     origins = layers.origins_of_flags(group_types, argv)
-    stated = frozenset(names_given(argv) | origins.keys())
-    flags = Flags(*of_trainer, task, task_type, by_type.get(tool), origins, stated)  # type: ignore[call-arg]
+    stated_names = frozenset(names_given(argv) | {name for name, file in origins.items() if file is not record})
+    of_task_and_tool = (task, task_type, by_type.get(tool))
+    flags = Flags(*of_trainer, *of_task_and_tool, origins, stated_names, from_run)  # type: ignore[call-arg]
     found = [*of_task, *found, *contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
 
@@ -113,9 +124,55 @@ def _of_other_tasks(argv: Sequence[str], group_types: Sequence[type]) -> dict[st
     return {name: f"is for --task {' or '.join(owners[name])}; add that" for name in strange & owners.keys()}
 
 
-def _task_of(files: Sequence[ConfigFile]) -> str:
-    names = [file.settings["--task"] for file in files if isinstance(file.settings.get("--task"), str)]
-    return names[-1] if names else RunFlags.task
+def _choose_task(
+    asked: "Layers", record: ConfigFile | None, task_type: type[Task] | None
+) -> tuple[str, type[Task] | None, list[str]]:
+    """The name of the task, its class if there is one, and why not. task_type: the class, where the caller has it.
+
+    No code is imported because a record names it.
+    """
+    name, source = asked.values.get("task"), asked.origins.get("task")
+    if name is None and record is not None:
+        name, source = record.settings["--task"], record
+    name = name or RunFlags.task
+    try:
+        of_record = source is not None and source.is_record and ":" in name
+        return name, task_type or (known_task(name) if of_record else find_task(name)), []
+    except BadInput as error:
+        return name, None, [str(error)]
+
+
+def _take_from_run(
+    record: ConfigFile,
+    layers: "Layers",
+    asked: Mapping[str, Any],
+    stated: Collection[str],
+    task_name: str,
+    task_type: type[Task] | None,
+) -> tuple[FromRun, list[str]]:
+    """Adds what the run that the command line is about decides; returns that, and what is wrong with it.
+
+    That is which data it has and which model: `--task`, the flags of that task and `--seed`, unless they are stated. A
+    run that is used without its data takes them from the checkpoint of its weights (`recorded_task`).
+    """
+    if not is_same_task(task_name, record.settings["--task"]):
+        return FromRun(), []  # another task does not go on with it, which is refused later
+    known = {"task": options(RunFlags)["task"]}
+    taken = {} if "task" in asked or task_name == RunFlags.task else {"task": task_name}
+    several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
+    if task_type is not None:
+        own = {**options(task_type.Config), **({} if several else {"seed": options(RunFlags)["seed"]})}
+        held_out = task_type.hold_out_flags if asked.get("folds") else ()
+        known |= {field: option for field, option in own.items() if field not in held_out}
+    wanted = {option.name for field, option in known.items() if field != "task"} - set(stated)
+    settings = {name: value for name, value in record.settings.items() if name in wanted}
+    values, problems = replace(record, settings=settings).values(known, all_known=False)
+    taken |= {
+        field: value for field, value in values.items() if value != layers.values.get(field, known[field].default)
+    }
+    is_used = asked.get("predict") is not None or asked.get("export") is not None
+    layers.add({field: value for field, value in taken.items() if field == "task" or not is_used}, record)
+    return FromRun(record.path, tuple((known[field], value) for field, value in taken.items())), problems
 
 
 def _check_config(task_name: str, task_type: type[Task], group_types: Sequence[type]) -> None:
@@ -156,26 +213,28 @@ def _own_folder(task_name: str, task_type: type[Task]) -> Path:
 class Layers:
     """What the flags are unless the command line says otherwise: a task's defaults, then files, one over the other.
 
-    values: by field name. origins: by field name, which file a value is from.
+    values: by field name. origins: by field name, which file or record a value is from.
     """
 
     values: dict[str, Any]
-    origins: dict[str, Path]
+    origins: dict[str, ConfigFile]
 
-    def add(self, values: Mapping[str, Any], origin: Path | None = None) -> None:
+    def add(self, values: Mapping[str, Any], origin: ConfigFile | None = None) -> None:
         """The next layer. origin: None for what is no file."""
         self.make_room_for(values)
         self.values.update(values)
+        for field in values:
+            self.origins.pop(field, None)
         self.origins.update(dict.fromkeys(values, origin) if origin is not None else {})
 
     def add_file(self, file: ConfigFile, group_types: Sequence[type], all_known: bool) -> list[str]:
         """The next layer; returns what is wrong with it. all_known: no other flags than those of the groups exist."""
         own = options(*(group for group in group_types if group is not ConfigFlags))
         values, problems = file.values({**options(MultiDeviceFlags), **own}, all_known)
-        self.add(values, file.path)
+        self.add(values, file)
         elsewhere = file.of_several_devices() if MultiDeviceFlags not in group_types else []
         if elsewhere:
-            problems.append(f"--config {file.path}: {', '.join(elsewhere)}: {OF_SEVERAL_DEVICES}")
+            problems.append(f"{file}: {', '.join(elsewhere)}: {OF_SEVERAL_DEVICES}")
         return problems
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:
@@ -189,7 +248,22 @@ class Layers:
                 self.values.pop(other, None)
                 self.origins.pop(other, None)
 
-    def origins_of_flags(self, group_types: Sequence[type], argv: Sequence[str]) -> dict[str, Path]:
+    def take_out_what_users_alone_name(self, group_types: Sequence[type], but_for: Collection[str]) -> list[str]:
+        """Forgets what records name and must not (see `flag`); returns what the user is to add. but_for: fields."""
+        found = []
+        for field, option in options(*group_types).items():
+            origin = self.origins.get(field)
+            if origin is None or not origin.is_record or field in but_for:
+                continue
+            value = self.values[field]
+            if option.is_for_users_alone(value):
+                what, use = ("a file", "use") if option.type is Path else ("code", "run")
+                words = option.as_typed(value)
+                found.append(f"{origin}: this record names {what}, {words}; add {words} to the command to {use} it")
+                del self.values[field], self.origins[field]
+        return found
+
+    def origins_of_flags(self, group_types: Sequence[type], argv: Sequence[str]) -> dict[str, ConfigFile]:
         """By the name of the flag, which file a value is from that the command line does not give."""
         stated = names_given(argv)
         return {

@@ -44,7 +44,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
         raise BadInput(f"--predict {path}: holds nothing to label")
-    for remark in task.remarks():
+    for remark in [*run.remarks, *flags.from_run.remarks, *task.remarks()]:
         to_stderr(remark)
     precision = choose_precision(flags.precision, parallel.device)
     hint = "the task's code has changed since, or the data that it reads"

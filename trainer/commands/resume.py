@@ -107,26 +107,33 @@ def take_weights(run: Run, state: Mapping[str, Any]) -> None:
         raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     _refuse_another_optimizer(state["config"], run.facts["config"])
     _refuse_other_phases(run, state)
-    refuse_other_data(run, state, "the checkpoint", all_alike=True)
+    refuse_other_data(run, state, "the checkpoint", to_train=True)
     advice = "choose another --save-dir, or start over with --fresh"
     go_on_with_weights(run, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
 
 
-def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, all_alike: bool = False) -> None:
+def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, to_train: bool = False) -> None:
     """Raises BadInput where the task tells other facts of its data than those that the weights were trained on.
 
-    all_alike: also for facts that are told now and were not then.
+    to_train: the weights are trained on; then facts that are told now and were not then count too.
     """
     then, now = state.get("data_facts", {}), run.facts["data_facts"]
-    names = then.keys() | now.keys() if all_alike else then.keys()
+    names = then.keys() | now.keys() if to_train else then.keys()
     different = sorted(name for name in names if not alike(then.get(name), now.get(name)))
     if different:
         name = different[0]
         raise BadInput(
             f"the training data have other {name} than those that {source} was trained on: "
             f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; "
-            f"{undo_hint(run, state, 'give it the same data')}, or start over with --fresh"
+            f"{_advice_on_data(run, state, to_train)}"
         )
+
+
+def _advice_on_data(run: Run, state: Mapping[str, Any], to_train: bool = True) -> str:
+    """To start over is right where the same flags lead to other data, and not where the flags are others."""
+    hint = undo_hint(run, state, "")
+    otherwise = "choose another --save-dir" if hint else "start over with --fresh"
+    return (hint or "give it the same data") + (f", or {otherwise}" if to_train else "")
 
 
 def notes_on_data(run: Run, state: Mapping[str, Any]) -> list[str]:
@@ -164,7 +171,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
         if not position.at_epoch_start:
             raise BadInput(
                 f"an epoch has {sizes} samples and the checkpoint in mid-epoch is of one with {state['phase_sizes']}; "
-                f"{_advice_on_epochs(run, state, changed)}, or start over with --fresh"
+                f"{_advice_on_epochs(run, state, changed)}"
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     notes += notes_on_data(run, state)
@@ -185,14 +192,16 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
 
 def _advice_on_epochs(run: Run, state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> str:
     if "--drop-last" in changed:
-        return f"undo the change of --drop-last (was {shown(changed['--drop-last'][0])}) until the epoch ends"
+        before = f"--drop-last (was {shown(changed['--drop-last'][0])})"
+        return f"undo the change of {before} until the epoch ends, or start over with --fresh"
     then, now = state["global_batch_sizes"], run.facts["global_batch_sizes"]
     if run.facts["config"]["--drop-last"] and then != now:
         before, after = (" and ".join(map(str, wholes)) for wholes in (then, now))
         return (
-            f"what --drop-last leaves out depends on the global batch: {after} now, {before} then; go back to that one"
+            f"what --drop-last leaves out depends on the global batch: {after} now, {before} then; go back to that "
+            "one, or start over with --fresh"
         )
-    return "give it the same data"
+    return _advice_on_data(run, state)
 
 
 def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
@@ -218,11 +227,17 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     changed = {
         name: (then[name], value)
         for name, value in now.items()
-        if name in then and name not in START_FLAGS and shown(then[name]) != shown(value)  # a tuple is a list in JSON
+        if name in then and name not in START_FLAGS and not _is_same(then[name], value)
     }
     if "--task" in changed and is_same_task(*changed["--task"]):
         del changed["--task"]
     return changed
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    """Whether two values are: a tuple is a list in JSON, and older records have paths as they were typed."""
+    is_path = isinstance(then, str) and isinstance(now, str) and Path(now).is_absolute()
+    return shown(then) == shown(now) or (is_path and Path(then).absolute() == Path(now))
 
 
 def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -31,6 +31,8 @@ SUMMARY = "summary.json"
 
 def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int:
     """Trains what is not finished; returns the exit status. Raises BadInput."""
+    for remark in flags.from_run.remarks:
+        say(remark)
     # Before any run starts: a mistake in the data is one message then, and all of them find the data in the cache.
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
@@ -40,7 +42,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
         )
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
-    jobs = plan_jobs(flags, [*argv, *slots.flags], folds, run_alone)
+    jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)
     directory = RunDirectory(save_dir, flags.checkpoint.retention(task), say)
     try:
         directory.acquire(flags.checkpoint.take_over_lock, job=own_job(flags.checkpoint))

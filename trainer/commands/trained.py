@@ -1,23 +1,27 @@
 """The task and the model of a run, from what its checkpoint recorded."""
 
+import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.weights import TrainedRun, find_weights, holds_run
-from trainer.commands.flags import Flags, RunFlags
+from trainer.checkpoint.file import read_checkpoint, read_settings
+from trainer.checkpoint.weights import TrainedRun, find_settings, find_weights, holds_run, runs_within
+from trainer.commands.config_files import ConfigFile
+from trainer.commands.flags import Flags, RunFlags, recorded_values
+from trainer.commands.resume import changed_flags
 from trainer.commands.weights import restore_weights
 from trainer.common.errors import BadInput
 from trainer.common.streams import to_stderr
-from trainer.config import flag_name, flag_values, group_from_values, refuse, shown
+from trainer.config import flag_name, group_from_values, refuse, shown
 from trainer.loop.precision import PrecisionFlags, module_in_dtype
 from trainer.parallel.base import SingleDevice
 from trainer.task import Objective, Task
-from trainer.tasks import TASKS, defined_task, is_same_task
+from trainer.tasks import is_same_task, known_task
 
 CPU = torch.device("cpu")
 
@@ -25,15 +29,48 @@ CPU = torch.device("cpu")
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """What `find_weights` finds; where `--save-dir` holds no run, the weights that come with the task, if any.
+    """What `find_weights` finds; of a task that ships weights these, unless `--save-dir` is given and holds a run.
 
-    Raises BadInput.
+    So what happens to lie in a default folder does not decide. say: gets a line for whatever is damaged. Raises
+    BadInput.
     """
-    folder = flags.checkpoint.save_dir
-    if shipped is None or any(path is not None for path in files.values()) or holds_run(folder, say):
-        return find_weights(folder, files, say)
-    label = f"the weights that come with {flags.run.task}"
-    return TrainedRun(label, read_checkpoint(shipped, label, only_weights=True), shipped.parent, comes_with_task=True)
+    folder, other = flags.checkpoint.save_dir, ""
+    has_run = holds_run(folder, say)
+    is_asked_for = any(path is not None for path in files.values()) or (has_run and "--save-dir" in flags.given)
+    if shipped is None or is_asked_for:
+        run = find_weights(folder, files, say)
+    else:
+        label = f"the weights that come with {flags.run.task}"
+        state = read_checkpoint(shipped, label, only_weights=True)
+        run = TrainedRun(label, state, shipped.parent, comes_with_task=True)
+        other = f"; for those of the run in {folder} add --save-dir {shlex.quote(str(folder))}" if has_run else ""
+    assert flags.task_type is not None
+    return replace(run, remarks=(f"Using {run.label}{other}.",)) if ships_weights(flags.task_type) else run
+
+
+def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
+    """The flags of the run that a command line goes on with or uses, as its checkpoint has them; None without one.
+
+    asked: flags of the trainer, by field, that are stated; without "save_dir" no folder is looked into.
+    """
+    file, folder = asked.get("resume_from"), asked.get("save_dir")
+    is_used = any(asked.get(field) for field in ("eval_only", "predict", "export"))
+    if asked.get("fresh") or (is_used and asked.get("init_from")):
+        return None
+    if file is not None:
+        place, flag, settings = file, "--resume-from", read_settings(file)
+    elif folder is not None:
+        several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
+        place, flag = next(iter(runs_within(folder)), folder) if several else folder, "--save-dir"
+        settings = find_settings(place, of_best=is_used)
+    else:
+        return None
+    return settings and ConfigFile(place, {**settings[1], "--task": settings[0]}, is_record=True, flag=flag)
+
+
+def ships_weights(task_type: type[Task]) -> bool:
+    """Whether a task may come with weights, which its flags decide."""
+    return task_type.shipped_weights is not Task.shipped_weights
 
 
 def shipped_weights(flags: Flags) -> Path | None:
@@ -60,45 +97,26 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
     The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
-    takes anew (`Task.predict_flags`). It says where a task of a user's own is, which may have moved. Raises BadInput.
+    takes anew (`Task.predict_flags`). Raises BadInput.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
         raise BadInput(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
-    name, config = run.state["task"], run.state["config"]
-    stated = {flag: value for flag, value in flag_values(flags.task).items() if flag in flags.given}
-    task_type = None
-    if flags.run.task != RunFlags.task:
-        if is_same_task(flags.run.task, name):
-            task_type = flags.task_type
-        else:
-            stated = {"--task": flags.run.task}
-    task_type = task_type or recorded_class(run, name, "say by --task where it is")
-    anew = {flag: stated.pop(flag) for flag in map(flag_name, task_type.predict_flags) if flag in stated}
-    nothing = "no such flag"
+    name, config, nothing = run.state["task"], run.state["config"], "no such flag"
+    assert flags.task_type is not None
+    if not is_same_task(flags.run.task, name):
+        advice = "leave it out" if "--task" in flags.given else f"add --task {name}"
+        raise BadInput(f"--task {flags.run.task}: {run.label} were trained with {name}; {advice}")
+    stated = {flag: value for flag, value in recorded_values(flags.task).items() if flag in flags.given}
+    anew = {flag: stated.pop(flag) for flag in map(flag_name, flags.task_type.predict_flags) if flag in stated}
     refuse(
         [
             f"{flag} {shown(value)}: {run.label} were trained with {shown(config.get(flag, nothing))}; leave it out"
             for flag, value in stated.items()
-            if value != config.get(flag, nothing)
+            if flag not in config or flag in changed_flags(config, {flag: value})
         ]
     )
-    return recorded_task(run, task_type, flags.run.cache_dir, anew)
-
-
-def recorded_class(run: TrainedRun, name: str, advice: str) -> type[Task]:
-    """The class that a run names: one that comes with the trainer, or that this process has defined.
-
-    A file that a run names is not executed: who made the run may have chosen it. Raises BadInput, with `advice` on how
-    to give the class.
-    """
-    found = TASKS[name]() if name in TASKS else defined_task(name)
-    if found is None:
-        raise BadInput(
-            f"--task {name}: {run.label} were trained with this task, and no file is executed because a run names it: "
-            f"{advice}"
-        )
-    return found
+    return recorded_task(run, flags.task_type, flags.run.cache_dir, anew)
 
 
 def trained_objective(
@@ -116,7 +134,13 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises BadInput.
     """
     run = find_weights(folder, {}, to_stderr)
-    return model_of(run, task_type or recorded_class(run, run.state["task"], "give the class, as task="))
+    task_type = task_type or known_task(run.state["task"])
+    if task_type is None:
+        raise BadInput(
+            f"--task {run.state['task']}: {run.label} were trained with this task, and no file is executed because a "
+            "run names it: give the class, as task="
+        )
+    return model_of(run, task_type)
 
 
 def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:

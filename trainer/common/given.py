@@ -28,6 +28,12 @@ def expanded(path: Path) -> Path:
         raise ValueError(f"there is no user {path.parts[0].removeprefix('~')} with a home") from None
 
 
+def whole(path: Path) -> Path:
+    """The path from the root on, which leads to the same place from any folder."""
+    plain = os.path.abspath(path)
+    return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path.absolute()  # `..` beyond a link
+
+
 def checked_text(text: str) -> str:
     """The text. Raises ValueError for what is none in UTF-8, or holds a NUL byte."""
     try:

@@ -34,7 +34,9 @@ class ScalingFlags(MeasuringFlags):
     world_sizes: tuple[int, ...] = flag((1, 2), "numbers of devices, as 1,2,4; one device is always measured",
                                         metavar="N", at_least=1)  # fmt: skip
     rounds: int = flag(3, "times that each is started and measured, in turns; medians count", at_least=1)
-    board: Path | None = flag(None, "also draw the results for TensorBoard in this folder", metavar="DIR")
+    board: Path | None = flag(
+        None, "also draw the results for TensorBoard in this folder", metavar="DIR", from_record="refused"
+    )
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:

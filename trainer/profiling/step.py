@@ -40,7 +40,7 @@ class StepFlags(MeasuringFlags):
     steps: int = flag(100, "optimizer steps to measure", at_least=1)
     trace: Path | None = flag(
         None, f"also write a trace of a few more steps to this folder, for {VIEWERS}; "
-        "TensorBoard shows it only with the package torch-tb-profiler", metavar="DIR",
+        "TensorBoard shows it only with the package torch-tb-profiler", metavar="DIR", from_record="refused",
     )  # fmt: skip
 
 

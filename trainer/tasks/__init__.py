@@ -94,6 +94,14 @@ def defined_task(name: str) -> type[Task] | None:
     return found
 
 
+def known_task(name: str) -> type[Task] | None:
+    """The class that a run names, where it comes with the trainer or this process has defined it.
+
+    A file that a run names is not executed: who made the run may have chosen it.
+    """
+    return TASKS[name]() if name in TASKS else defined_task(name)
+
+
 def is_same_task(one: str, other: str) -> bool:
     """Whether two values of `--task` name the same task: its class and its file's name count, not the folder.
 

@@ -117,7 +117,9 @@ class TabularFlags(FlagGroup):
     max_classes: int = flag(
         10, "classes that the model tells apart at once, and most of a synthetic table", at_least=2, at_most=10
     )
-    prior_only: Path | None = flag(None, "write an epoch's synthetic tables to this .npz, and train nothing")
+    prior_only: Path | None = flag(
+        None, "write an epoch's synthetic tables to this .npz, and train nothing", from_record="refused"
+    )
     model: Literal["nano", "tabicl"] = flag(
         "nano", "nano: cells attend to one another over columns and rows; tabicl: columns, rows, then the context, "
         "with the 27 million parameters of TabICL",
@@ -422,7 +424,7 @@ class TabularTask(Task):
         if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
             raise BadInput(
                 f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
-                "tuned on; give that table, or another --save-dir"
+                "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
             )
         table = read_table(path, "--predict")
         everything = np.arange(self._table.features.num_rows)

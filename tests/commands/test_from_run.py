@@ -1,0 +1,254 @@
+"""What a run decides that a command line goes on with or uses: its task, that task's flags, and the seed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.conftest import REFUSAL, ROOT, TINY, contents, load
+from tests.helpers.weighted_task import Weighted, WeightedFlags
+from trainer.api import fit
+from trainer.commands.parse import parse
+from trainer.commands.resume import changed_flags
+from trainer.common.errors import BadInput
+from trainer.common.given import whole
+from trainer.config import flag
+from trainer.profiling.step import StepFlags
+from trainer.tasks import TASKS
+
+LEXICON = ["--task", f"{ROOT / 'tests' / 'helpers' / 'lexicon_task.py'}:Lexicon", "--num-threads", 1]
+
+
+class Digested(Weighted):
+    """Of data that change while their number stays."""
+
+    digest: ClassVar = "first"
+
+    def data_digest(self):
+        return self.digest
+
+
+@pytest.fixture(autouse=True)
+def own_tasks(monkeypatch):
+    monkeypatch.setitem(TASKS, "weighted", lambda: Weighted)
+    monkeypatch.setitem(TASKS, "digested", lambda: Digested)
+    monkeypatch.setitem(TASKS, "excluding", lambda: Excluding)
+    monkeypatch.setitem(TASKS, "reading", lambda: Reading)
+
+
+@pytest.fixture
+def weighted(train, tmp_path):
+    """A run with flags of its own, whose name of the task comes with the trainer."""
+    train(tmp_path / "run", "--task", "weighted", "--width", 5, "--seed", 3)
+    return tmp_path / "run"
+
+
+def read(*argv):
+    flags, problems = parse([str(arg) for arg in argv], several_devices=False)
+    assert problems == []
+    return flags
+
+
+def remarks(*argv):
+    return read(*argv).from_run.remarks
+
+
+# --- which flags, and for what ------------------------------------------------------------------------------------
+
+
+def test_scoring_and_going_on_need_no_flag_of_the_task(weighted, cli):
+    told = f"From the run in {weighted}: --task weighted, --seed 3, --num-train 24, --width 5"
+    scores = json.loads((weighted / "results.json").read_text())["metrics"]
+    status, out, err = cli("--save-dir", weighted, "--eval-only", "--num-threads", 1)
+    assert (status, err) == (0, []) and out.splitlines()[0] == told
+    assert f"test/accuracy {scores['test/accuracy']:.4f}" in out and "Changed since" not in out
+    status, out, err = cli("--save-dir", weighted, "--epochs", 2, "--batch-size", 8, "--num-threads", 1)
+    assert (status, err) == (0, []) and out.splitlines()[0] == told and "epoch 2, 0 of 24 samples." in out
+    changes = [line for line in out.splitlines() if line.startswith("Changed since")]
+    assert changes == [
+        f"Changed since the checkpoint: {change}" for change in ("--epochs 1 -> 2", "--lr 0.01 -> 0.001")
+    ]
+    assert load(weighted / "final.pth")["config"]["--width"] == 5
+
+
+def test_one_mechanism_serves_every_use(weighted, tmp_path):
+    told = [f"From the run in {weighted}: --task weighted, --seed 3, --num-train 24, --width 5"]
+    for more in ([], ["--eval-only"], ["--predict", tmp_path], ["--export", tmp_path / "x.pt2"]):
+        assert remarks("--save-dir", weighted, *more) == told
+    file = weighted / "best.pth"
+    assert remarks("--resume-from", file, "--eval-only") == [told[0].replace(str(weighted), str(file))]
+    assert remarks("--resume-from", file, "--save-dir", tmp_path / "new")[0].startswith(f"From the run in {file}: ")
+
+
+def test_what_is_given_counts_on_the_command_line_or_in_a_file(weighted, tmp_path):
+    file = tmp_path / "some.toml"
+    file.write_text(f"width = 16\nsave-dir = {json.dumps(str(weighted))}")
+    for argv in (["--save-dir", weighted, "--width", 16], ["--config", file]):
+        flags = read(*argv)
+        assert (flags.task.width, flags.task.num_train, flags.run.seed, flags.run.task) == (16, 24, 3, "weighted")
+        assert "--width" not in flags.from_run.remarks[0]
+    record = weighted / "config.json"
+    assert remarks("--config", record, "--save-dir", weighted) == []
+    assert remarks("--save-dir", weighted, *TINY[2:], "--task", "weighted", "--width", 5, "--seed", 3) == []
+
+
+def test_flags_of_the_trainer_are_those_of_the_command_line(weighted):
+    flags = read("--save-dir", weighted)
+    assert (flags.learning.lr, flags.run.epochs, flags.batch.batch_size) == (0.001, 20, 32)
+
+
+def test_a_new_run_takes_nothing(weighted, tmp_path):
+    best = weighted / "best.pth"
+    for argv in (
+        ["--save-dir", weighted, "--fresh"],
+        ["--save-dir", weighted, "--fresh", "--init-from", best],
+        ["--save-dir", tmp_path / "new", "--init-from", best],
+        ["--save-dir", tmp_path / "new", "--init-from-partial", best],
+        ["--save-dir", weighted, "--eval-only", "--init-from", best],
+    ):
+        flags = read("--task", "weighted", *argv)
+        assert (flags.from_run.remarks, flags.task.width, flags.run.seed) == ([], 16, 0)
+    flags, problems = parse(["--task", "weighted", "--save-dir", str(weighted)], False, StepFlags)
+    assert (problems, flags.from_run.remarks, flags.task.width) == ([], [], 16)
+
+
+def test_a_run_of_another_task_decides_nothing(weighted, refused, monkeypatch, tmp_path):
+    assert remarks("--task", "digested", "--save-dir", weighted) == []
+    refused(["--task digested: the checkpoint is of weighted"], "--task", "digested", "--save-dir", weighted)
+    (tmp_path / "checkpoints").mkdir()
+    weighted.rename(tmp_path / "checkpoints" / "har")  # where a run of the default task is looked for
+    monkeypatch.chdir(tmp_path)
+    assert read().run.task == "har" and remarks() == []
+
+
+def test_the_default_folder_counts_as_if_it_was_given(train, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    train("checkpoints/weighted", "--task", "weighted", "--width", 5)
+    assert remarks("--task", "weighted") == ["From the run in checkpoints/weighted: --num-train 24, --width 5"]
+
+
+def test_what_a_kill_or_damage_leaves_of_a_run_decides(weighted):
+    argv, told = ["--task", "weighted", "--save-dir", weighted], "--seed 3, --num-train 24, --width 5"
+    for name in ("config.json", "manifest.json", "checkpoint_1.pth", "best.pth", "final.pth"):
+        (weighted / name).unlink()
+        assert remarks(*argv) == [f"From the run in {weighted}: {told}"], name
+    (weighted / "last.pth").write_bytes(b"damaged")
+    assert remarks(*argv) == []
+
+
+def test_a_run_without_a_checkpoint_decides_nothing(weighted):
+    for path in weighted.glob("*.pth"):
+        path.unlink()
+    assert (weighted / "config.json").exists() and remarks("--task", "weighted", "--save-dir", weighted) == []
+
+
+class Excluding(Weighted):
+    """With flags that exclude each other."""
+
+    @dataclass
+    class Config(WeightedFlags):
+        """Task: sequences, some of them long"""
+
+        long: bool = flag(False, "only long ones")
+
+        def problems(self):
+            return ["--long and --dropout: exclude each other"] if self.long and self.dropout else []
+
+
+def test_what_the_command_line_contradicts_is_said_with_its_run(train, refused, tmp_path):
+    train(tmp_path, "--task", "excluding", "--long")
+    message = f"--long and --dropout: exclude each other (--long is of the run in {tmp_path})"
+    refused([message], "--save-dir", tmp_path, "--dropout", 0.5)
+    assert parse(["--save-dir", str(tmp_path), "--dropout", "0.5", "--long=false"], False)[1] == []
+
+
+def test_fit_goes_on_with_the_data_of_the_run(tmp_path):
+    settings = {"save_dir": tmp_path / "run", "batch_size": 8, "num_threads": 1}
+    fit(Weighted, epochs=1, num_train=24, width=5, seed=3, **settings)
+    _, run = fit(Weighted, epochs=2, **settings)
+    config = load(run.path / "final.pth")["config"]
+    assert (config["--width"], config["--num-train"], config["--seed"], config["--epochs"]) == (5, 24, 3, 2)
+
+
+# --- files of the run ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lexicon(cli, tmp_path, monkeypatch):
+    """A run whose text was named relative to the folder of the command line."""
+    (tmp_path / "then").mkdir()
+    monkeypatch.chdir(tmp_path / "then")
+    (tmp_path / "then" / "abc.txt").write_text("abcabcabcabc" * 8)
+    assert cli(*LEXICON, "--text", "abc.txt", "--epochs", 1, "--save-dir", tmp_path / "run")[0] == 0
+    (tmp_path / "now").mkdir()
+    monkeypatch.chdir(tmp_path / "now")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("more", [["--eval-only"], ["--epochs", 2]])
+def test_files_of_the_run_are_found_from_another_folder(more, lexicon, cli, tmp_path):
+    (tmp_path / "now" / "abc.txt").write_text("xyz" * 8)  # no file of the run
+    status, out, err = cli(*LEXICON, "--save-dir", lexicon, *more)
+    assert (status, err) == (0, [])
+    assert out.splitlines()[0] == f"From the run in {lexicon}: --text {tmp_path / 'then' / 'abc.txt'}"
+
+
+class Reading(Weighted):
+    """With a file."""
+
+    @dataclass
+    class Config(WeightedFlags):
+        """Task: sequences of a file"""
+
+        file: Path = flag(Path("none"), "a file")
+
+    def splits(self):
+        if not self.config.file.exists():
+            raise BadInput(f"--file {self.config.file}: No such file or directory")
+        return super().splits()
+
+
+def test_a_file_of_the_run_that_is_gone_is_named_with_the_run(train, refused, tmp_path):
+    run, file = tmp_path / "run", tmp_path / "file"
+    file.touch()
+    train(run, "--task", "reading", "--file", file)
+    file.unlink()
+    before = contents(run, REFUSAL)
+    for more in (["--eval-only"], ["--epochs", 2]):
+        message = f"--file {file}: No such file or directory (--file is of the run in {run})"
+        refused([message], "--save-dir", run, "--device", "cpu", *more)
+    assert contents(run, REFUSAL) == before
+
+
+def test_a_path_is_the_same_however_it_is_spelled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = {"--data-dir": str(tmp_path / "a.csv")}
+    assert changed_flags({"--data-dir": "a.csv"}, now) == {}  # as older records have it
+    assert changed_flags({"--data-dir": "b.csv"}, now) == {"--data-dir": ("b.csv", str(tmp_path / "a.csv"))}
+    monkeypatch.chdir("/")
+    assert changed_flags({"--data-dir": "a.csv"}, now) != {}
+
+
+def test_a_whole_path_leads_to_the_same_place(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "within").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "within")
+    monkeypatch.chdir(tmp_path / "folder")
+    assert whole(Path("../a.csv")) == tmp_path / "a.csv"
+    assert whole(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # of the folder
+
+
+# --- several runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_more_seeds_of_the_same(command, tmp_path):
+    argv = [*TINY, "--width", 5, "--save-dir", tmp_path / "runs"]
+    command("main.py", *argv, "--seeds", 2, "--device", "cpu")
+    out = command(
+        "main.py", *TINY[:4], *TINY[6:], "--save-dir", tmp_path / "runs", "--seeds", 3, "--device", "cpu"
+    ).stdout
+    assert f"From the run in {tmp_path / 'runs' / 'seed-0'}: --num-train 24, --width 5\n" in out
+    assert "finished already: 2" in out
+    assert load(tmp_path / "runs" / "seed-2" / "final.pth")["config"]["--width"] == 5
