@@ -239,6 +239,32 @@ def test_a_whole_path_leads_to_the_same_place(tmp_path, monkeypatch):
     assert whole(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # of the folder
 
 
+# --- data that changed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["digest", "size"])
+def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(change, train, tmp_path, monkeypatch):
+    task = ["--task", "digested" if change == "digest" else "weighted"]
+    train(tmp_path, *task, "--epochs", 2, "--lr", 0.1)
+    if change == "digest":
+        monkeypatch.setattr(Digested, "digest", "second")
+    other = ["--num-train", 32] * (change == "size")
+    before = json.loads((tmp_path / "results.json").read_text())["best"]
+    assert "This run is finished" in train(tmp_path, *task, *other, "--epochs", 2)
+    assert json.loads((tmp_path / "results.json").read_text())["best"] == before
+    out = train(tmp_path, *task, *other, "--epochs", 3, "--lr", 1e-12)  # which is no better
+    assert f"The best checkpoint so far (epoch {before['epoch']}) is that of other data; best counts from here." in out
+    assert json.loads((tmp_path / "results.json").read_text())["best"]["epoch"] == 3
+    assert (tmp_path / "best.pth").samefile(tmp_path / "checkpoint_3.pth")
+
+
+def test_the_best_epoch_stays_where_the_data_are_the_same(train, tmp_path):
+    train(tmp_path, "--task", "digested", "--epochs", 2, "--num-train", 20, "--batch-size", 8, "--drop-last")
+    for more in (["--drop-last"], []):  # the same data, of which less was left out
+        out = train(tmp_path, "--task", "digested", "--epochs", 3, "--num-train", 20, "--batch-size", 8, *more)
+        assert "is that of other data" not in out
+
+
 # --- several runs -------------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
             )
         notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
     notes += notes_on_data(run, state)
+    notes += _forget_best_of_other_data(run, state)
     notes += _notes_on_changes(changed)
     notes += [f"{_CHANGED}: {change}" for change in code_changes(state["code"], run.facts["code"])]
     then, now = state["environment"], run.facts["environment"]
@@ -202,6 +203,22 @@ def _advice_on_epochs(run: Run, state: Mapping[str, Any], changed: Mapping[str, 
             "one, or start over with --fresh"
         )
     return _advice_on_data(run, state)
+
+
+def _forget_best_of_other_data(run: Run, state: Mapping[str, Any]) -> list[str]:
+    """Has the best epoch chosen anew where the data have changed: scores on others cannot be compared with theirs.
+
+    They have changed where the task says so, or has another number of samples and says nothing.
+    """
+    best, now = run.progress.best, run.facts
+    digests = state.get("data_digest"), now.get("data_digest")
+    drops = state["config"]["--drop-last"] or now["config"]["--drop-last"]  # which leaves out some of the same
+    has_changed = digests[0] != digests[1] if None not in digests else state["phase_sizes"] != now["phase_sizes"]
+    if best is None or not has_changed or (drops and None in digests):
+        return []
+    run.progress.best, run.progress.evaluations_since_best = None, 0
+    run.parallel.on_main(run.directory.forget_values)
+    return [f"The best checkpoint so far (epoch {best.epoch}) is that of other data; best counts from here."]
 
 
 def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
