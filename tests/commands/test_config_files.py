@@ -13,10 +13,13 @@ import torch
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, launcher, load
 from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
 from tests.helpers.weighted_task import Weighted, WeightedFlags
-from trainer.commands.flags import Flags
+from trainer.commands.config_files import ConfigFlags
+from trainer.commands.flags import TRAINER_GROUPS, Flags
 from trainer.commands.parse import parse
-from trainer.config import flag
+from trainer.config import flag, options
+from trainer.profiling.batch_size import BatchSizeFlags
 from trainer.profiling.cli import names_several_devices, not_measured
+from trainer.profiling.predict import PredictFlags
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES
 from trainer.profiling.scaling import ScalingFlags
 from trainer.profiling.step import StepFlags
@@ -291,6 +294,20 @@ def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write,
     _, problems = parse(["--config", own], several_devices=False)
     assert not any("this record" in problem for problem in problems)
     (tmp_path / "created").unlink(missing_ok=True)
+
+
+def test_every_flag_that_names_a_file_says_whether_a_record_may(monkeypatch):
+    """These are read alone, or are the cache's."""
+    monkeypatch.undo()
+    groups = [*TRAINER_GROUPS, StepFlags, ScalingFlags, BatchSizeFlags, PredictFlags]
+    groups += [find().Config for find in TASKS.values()]
+    taken = {
+        field
+        for group in groups if group is not ConfigFlags
+        for field, option in options(group).items()
+        if option.from_record == "taken" and (option.type is Path or "py:" in option.help)
+    }  # fmt: skip
+    assert taken == {"cache_dir", "data_dir", "alphabet", "language_model", "encoder_path"}
 
 
 def test_what_the_user_adds_is_taken(write, tmp_path):

@@ -46,7 +46,7 @@ class CheckFlags(FlagGroup):
     gpu_ids: tuple[int, ...] | None = flag(None, "which visible GPUs to use, as 0,1,2 (default: all)", metavar="ID")
     backend: Literal["nccl", "gloo"] | None = flag(None, "carries the exchange (default: nccl on GPUs, gloo on CPU)")
     dist_timeout_s: float = flag(60.0, "seconds after which a process that waits for another one gives up", above=0)
-    json: Path | None = flag(None, "also write the results to this file", metavar="FILE", from_record="refused")
+    json: Path | None = flag(None, "also write the results to this file", metavar="FILE")
 
     def problems(self) -> list[str]:
         return [*DeviceFlags(self.device).problems(), *self.multi().problems()]
