@@ -80,14 +80,15 @@ def parse(
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
         group_types.insert(0, tool)
-    layers, from_run = Layers({}, {}), FromRun()
+    layers, from_run, may_be_named = Layers({}, {}), FromRun(), set(given)
     if task_type is not None:
         _check_config(task_name, task_type, group_types)
         group_types.append(task_type.Config)
-        own_folder = _own_folder(task_name, task_type)
-        layers.add({"save_dir": own_folder, **_task_defaults(task_type)})
-        if tool is None and record is None and not ships_weights(task_type):
-            record = find_record({"save_dir": own_folder, **asked.values})
+        defaults = {"save_dir": _own_folder(task_name, task_type), **_task_defaults(task_type)}
+        layers.add(defaults)
+        if tool is None and not ships_weights(task_type):
+            record = record or find_record({**defaults, **asked.values})
+        may_be_named.add("task")
     if record is not None:
         stated = names_given(argv).union(*(file.settings for file in files))
         from_run, found = _take_from_run(record, layers, asked.values, stated, task_name, task_type)
@@ -95,8 +96,7 @@ def parse(
     for file in files:
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
-    found_task = {"task"} if task_type is not None else set()
-    problems += layers.take_out_what_users_alone_name(group_types, given.keys() | found_task)
+    problems += layers.take_out_what_users_alone_name(group_types, may_be_named)
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     of_several = () if several_devices else options(MultiDeviceFlags).values()
     elsewhere = {option.name: OF_SEVERAL_DEVICES for option in of_several}

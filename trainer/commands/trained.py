@@ -35,15 +35,15 @@ def find_run(
     BadInput.
     """
     folder, other = flags.checkpoint.save_dir, ""
-    has_run = holds_run(folder, say)
-    is_asked_for = any(path is not None for path in files.values()) or (has_run and "--save-dir" in flags.given)
-    if shipped is None or is_asked_for:
+    if shipped is None or any(path is not None for path in files.values()):
         run = find_weights(folder, files, say)
-    else:
+    elif not (has_run := holds_run(folder, say)) or "--save-dir" not in flags.given:
         label = f"the weights that come with {flags.run.task}"
         state = read_checkpoint(shipped, label, only_weights=True)
         run = TrainedRun(label, state, shipped.parent, comes_with_task=True)
         other = f"; for those of the run in {folder} add --save-dir {shlex.quote(str(folder))}" if has_run else ""
+    else:
+        run = find_weights(folder, files, say)
     assert flags.task_type is not None
     return replace(run, remarks=(f"Using {run.label}{other}.",)) if ships_weights(flags.task_type) else run
 
