@@ -10,11 +10,12 @@ import pytest
 from tests.conftest import REFUSAL, ROOT, TINY, contents, load
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.api import fit
+from trainer.commands.flags import FromRun
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
 from trainer.common.errors import BadInput
 from trainer.common.given import whole
-from trainer.config import flag
+from trainer.config import flag, options
 from trainer.profiling.step import StepFlags
 from trainer.tasks import TASKS
 
@@ -97,6 +98,12 @@ def test_what_is_given_counts_on_the_command_line_or_in_a_file(weighted, tmp_pat
 def test_flags_of_the_trainer_are_those_of_the_command_line(weighted):
     flags = read("--save-dir", weighted)
     assert (flags.learning.lr, flags.run.epochs, flags.batch.batch_size) == (0.001, 20, 32)
+
+
+def test_a_record_gives_a_terminal_no_commands():
+    option = options(Reading.Config)["file"]
+    (line,) = FromRun(Path("run"), [(option, "\x1b[2J")]).remarks
+    assert line == "From the run in run: --file '\\x1b[2J'"
 
 
 def test_a_new_run_takes_nothing(weighted, tmp_path):

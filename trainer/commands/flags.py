@@ -13,7 +13,7 @@ import torch
 
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, with_origins
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, printable
 from trainer.common.files import require_regular
 from trainer.common.given import whole
 from trainer.common.own_class import split_name
@@ -219,7 +219,7 @@ class FromRun:
     def remarks(self) -> list[str]:
         """One line for the user, if there are any."""
         flags = ", ".join(option.as_typed(value) for option, value in self.values)
-        return [f"From the run in {self.path}: {flags}"] if self.values else []
+        return [printable(f"From the run in {self.path}: {flags}")] if self.values else []
 
 
 @dataclass
