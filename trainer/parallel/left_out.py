@@ -73,10 +73,19 @@ class LeftOut:
             return None
         due = [*self._until(number), block]
         self._num_done += 1
-        needs = torch.is_grad_enabled() and any(map(_is_trained, due)) and not _has_gradient((args, kwargs))
+        has_gradient = any(
+            isinstance(value, Tensor) and value.requires_grad for value in args
+        )  # the usual case, quickly
+        needs = (
+            not has_gradient
+            and torch.is_grad_enabled()
+            and any(map(_is_trained, due))
+            and not _has_gradient((args, kwargs))
+        )
         calls.append(needs)
-        values = _needing_gradient((args, kwargs)) if needs else (args, kwargs)
-        return _passed_through(due[:-1], values)
+        if not needs and len(due) == 1:
+            return None
+        return _passed_through(due[:-1], _needing_gradient((args, kwargs)) if needs else (args, kwargs))
 
     def _end(self, objective: nn.Module, args: Any, outputs: Any) -> Any:
         self._in_forward = False
