@@ -5,7 +5,6 @@ import gzip
 import io
 import os
 import tarfile
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 from trainer.common.errors import BadInput
-from trainer.common.files import ARCHIVE_ERRORS, MOST_WHOLE, read_at_most, require_regular, stamp
+from trainer.common.files import ARCHIVE_ERRORS, MOST_WHOLE, ZipArchive, read_at_most, require_regular, stamp
 
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
@@ -120,7 +119,7 @@ class Zip(Source):
     def __init__(self, path: Path, where: str | None = None, content: bytes | None = None) -> None:
         super().__init__(path, where)
         self._content = content
-        self._opened: tuple[int, zipfile.ZipFile] | None = None
+        self._opened: tuple[int, ZipArchive] | None = None
 
     def names(self) -> Iterable[str]:
         return (name for name in self._archive().namelist() if not name.endswith("/"))
@@ -131,11 +130,11 @@ class Zip(Source):
         except KeyError:
             raise _missing() from None
 
-    def _archive(self) -> zipfile.ZipFile:
+    def _archive(self) -> ZipArchive:
         """Anew in each process: forked ones would share its place in the file."""
         if self._opened is None or self._opened[0] != os.getpid():
             content = self.path if self._content is None else io.BytesIO(self._content)
-            self._opened = os.getpid(), zipfile.ZipFile(content)
+            self._opened = os.getpid(), ZipArchive(content)
         return self._opened[1]
 
 

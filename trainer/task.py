@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import BadInput
+from trainer.common.given import expanded
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
 
@@ -179,7 +180,15 @@ class Task(ABC):
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
         self.seed = seed
-        self.cache_dir = cache_dir
+        self._cache_dir = cache_dir
+
+    @property
+    def cache_dir(self) -> Path:
+        """`--cache-dir`. Raises BadInput where it is in the home of a user who has none."""
+        try:
+            return expanded(self._cache_dir)
+        except ValueError as error:
+            raise BadInput(f"--cache-dir {self._cache_dir}: {error}; name another folder by --cache-dir") from None
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:

@@ -2,12 +2,10 @@
 
 import gzip
 import math
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -17,7 +15,7 @@ from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate
 from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
 from data.har.windows import WindowFormat, triplets_first
 from trainer.common.errors import BadInput
-from trainer.common.files import require_regular
+from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
@@ -160,14 +158,15 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
     channels = window.channels
     wanted = f"(N, {len(channels)}, {window.length})"
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError, SyntaxError, TokenError, zipfile.BadZipFile) as error:
+        with array_errors():
+            array = np.load(path, allow_pickle=False)
+    except ValueError as error:
         if path.stat().st_size == 0:
             reason = "is empty"
         elif "allow_pickle" in str(error):
             reason = "holds Python objects, or is no .npy file; nothing in it was run"
         else:
-            reason = f"is damaged ({str(error).splitlines()[0]})"
+            reason = f"is damaged ({error})"
         raise BadInput(f"{label}: {reason}; give windows of shape {wanted}, saved by numpy.save") from None
     if not isinstance(array, np.ndarray):
         raise BadInput(f"{label}: is an archive of arrays; give one array of shape {wanted}, saved by numpy.save")

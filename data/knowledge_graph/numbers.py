@@ -7,6 +7,7 @@ import numpy as np
 
 from data.files import DataFile
 from trainer.common.errors import BadInput
+from trainer.common.files import array_errors
 
 LARGEST_ID = 10**8
 """A larger number is taken for a mistake: arrays are as long as the largest id."""
@@ -92,8 +93,9 @@ def _from_text(file: DataFile, text: bytes) -> Numbers:
 
 def _from_array(file: DataFile, content: bytes) -> Numbers:
     try:
-        array = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError, MemoryError) as error:
+        with array_errors():
+            array = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, OSError) as error:
         raise BadInput(f"{file.where}: is no array of numbers, or is damaged ({error}); fetch it again") from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise BadInput(

@@ -5,7 +5,6 @@ import os
 import shutil
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,15 @@ from pathlib import Path, PurePosixPath
 from data.files import is_visible
 from data.speech.audio_files import SUFFIXES
 from trainer.common.errors import BadInput
-from trainer.common.files import ARCHIVE_ERRORS, DISK_FULL, MOST_SOUND, read_at_most, read_whole, refusing_disk_errors
+from trainer.common.files import (
+    ARCHIVE_ERRORS,
+    DISK_FULL,
+    MOST_SOUND,
+    ZipArchive,
+    read_at_most,
+    read_whole,
+    refusing_disk_errors,
+)
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"
@@ -119,11 +126,11 @@ Archive = tuple[Iterable[str], Callable[[str], bytes]]
 
 @contextmanager
 def _zip(path: Path) -> Iterator[Archive]:
-    with zipfile.ZipFile(path) as archive:
+    with ZipArchive(path) as archive:
         yield [name for name in archive.namelist() if not name.endswith("/")], lambda name: _member(archive, name)
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+def _member(archive: ZipArchive, name: str) -> bytes:
     with archive.open(name) as file:
         return read_at_most(file, MOST_SOUND)
 

@@ -15,8 +15,8 @@ from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
 from data.tabular.spelling import UNKNOWN, Likely
 from data.tabular.table import Column, Table, table_of_array
-from trainer.common.errors import BadInput, reason
-from trainer.common.files import MOST_WHOLE, require_regular
+from trainer.common.errors import BadInput
+from trainer.common.files import MOST_WHOLE, array_errors, require_regular
 
 MOST_COLUMNS = 1000
 
@@ -160,7 +160,13 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
     try:
         # Python's own parser, by which numpy reads the headers of arrays, warns of what it finds odd.
         quiet = warnings.catch_warnings(action="ignore")
-        with reading_errors(where), path.open("rb") as file, quiet, np.load(file, allow_pickle=False) as archive:
+        with (
+            reading_errors(where),
+            array_errors(),
+            path.open("rb") as file,
+            quiet,
+            np.load(file, allow_pickle=False) as archive,
+        ):
             for part in archive.zip.infolist():
                 if part.file_size > MOST_WHOLE:
                     raise BadInput(
@@ -169,14 +175,16 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
             if "X" not in archive:
                 raise BadInput(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
             arrays = {name: archive[name] for name in ("X", "y", "names") if name in archive}
+            if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+                raise ValueError(f"{odd[0]} is no array")
             for array in arrays.values():
                 if array.dtype.kind == "U":
                     array.tolist()  # refuses numbers that stand for no character
             return arrays
-    except BadInput:
-        raise
-    except Exception as error:  # of any kind: numpy checks little of what it reads
-        if not zipfile.is_zipfile(path):
+    except ValueError as error:
+        if isinstance(error, BadInput):
+            raise
+        if not zipfile.is_zipfile(path):  # numpy takes text for pickled objects
             raise BadInput(f"{where}: is no .npz; {_ADVICE}") from None
-        found = "holds Python objects" if "Object arrays" in str(error) else f"is damaged ({reason(error)})"
+        found = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
         raise BadInput(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None

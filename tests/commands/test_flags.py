@@ -1,6 +1,8 @@
 """Whatever is wrong with a command line, the user reads one clear message for each mistake, and nothing is written."""
 
 import json
+import os
+import pwd
 import textwrap
 from pathlib import Path
 
@@ -8,8 +10,11 @@ import pytest
 import torch
 
 from tests.conftest import TINY, WEIGHTED, contents
+from tests.helpers.weighted_task import Weighted
 from trainer.commands.parse import parse
+from trainer.common.errors import BadInput
 from trainer.config import flag_values, group_from_values
+from trainer.loading.cache import cached_arrays
 
 WRONG_COMMAND_LINES = [
     ("--batch-size 0", ["--batch-size 0: must be at least 1"]),
@@ -125,6 +130,30 @@ def test_what_gpus_alone_can_do_is_refused_where_they_are_left_unused(refused, m
     flags = ["--multi-gpu", "ddp", "--device", "cpu", "--backend", "nccl", "--sync-bn"]
     parts = ["--backend nccl: carries nothing between CPUs", "--sync-bn: needs --multi-gpu ddp on GPUs"]
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *flags, several_devices=True)
+
+
+def test_a_user_without_a_home_is_refused_only_where_something_is_cached(train, monkeypatch, tmp_path):
+    """As in a container that is started with an id that its system does not know."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    train(tmp_path / "run", "--epochs", 1)
+    task = Weighted(Weighted.Config(), 0, Path("~/.cache/lockstep"))
+    with pytest.raises(BadInput, match=r"--cache-dir ~/.cache/lockstep: this user has no home; name another folder"):
+        cached_arrays(task.cache_dir, "key", dict)
+
+
+@pytest.mark.parametrize("place", ["n" * 300, "loop"])
+@pytest.mark.parametrize("flag", ["--task", "--logger", "--config", "--save-dir", "--output", "--export"])
+def test_a_place_that_cannot_be_looked_at(flag, place, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop", "loop")
+    name = f"{place}:Mine" if flag in ("--task", "--logger") else place
+    task = [] if flag == "--task" else ["--task", WEIGHTED]
+    refused([f"{flag} {name[:100]}"], *task, flag, name)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_contents_are_those_that_are_wanted(source) -> None:
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
 def test_archives_are_opened_once_for_many_files(kind, tmp_path, monkeypatch) -> None:
     path, times = WRITERS[kind](tmp_path / "data", STORED), []
-    for library, name in ((zipfile, "ZipFile"), (tarfile, "open")):
+    for library, name in ((module, "ZipArchive"), (tarfile, "open")):
         real = getattr(library, name)
         monkeypatch.setattr(library, name, lambda *args, real=real, **more: times.append(1) or real(*args, **more))
     source = opened(path)
@@ -148,6 +148,20 @@ def test_damage_is_named(kind, tmp_path, monkeypatch) -> None:
     for content in [b"no archive", bytes(flipped), *cut]:
         path.write_bytes(content)
         with pytest.raises(BadInput, match=rf"^--data-dir {path}(, a/1.wav)?: cannot be read or is damaged .*again$"):
+            list(opened(path).contents(lambda name: True))
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_in_any_packing_is_named(packing, tmp_path) -> None:
+    path = tmp_path / "data.zip"
+    with zipfile.ZipFile(path, "w", packing) as archive:
+        archive.writestr("ä.wav", bytes(range(256)) * 8)
+    whole = path.read_bytes()
+    for place in (38, len(whole) // 2, whole.rindex("ä".encode()), len(whole) - 5):
+        damaged = bytearray(whole)
+        damaged[place : place + 4] = b"\xff" * 4
+        path.write_bytes(damaged)
+        with pytest.raises(BadInput, match=rf"^--data-dir {path}(, ä.wav)?: cannot be read or is damaged .*again$"):
             list(opened(path).contents(lambda name: True))
 
 

@@ -140,7 +140,7 @@ def build_task(flags: Flags) -> Task:
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
     with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
-        task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir.expanduser())
+        task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir)
         check_task(task)
         splits = task.splits()
         phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}

@@ -76,7 +76,7 @@ def ships_weights(task_type: type[Task]) -> bool:
 def shipped_weights(flags: Flags) -> Path | None:
     """Those that come with the task of a command line; see `Task.shipped_weights`."""
     assert flags.task_type is not None
-    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir.expanduser()).shipped_weights()
+    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
 
 
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
@@ -86,7 +86,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew:
     """
     config = {**run.state["config"], **anew}
     try:
-        task = task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir.expanduser())
+        task = task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir)
     except ValueError as error:
         raise BadInput(f"{run.label}: {error}") from None
     task.data_facts = run.state.get("data_facts", {})

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import lzma
 import os
 import stat as stat_of
 import tarfile
@@ -13,12 +14,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from trainer.common.errors import DiskError
+from trainer.common.errors import BadInput, DiskError
+from trainer.common.given import shortened
 
 T = TypeVar("T")
 
-ARCHIVE_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error)
-"""What reading a damaged archive raises. RuntimeError is zipfile's word for an encrypted member."""
+_ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
+"""Of Python 3.14, whose zipfile unpacks Zstandard too."""
+ARCHIVE_ERRORS = (
+    *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
+    *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
+)
+"""What reading a damaged archive raises, a zip by `ZipArchive`. RuntimeError is of an encrypted member."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
@@ -84,6 +91,40 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         finally:
             if noted.error is not None:
                 raise noted.error from None
+
+
+class ZipArchive(zipfile.ZipFile):
+    """A zip to read. What is wrong with its directory is a BadZipFile, where zipfile also raises ValueError."""
+
+    def __init__(self, file: Path | IO[bytes]) -> None:
+        with _damage_of_zip():
+            super().__init__(file)
+
+    def open(self, *arguments: Any, **options: Any) -> IO[bytes]:
+        with _damage_of_zip():
+            return super().open(*arguments, **options)
+
+
+@contextmanager
+def _damage_of_zip() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # a name that is no UTF-8, a place before the beginning
+        raise zipfile.BadZipFile(str(error)) from None
+
+
+@contextmanager
+def array_errors() -> Iterator[None]:
+    """Around numpy.load and reading what it returns. Raises ValueError, of one line, for all that is no array.
+
+    An OSError and a BadInput stay what they are.
+    """
+    try:
+        yield
+    except (OSError, BadInput):
+        raise
+    except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
+        raise ValueError(shortened((str(error) or "it is empty").splitlines()[0])) from None
 
 
 def read_whole(path: Path, most: int) -> bytes:

@@ -12,7 +12,7 @@ def checked_path(text: str) -> Path:
     if any(not character.isprintable() and character != "\t" for character in checked_text(text)):
         raise ValueError("must not have control characters in its name")
     try:
-        os.lstat(expanded(Path(text)))
+        os.stat(expanded(Path(text)))
     except (FileNotFoundError, NotADirectoryError):
         pass  # whether it has to be there is for others to say
     except OSError as error:
@@ -25,7 +25,8 @@ def expanded(path: Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')} with a home") from None
+        name = path.parts[0].removeprefix("~")
+        raise ValueError(f"there is no user {name} with a home" if name else "this user has no home") from None
 
 
 def whole(path: Path) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import BadInput
+from trainer.common.files import refusing_disk_errors
 
 
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
@@ -28,8 +29,10 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
     if not colon or not class_name.isidentifier():  # a class within another, or within a function
         raise BadInput(f"{flag} {value}: must be path/to/file.py:ClassName")
     path = Path(file)
-    if not path.is_file():
-        raise BadInput(f"{flag} {value}: there is no file {path}")
+    with refusing_disk_errors(f"{flag} {value}"):
+        if not path.is_file():
+            raise BadInput(f"{flag} {value}: there is no file {path}")
+        path.open("rb").close()
     return path, class_name
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.common.errors import BadInput
-from trainer.common.files import flush_path, refusing_disk_errors
+from trainer.common.files import array_errors, flush_path, refusing_disk_errors
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,11 +45,12 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
                 with refusing_disk_errors(flag, advice):
                     _store(arrays, entry)
     try:
-        # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
-        return {
-            name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-            for name in _names(entry)
-        }
+        with array_errors():
+            # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
+            return {
+                name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+                for name in _names(entry)
+            }
     except (OSError, ValueError) as error:
         raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
 

@@ -231,6 +231,7 @@ def test_file_that_is_no_array(windows, tmp_path):
         whole[:5000]: "is damaged (",
         whole[:50]: "is damaged (",
         b"PK\x03\x04 cut off": "is damaged (",
+        whole[:60] + b"((" + whole[62:]: "is damaged (",  # the header is Python, which goes on in the next line
         b"plain text": "holds Python objects, or is no .npy file; nothing in it was run",
         pickle.dumps(Malicious(created)): "holds Python objects",
         pickled.getvalue(): "holds Python objects",

@@ -189,6 +189,13 @@ def test_arrays_that_are_no_table(read_arrays, arrays, message) -> None:
     assert "\n" not in str(caught.value)
 
 
+def zipped(name: str, content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, content)
+    return file.getvalue()
+
+
 def test_damaged_arrays(read, tmp_path) -> None:
     np.savez(tmp_path / "whole.npz", X=np.arange(1000.0).reshape(10, 100))
     whole = (tmp_path / "whole.npz").read_bytes()
@@ -197,7 +204,8 @@ def test_damaged_arrays(read, tmp_path) -> None:
     single = io.BytesIO()
     np.save(single, np.zeros(3))
     for content, message in {
-        b"": "cannot be read or is damaged",
+        b"": "is no .npz",
+        zipped("X", b"text"): r"is damaged \(X is no array\)",
         b"text": "is no .npz",
         whole[:500]: "",
         bytes(flipped): "",
