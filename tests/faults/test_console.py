@@ -9,11 +9,21 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from tqdm import tqdm
 
 from tests.conftest import ROOT, TINY
+from tests.helpers.weighted_task import Weighted
+from trainer.checkpoint.weights import compare
+from trainer.commands.predict import _print_table
 from trainer.common import streams
+from trainer.common.errors import reason
+from trainer.loop.contract import checked_metrics
+from trainer.parallel.errors import print_error
 
 RUN = [sys.executable, "main.py", *map(str, TINY), "--epochs", "40", "--log-interval", "1", "--delay-s", "0.01"]
 
@@ -73,3 +83,33 @@ def test_only_what_the_console_refuses_is_lost(monkeypatch):
         gone.close()
     with pytest.raises(ValueError), streams.outlived("stderr"):
         raise ValueError
+
+
+CLEAR = "\x1b[2J"
+
+
+def test_an_error_is_short_and_commands_no_terminal(capsys):
+    try:
+        raise ValueError(f"{CLEAR}{'x' * 10_000_000}\rsecond\n" + "line\n" * 100_000)
+    except ValueError as error:
+        print_error(f"failed: {reason(error)}", error)
+    err = capsys.readouterr().err
+    assert len(err) < 20_000 and "\x1b" not in err and "\r" not in err
+    assert "ValueError: \\x1b[2Jxxx" in err and err.splitlines()[-1].startswith("error: failed: ValueError: \\x1b[2J")
+
+
+def test_names_of_parameters_and_metrics_are_one_line_each():
+    name = f"{CLEAR}a\nerror: all is well"
+    differences = compare(nn.Linear(1, 1), {name: torch.zeros(1)}).differences
+    assert "\\x1b[2Ja\\nerror: all is well is unknown" in differences
+    task = Weighted(Weighted.Config(), 0, Path())
+    assert checked_metrics(task, "summarise", {name: 1}) == {"\\x1b[2Ja\\nerror: all is well": 1}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_labels_reach_a_file_as_they_are_and_a_terminal_as_text(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    with tqdm(disable=True) as bar:
+        _print_table(iter([{"label": [CLEAR, "-1"], "score": [0.5, -0.5]}]), bar)
+    label = "\\x1b[2J" if is_terminal else CLEAR
+    assert capsys.readouterr().out == f"label,score\n{label},0.5\n-1,-0.5\n"

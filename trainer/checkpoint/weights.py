@@ -14,7 +14,7 @@ from trainer.checkpoint.file import CheckpointReader, read_checkpoint, read_sett
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.checkpoint.retention import LINKS
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, printable
 from trainer.common.files import refusing_disk_errors
 from trainer.loading.order import Position
 
@@ -120,7 +120,7 @@ class WeightComparison:
         """A few words for each, in order of their names."""
         missing = [f"{name} is missing" for name in self.missing]
         unknown = [f"{name} is unknown" for name in self.unknown]
-        return sorted([*missing, *unknown, *self.unlike.values()])
+        return sorted(map(printable, [*missing, *unknown, *self.unlike.values()]))
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:

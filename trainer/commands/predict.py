@@ -4,7 +4,7 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, printable
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.common.streams import outlived, to_stderr
 from trainer.config import flag_name
@@ -96,20 +96,28 @@ def label_samples(
         yield columns
 
 
-def _write_table(table: Table, file: IO[str], bar: "tqdm[Any]") -> None:
+def _write_table(
+    table: Table, file: IO[str], bar: "tqdm[Any]", shown: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """shown: what is written of a value, or of the name of a column."""
     writer = csv.writer(file, lineterminator="\n")
     for i, columns in enumerate(table):
         if i == 0:
-            writer.writerow(columns)
+            writer.writerow(map(shown, columns))
         rows = list(zip(*columns.values(), strict=True))
-        writer.writerows(rows)
+        writer.writerows(map(shown, row) for row in rows)
         bar.update(len(rows))
 
 
 def _print_table(table: Table, bar: "tqdm[Any]") -> None:
     with outlived("stdout"):  # a reader such as `head` may have seen enough
-        _write_table(table, sys.stdout, bar)
+        _write_table(table, sys.stdout, bar, *[_harmless] * sys.stdout.isatty())
         sys.stdout.flush()
+
+
+def _harmless(value: Any) -> Any:
+    """For a terminal, which takes control characters for commands; a file keeps a label as it is."""
+    return printable(value) if isinstance(value, str) else value
 
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:

@@ -1,9 +1,19 @@
 """The one exception that is shown to a user without a traceback, and how others are told in a line."""
 
+MOST_SHOWN = 1500
+"""Characters of a line, which may repeat what somebody wrote into a file."""
+
 
 def printable(text: str) -> str:
     """A line without what a terminal would take for a command: control characters, also in names of files, as \\x1b."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown_line(text: str) -> str:
+    """A line as a terminal may show it: `printable`, and without its middle where it is longer than MOST_SHOWN."""
+    if len(text) > MOST_SHOWN:
+        text = f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 3 :]}"
+    return printable(text)
 
 
 class BadInput(ValueError):
@@ -15,11 +25,11 @@ class DiskError(BadInput):
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception in one line, as a terminal may show it."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
-        return lines[-1].strip()
+        return shown_line(lines[-1].strip())
     told = lines[0]
     if "Last error:" in lines[1:-1]:  # of NCCL: the cause stands below it
         told = f"{told}: {lines[lines.index('Last error:') + 1].strip()}"
-    return told if isinstance(error, BadInput) else f"{type(error).__name__}: {told}".removesuffix(": ")
+    return shown_line(told if isinstance(error, BadInput) else f"{type(error).__name__}: {told}".removesuffix(": "))

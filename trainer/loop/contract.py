@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.file import flaw_of_model
-from trainer.common.errors import BadInput
+from trainer.common.errors import BadInput, printable
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
@@ -293,12 +293,15 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
             raise BadInput(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise BadInput(f"{name}: returns a whole number for {metric!r} that is too large for a float")
-    return {metric: value if type(value) in (int, float) else float(value) for metric, value in metrics.items()}
+    return {
+        printable(str(metric)): value if type(value) in (int, float) else float(value)
+        for metric, value in metrics.items()
+    }
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:
     """The metric that says what is best. Raises BadInput where there is no such metric."""
     name, _ = task.monitor
-    if name not in metrics:
+    if printable(name) not in metrics:
         raise BadInput(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")
-    return metrics[name]
+    return metrics[printable(name)]

@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from trainer.common.errors import BadInput, printable
+from trainer.common.errors import BadInput, shown_line
 from trainer.common.streams import to_stderr
 
-MOST_SHOWN = 1500
-"""Characters of a line, which may repeat what somebody wrote into a file."""
+MOST_LINES = 400
+"""Of a traceback, the message of its exception included."""
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -54,16 +54,15 @@ class RestartNeeded(Exception):
 def print_refusal(refusal: BadInput) -> None:
     """Writes what the user has to change, a line each."""
     for line in str(refusal).split("\n"):
-        shown = printable(line)
-        print_error(
-            shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN // 2]} ... {shown[-MOST_SHOWN // 3 :]}"
-        )
+        print_error(line)
 
 
 def print_error(message: str, cause: BaseException | None = None) -> None:
     """Writes an error for the user, after the traceback of its cause; in one piece, as several processes may write."""
-    trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
-    to_stderr(f"{trace}error: {message}")
+    trace = "".join(traceback.format_exception(cause)).split("\n")[:-1] if cause is not None else []
+    if len(trace) > MOST_LINES:
+        trace[MOST_LINES // 2 : -MOST_LINES // 2] = [f"... {len(trace) - MOST_LINES} lines ..."]
+    to_stderr("\n".join(map(shown_line, [*trace, f"error: {message}"])))
 
 
 def exit_at_once(status: int) -> NoReturn:
