@@ -102,6 +102,7 @@ def test_a_change_is_told_and_put_back(name):
 ODD = {
     "a NaN": torch.full((3,), float("nan")),
     "nothing": torch.zeros(0, 3),
+    "nothing, of integers": torch.tensor(np.empty(0, np.int64)),
     "expanded": torch.zeros(1).expand(9, 2),
     "transposed": torch.arange(6.0).view(2, 3).t(),
     "conjugated": torch.ones(3, dtype=torch.complex64).conj(),

@@ -303,7 +303,8 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(run_here, spo
     argv = ["--task", "speech", "--predict", tmp_path, "--save-dir", spoken]
     out, err = run_here(*argv)
     assert [row["file"] for row in csv.DictReader(out.splitlines())] == ["a.wav"]
-    assert err.startswith("Left out (1): ") and "such as b.wav" in err
+    of_run, left_out = err.splitlines()
+    assert of_run.startswith("From the run in ") and left_out.startswith("Left out (1): ") and "such as b.wav" in err
     refused([f"--predict {tmp_path}/b.wav: "], *argv, "--unreadable", "refuse")
 
 
