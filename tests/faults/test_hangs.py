@@ -99,9 +99,9 @@ def test_an_exception_of_the_main_process(faulty_run):
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bad_input_of_one_rank_is_told_once(rank, faulty_run):
-    run = faulty_run(f"refuse forward {rank}")
+    run = faulty_run(f"refuse forward {rank}", more=("--save-every-steps", 0))
     assert_one_message(run, "the data ran away")
-    assert run.status == 2
+    assert run.status == 2 and "The state after optimizer step 2 is saved" in run.out
     assert (run.state["state"], run.state["message"]) == ("refused", "the data ran away")
 
 

@@ -28,6 +28,14 @@ class Wrong(Weighted):
 """
 
 
+@pytest.mark.parametrize(("where", "num_steps"), [("forward", 2), ("data", 1), ("evaluation", 12)])
+def test_data_that_are_refused_while_it_trains_cost_no_step(where, num_steps, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_FAULT", f"refuse {where} 0")
+    refused(["the data ran away"], *RUN, tmp_path / "run")
+    assert load(tmp_path / "run" / "last.pth")["step"] == num_steps
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "refused"
+
+
 @pytest.mark.parametrize(("place", "num_steps"), [("forward", 2), ("evaluation", 12)])
 def test_an_exception_costs_no_step(place, num_steps, run_here, tmp_path, monkeypatch):
     run_here(*RUN, tmp_path / "whole")

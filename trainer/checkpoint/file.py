@@ -27,7 +27,7 @@ from trainer.checkpoint.kinds import brief, by_name, dense_tensor, first_flaw
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.checkpoint.records import IF_UNREADABLE
 from trainer.checkpoint.snapshot import with_tensors_replaced
-from trainer.common.errors import BadInput, DiskError, reason
+from trainer.common.errors import BadInput, DiskError, UnfitState, reason
 from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
 
 FOLDER_ATTRIBUTE = 0x10
@@ -278,7 +278,7 @@ def write_checkpoint(state: dict[str, Any], path: Path) -> dict[str, Any]:
     state = {name: value for name, value in state.items() if name != CHECKSUM}
     flaw = flaw_of_saving(state)
     if flaw is not None:
-        raise BadInput(f"{path.parent}: nothing is saved, for it could not be read again: {flaw}")
+        raise UnfitState(f"{path.parent}: nothing is saved, for it could not be read again: {flaw}")
     state[CHECKSUM] = checksum_of(state)
     # Given a path instead of a file, torch writes with the interpreter held, and stops training.
     with path.open("wb") as file:

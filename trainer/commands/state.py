@@ -53,10 +53,11 @@ class RunState:
         """
         state: State = "refused" if isinstance(error, BadInput) else "failed"
         is_stop = isinstance(error, Failure) and error.status == EXIT_INTERRUPTED
-        if isinstance(error, Failure) and self._run is not None:
-            if is_stop and self._parallel.saves_alone and not self._parallel.tells_signal:
+        run, parallel = self._run, self._parallel
+        if run is not None and isinstance(error, BadInput | Failure):
+            if isinstance(error, Failure) and is_stop and parallel.saves_alone and not parallel.tells_signal:
                 error.status = EXIT_FINISHED
-            rescue(self._run, error)
+            rescue(run, error)
         if not self._directory.is_held:
             return
         if is_stop and self._run is not None and self._is_saved(self._run):

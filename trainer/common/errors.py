@@ -20,6 +20,10 @@ class BadInput(ValueError):
     """A mistake in what the user gave; the message names the value, the reason and the flag to change."""
 
 
+class UnfitState(BadInput):
+    """What a run has come to cannot be saved: it diverged, drifted apart, or no resume could read it."""
+
+
 class DiskError(BadInput):
     """The file system refused, or could not read what is there: what a file holds is not known."""
 

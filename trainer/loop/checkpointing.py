@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.checkpoint.file import flaw_of_saving, outline_of
 from trainer.checkpoint.kinds import not_finite
-from trainer.common.errors import BadInput
+from trainer.common.errors import UnfitState
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
@@ -48,7 +48,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
 
 def try_saving(run: Run) -> None:
-    """A save that writes and gathers nothing: raises BadInput for a state that no checkpoint could hold.
+    """A save that writes and gathers nothing: raises UnfitState for a state that no checkpoint could hold.
 
     After the first step of a phase, so that it costs that step alone. All processes call it.
     """
@@ -64,7 +64,7 @@ def try_saving(run: Run) -> None:
         }
         flaw = flaw_of_saving(outline_of(state), resumable=False)
         if flaw is not None:
-            raise BadInput(
+            raise UnfitState(
                 f"after optimizer step {run.progress.step} no checkpoint can hold the state of the run: {flaw}"
                 f"{_of_whom(run, flaw)}; make it a dense tensor, a number, a text, or a list or mapping of these"
             )
@@ -83,7 +83,7 @@ def _of_whom(run: Run, flaw: str) -> str:
 
 
 def refuse_another_model(run: Run, weights: Mapping[str, Tensor]) -> None:
-    """Raises BadInput where tensors of the model are others than when it was built: a resume could not load them."""
+    """Raises UnfitState where tensors of the model are others than when it was built: a resume could not load them."""
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     different = [name for name in {**run.model_outline, **now} if run.model_outline.get(name) != now.get(name)]
     if different:
@@ -92,7 +92,7 @@ def refuse_another_model(run: Run, weights: Mapping[str, Tensor]) -> None:
             f"{outline[name][0]} of shape {outline[name][1]}" if name in outline else "absent"
             for outline in (run.model_outline, now)
         )
-        raise BadInput(
+        raise UnfitState(
             f"the model has changed since it was built: {name} was {built} and is {found} after optimizer step "
             f"{run.progress.step}, so nothing is saved, for no resume could load it; earlier checkpoints are intact; "
             "build it in its final shape, or register a buffer that grows with persistent=False"
@@ -157,14 +157,14 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
     if bad := diverged(run, weights):
         buffers = dict(run.learner.objective.model.named_buffers())
         if all(name in buffers for name in bad):
-            raise BadInput(
+            raise UnfitState(
                 f"{', '.join(bad[:3])} holds NaN after optimizer step {run.progress.step}, so nothing is saved; "
                 "earlier checkpoints are intact; let a number or an infinity stand for what such a buffer does not "
                 "know yet"
             )
         position = run.progress.position
         epoch = position.epoch if position.at_epoch_start else position.epoch + 1
-        raise BadInput(
+        raise UnfitState(
             f"training diverged: {', '.join(bad[:3])} not finite after optimizer step {run.progress.step} (epoch "
             f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr {run.learning_rate.peak:g}, "
             f"lengthen --warmup-epochs or lower --max-grad-norm {run.learner.max_grad_norm:g}"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UnfitState
 from trainer.loop.arrival import Arrival
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.step_results import GROUP_SIZE
@@ -85,7 +85,7 @@ class Lockstep:
     def compare(self, sums: Sequence[float]) -> list[str]:
         """sums: over all processes, of what `numbers_to_add` gave. Returns notes.
 
-        Raises BadInput if the processes have drifted apart.
+        Raises UnfitState if the processes have drifted apart.
         """
         return self._judge(self._sent.popleft(), sums) if sums and self._is_on else []
 
@@ -134,7 +134,7 @@ class Lockstep:
         drifted = {name: sides for name, sides in different.items() if name not in may_differ}
         kinds = {account.kind for account in accounts}
         if drifted and len(kinds) == 1:
-            raise BadInput(self._message(step, drifted, [account.member for account in accounts]))
+            raise UnfitState(self._message(step, drifted, [account.member for account in accounts]))
         notes = []
         if may_differ:
             notes.append(f"Not compared between ranks, since forwards change it: {', '.join(sorted(may_differ))}.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
-from trainer.common.errors import BadInput, reason
+from trainer.common.errors import BadInput, DiskError, UnfitState, reason
 from trainer.common.streams import to_stdout
 from trainer.loop.checkpointing import diverged, refuse_another_model, state_of
 from trainer.loop.progress import Progress
@@ -29,25 +29,30 @@ LOCK_WITHIN_S = 20.0
 _one_at_a_time = threading.Lock()
 
 
-def rescue(run: Run, failure: Failure) -> None:
-    """After a failure: saves what came since the newest checkpoint, where this process has it and is to do so.
+def rescue(run: Run, end: Failure | BadInput) -> None:
+    """Saves what came since the newest checkpoint, where this process has it and is to do so, after a run has ended so.
 
     Where other processes were missed, and the directory now holds more than this start began with, the status of the
     failure becomes EXIT_AGAIN: without that, what ends a run again and again ends it for good.
     """
-    is_wanted = failure.status == EXIT_BAD_INPUT or not str(failure)  # by the data, or the user
-    if is_wanted:
+    if isinstance(end, Failure):
+        # Of data that are refused the main process has the BadInput itself; a user who leaves at once does not wait.
+        is_left = end.status == EXIT_BAD_INPUT or not str(end)
+    else:
+        is_left = isinstance(end, DiskError | UnfitState)
+    if is_left:
         return
+    lost = end.lost if isinstance(end, Failure) else None
     with _one_at_a_time:
         came_further = False
         try:
-            came_further = run.parallel.stands_in_for_main(failure.lost or ()) and _save_last_step(run)
+            came_further = run.parallel.stands_in_for_main(lost or ()) and _save_last_step(run)
         except (BadInput, OSError, RuntimeError) as error:  # of the device too, which may be what failed
             why = error if isinstance(error, BadInput) else reason(error)
             print_error(f"the state after the last optimizer step could not be saved: {why}")
-        if failure.lost is not None and came_further:
-            failure.status = EXIT_AGAIN
-        run.parallel.diagnosis.exit_status = failure.status
+        if isinstance(end, Failure):
+            end.status = EXIT_AGAIN if lost is not None and came_further else end.status
+            run.parallel.diagnosis.exit_status = end.status
 
 
 def _save_last_step(run: Run) -> bool:

@@ -187,7 +187,7 @@ class Parallel:
     def together(self, function: Callable[[], T]) -> T:
         """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
         result, refusal = result_or_refusal(function)
-        refusals = dict.fromkeys(text for text in self.gather(refusal) if text is not None)
+        refusals = dict.fromkeys(str(error) for error in self.gather(refusal) if error is not None)
         if refusals:
             raise BadInput("\n".join(refusals))
         return result  # type: ignore[return-value]
@@ -343,9 +343,9 @@ def require_shape(name: str, found: Sequence[int], expected: Sequence[int], wher
         )
 
 
-def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, str | None]:
-    """(result, None), or (None, what a BadInput said)."""
+def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, BadInput | None]:
+    """(result, None), or (None, the BadInput that was raised)."""
     try:
         return function(), None
     except BadInput as error:
-        return None, str(error)
+        return None, error

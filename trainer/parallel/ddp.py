@@ -299,7 +299,7 @@ class Distributed(Parallel):
         dist.broadcast_object_list(answer, src=0, group=self._host_group)
         result, refusal = answer
         if refusal is not None:
-            raise BadInput(refusal)
+            raise refusal
         return result
 
     def stands_in_for_main(self, lost: Sequence[int]) -> bool:
