@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import REFUSAL, TINY, contents
+from tests.conftest import REFUSAL, TINY, contents, load
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
 from trainer.tasks import TASKS
 
@@ -137,6 +137,25 @@ def test_what_the_start_can_see_is_refused_before_training(task, message, refuse
     monkeypatch.setitem(TASKS, "broken", lambda: task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
     assert not contents(tmp_path, REFUSAL)
+
+
+LATER = {
+    "no loss": (lambda loss: {"cost": loss}, "in train mode returns cost and no 'loss'"),
+    "losses": (lambda loss: {"loss": loss.repeat(2)}, "in train mode returns a loss of shape (2,)"),
+    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on none of the parameters"),
+    "nothing": (lambda loss: None, "must return a dict of tensors"),
+}
+
+
+@pytest.mark.parametrize(("sums", "message"), LATER.values(), ids=LATER)
+def test_what_a_later_batch_returns_is_refused_with_the_steps_before_it_saved(
+    sums, message, refused, tmp_path, monkeypatch
+):
+    calls = iter(range(100))
+    task = with_sums(lambda loss: {"loss": loss, "correct": loss} if next(calls) < 3 else sums(loss))
+    monkeypatch.setitem(TASKS, "broken", lambda: task)
+    refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
+    assert load(tmp_path / "run" / "last.pth")["step"] == 2
 
 
 def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):

@@ -126,6 +126,7 @@ def write_output(path: Path, content: str | bytes, flag: str = "--output") -> No
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with (
         refusing_disk_errors(f"{flag} {path}: cannot be written", "name another file"),
-        written_as_a_whole(path, temporary, binary=isinstance(content, bytes)) as file,
+        written_as_a_whole(path, temporary, binary=True) as file,
     ):
-        file.write(content)
+        # Names of files may hold bytes that are no text.
+        file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))

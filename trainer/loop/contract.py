@@ -163,19 +163,16 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
     step unbroken. All processes call it.
     """
     net, objective = learner.enter(phase), learner.objective
-    name = f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
     with _leaving_no_trace(learner, net) as changes:
         parameters = _versions(objective.named_parameters())
         drawn = _places_in_generators()
         sums = net(parallel.to_device(example), phase)
         parallel.draws_on_host |= _places_in_generators() != drawn
-        problem = _problem_of_sums(sums)
-        if problem is not None:
-            raise BadInput(f"{name} {problem}; see Objective in trainer/task.py")
+        require_sums(sums, objective, phase)
         if changed := _changed(parameters, objective.named_parameters()):
             raise BadInput(
-                f"{name} changes {changed[0]}, a parameter, which each process would do by its own samples; do it in "
-                "after_step; see Objective in trainer/task.py"
+                f"{_training_forward(objective, phase)} changes {changed[0]}, a parameter, which each process would do "
+                "by its own samples; do it in after_step; see Objective in trainer/task.py"
             )
         learner.batch_norm.others.learn(changes())
         learner.batch_norm.others.settle(objective, parallel)
@@ -255,6 +252,17 @@ def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[Callable[[],
     with leaving_no_trace(learner.objective) as changes, torch.random.fork_rng(list(devices)):
         yield changes
     learner.objective.zero_grad(set_to_none=True)
+
+
+def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
+    """Raises BadInput for what a forward in training returned that cannot be trained on."""
+    problem = _problem_of_sums(sums)
+    if problem is not None:
+        raise BadInput(f"{_training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
+
+
+def _training_forward(objective: nn.Module, phase: str) -> str:
+    return f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
 
 
 def _problem_of_sums(sums: object) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.common.errors import BadInput
 from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
-from trainer.loop.contract import monitored
+from trainer.loop.contract import monitored, require_sums
 from trainer.loop.epoch_start import start_epoch
 from trainer.loop.evaluate import validate
 from trainer.loop.learner import Learner
@@ -162,7 +162,9 @@ def train_step(
         # Gradients travel to the other processes in the last backward of the window only.
         with parallel.gradient_sync(net, enabled=is_last), learner.batch_norm.of_samples(num_samples):
             parallel.activity.enter("forward")
-            part = counted(net(parallel.to_device(batch), phase), num_samples > 0)
+            outputs = net(parallel.to_device(batch), phase)
+            require_sums(outputs, learner.objective, phase)
+            part = counted(outputs, num_samples > 0)
             if is_last:
                 learner.batch_norm.start_agreement(parallel)
             parallel.activity.enter("backward")
