@@ -43,6 +43,25 @@ def test_every_type_is_read():
     assert example == Example(0.1, 4, "b", (3, 4, 5), (0, 1), Path("x/y"), True, False)
 
 
+@dataclass
+class Odd(FlagGroup):
+    """Flags whose defaults are refused when a run that recorded them is read."""
+
+    limit: float = flag(float("inf"), "none by default")
+    share: float = flag(-1.0, "out of its range", at_least=0)
+    name: str = flag(None, "needed")
+
+
+def test_a_default_that_its_flag_refuses_is_a_problem_unless_a_value_is_given():
+    _, problems = parse_flags([Odd], [])
+    assert problems == [
+        "--limit inf, its default: must be a finite number",
+        "--share -1.0, its default: must be at least 0",
+        "--name (none), its default: must be text",
+    ]
+    assert parse_flags([Odd], ["--limit=3", "--share=0", "--name=x"]) == ([Odd(3.0, 0.0, "x")], [])
+
+
 @pytest.mark.parametrize("given", ["3,4,5", "3 4 5", "3, 4, 5", "3,4 5"])
 def test_lists_have_commas_or_spaces(given):
     assert read("--sizes", *given.split())[0].sizes == (3, 4, 5)

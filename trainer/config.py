@@ -349,7 +349,25 @@ def parse_flags(
         group_type(**{field: values[field] for field in options(group_type) if field in values})
         for group_type in group_types
     ]
+    problems += _problems_of_defaults(
+        {field: known for field, known in options(*group_types).items() if field not in values}
+    )
     return groups, problems + [problem for group in groups for problem in _own_problems(group)]
+
+
+def _problems_of_defaults(known: Mapping[str, Option]) -> list[str]:
+    """Of defaults that the flags themselves refuse, and that a run would record and then be refused with.
+
+    Paths are left out: which of them are refused depends on the user, and whoever reads the path tells.
+    """
+    problems = []
+    for option in known.values():
+        try:
+            if option.type is not Path:
+                option.from_plain(option.to_plain(option.default))
+        except ValueError as error:
+            problems.append(f"{option.name} {shown(option.default)}, its default: {error}")
+    return problems
 
 
 def _own_problems(group: Any) -> Sequence[str]:
