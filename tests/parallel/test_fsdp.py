@@ -299,6 +299,25 @@ def test_an_outline_has_no_content_where_a_task_allows_that(eager):
     assert {value.is_meta for value in objective.state_dict().values()} == {not eager}
 
 
+class Keeps:
+    """An object that is no module, and keeps what it is given."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("keep", [lambda x: x, lambda x: [x], Keeps, lambda x: lambda: x, None])
+def test_an_outline_has_content_where_the_model_keeps_tensors_of_which_the_main_process_sends_none(keep):
+    def build():
+        objective = PiecesObjective(Words(PiecesFlags()))
+        objective.model.kept = keep(torch.ones(3)) if keep else None
+        objective.register_buffer("mean", torch.ones(3) * 2)
+        return objective
+
+    objective = built_as_outline(build, outline_of(build()))
+    assert {value.is_meta for value in objective.state_dict().values()} == {keep is None}
+
+
 def test_others_get_outlines_of_weights_and_everything_else():
     weights = {"w": torch.ones(3, dtype=torch.float64)}
     state = {

@@ -5,6 +5,7 @@ parameters are gathered for its forward and its backward, and its gradients leav
 is a unit or two. Importing this takes seconds, so it is imported where it is used.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.common.errors import BadInput
 from trainer.parallel.activity import EXCHANGE
@@ -26,7 +29,6 @@ from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.left_out import LeftOut
-from trainer.parallel.module_state import tensors_in_attributes
 from trainer.parallel.outline import mapped
 from trainer.task import Objective, sparse_parameters
 
@@ -314,14 +316,33 @@ def built_as_outline(build: Callable[[], Objective], outline: object) -> Objecti
     outline: of the main process's.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Made() as made:
             objective = build()
         # What comes from the main process are parameters and buffers.
-        if outline_of(objective) == outline and not any(value.is_meta for value in tensors_in_attributes(objective)):
+        sent = {*map(id, objective.parameters()), *map(id, objective.buffers())}
+        if outline_of(objective) == outline and all(id(value) in sent for value in made.without_content()):
             return objective
     except Exception:  # whatever a task does that needs content
         pass
     return build()
+
+
+class _Made(TorchDispatchMode):
+    """Within it every new tensor is remembered, wherever it is kept then: in a module, an object or a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made.extend(weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    def without_content(self) -> list[Tensor]:
+        """Those that still exist and are on the meta device."""
+        alive = (made() for made in self._made)
+        return [value for value in alive if value is not None and value.is_meta]
 
 
 def _part_like(whole: Tensor, own: DTensor) -> DTensor:

@@ -334,15 +334,6 @@ def _is_same_value(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
     return is_same and one[1] == other[1]
 
 
-def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Those that are neither parameters nor buffers."""
-    modules = list(module.modules())
-    state = State((vars(each), name) for each in modules for name in _own_names(each) if name != _BUFFERS)
-    found = [value for value in (state.copyable | state.others).values() if isinstance(value, Tensor)]
-    registered = {*map(id, module.parameters()), *map(id, module.buffers())}
-    return [value for value in found if id(value) not in registered]
-
-
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Those that a checkpoint has, by their names. One that has several is there once."""
     names = {
