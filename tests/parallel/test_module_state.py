@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import assert_same_bits
 from tests.helpers.stateful_task import KINDS, WIDTH, build
+from trainer.common.errors import BadInput
 from trainer.loop.forward_state import ForwardState
+from trainer.parallel.base import SingleDevice
 from trainer.parallel.module_state import WholeState, leaving_no_trace, persistent_buffers
 from trainer.profiling.model_adapter import untouched
 
@@ -194,6 +197,61 @@ def test_a_list_of_parameters_is_left_to_who_keeps_it_up_to_date():
         assert module._flat_weights[0] is module.weight_ih_l0
         assert changes() == []
     assert module._flat_weights[0] is module.weight_ih_l0
+
+
+class Shifted(nn.Module):
+    """It takes away a running mean, and is written to be compiled by TorchScript."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean.add_(x.detach().mean(0))
+        return self.norm(x - self.mean)
+
+
+class Replacing(Shifted):
+    def forward(self, x):
+        self.mean = self.mean + x.detach().mean(0)
+        return x - self.mean
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.rand(2, 3), check_trace=False)]
+)
+def test_torchscript_changes_its_buffers_in_place(compiled):
+    model = nn.Sequential(nn.Linear(3, 3), compiled(Shifted()))
+    model[1].mean.zero_()  # tracing is a forward too
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with leaving_no_trace(model) as changes:
+        model(torch.rand(4, 3)).sum().backward()
+        found = changes()
+    assert {change.path for change in found} == {
+        "1.mean", "1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"
+    }  # fmt: skip
+    assert_same_bits(dict(model.state_dict()), before)
+
+    state = ForwardState(model, [model[1].norm])
+    state.learn(found)
+    state.keep()
+    model(torch.rand(4, 3))
+    assert model[1].mean.any()
+    state.undo()
+    assert not model[1].mean.any()
+    state.agree(SingleDevice(torch.device("cpu")))
+    assert state.remarks(2) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchscript_that_replaces_a_buffer_is_refused():
+    model = torch.jit.script(Replacing())
+    with pytest.raises(BadInput, match=r"^mean: a forward of TorchScript replaces"), leaving_no_trace(model) as changes:
+        model(torch.rand(4, 3))
+        changes()
+    assert not model.mean.any()
 
 
 def test_persistent_buffers():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.common.errors import BadInput
 from trainer.parallel.base import Parallel
-from trainer.parallel.module_state import ABSENT, Change, Entry, State, is_plain
+from trainer.parallel.module_state import ABSENT, Change, Entry, State, buffers_of, is_plain, named_modules
 
 Kind = tuple[torch.Size, torch.dtype]
 """Of tensors that can be copied into each other, and are as large when they are sent."""
@@ -35,15 +35,15 @@ class ForwardState:
         self._name = f"{type(model).__name__}.forward"
         left_out = set(without)
         self._elsewhere = {id(buffer) for module in left_out for buffer in module.buffers(recurse=False)}
-        self._persistent = [
+        self._persistent: list[list[Any]] = [
             [f"{path}.{name}".lstrip("."), module._buffers, name, buffer, _shape(buffer)]
-            for path, module in model.named_modules()
+            for path, module in named_modules(model)
             if module not in left_out
             for name, buffer in module._buffers.items()
             if name not in module._non_persistent_buffers_set
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """All that trials have shown, by owner and name, without the values."""
+        """All that trials have shown, by module and name, without the values."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}
@@ -57,26 +57,26 @@ class ForwardState:
     def learn(self, changes: Iterable[Change]) -> None:
         """changes: by a forward that tried a phase. Raises BadInput for a persistent buffer that changed its shape."""
         for change in changes:
-            owner, name = change.entry
+            entry, key = change.entry, (id(change.module), change.name)
             if change.is_persistent:
                 self._refuse_another_shape(change.path, _shape(change.before), change.now)
-            if (id(owner), name) in self.changes or State([change.entry]).has_graph:
+            if key in self.changes or State([entry]).has_graph:
                 continue
-            self.changes[id(owner), name] = change._replace(before=None, now=type(change.now))
+            self.changes[key] = change._replace(before=None, now=type(change.now))
             if id(change.before) in self._elsewhere:
                 continue
             if not change.is_buffer:
-                self._attributes.append(change.entry)
+                self._attributes.append(entry)
                 continue
             if _shape(change.before) != _shape(change.now) or change.now.layout != torch.strided:
                 continue
             if not change.is_persistent:
-                self._saved[change.path] = change.entry
+                self._saved[change.path] = entry
             if change.is_persistent or change.in_place:
-                self._shared[change.path] = change.entry
+                self._shared[change.path] = entry
                 self._kinds[change.path] = change.now.shape, change.now.dtype
             else:
-                self._local[change.path] = change.entry
+                self._local[change.path] = entry
 
     def settle(self, model: nn.Module, parallel: Parallel) -> None:
         """After `learn`: what is shared on one process is on all, in one order. All processes call it.
@@ -86,7 +86,7 @@ class ForwardState:
         kinds = {path: kind for own in parallel.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
             module, _, name = path.rpartition(".")
-            self._shared[path] = model.get_submodule(module)._buffers, name
+            self._shared[path] = buffers_of(model.get_submodule(module)), name
             self._local.pop(path, None)
         self._kinds, self._shared = kinds, {path: self._shared[path] for path in kinds}
 
@@ -94,7 +94,11 @@ class ForwardState:
         """What the user should know of it before training."""
         lines = []
         attributes = [change.path for change in self.changes.values() if not change.is_buffer and change.is_seen]
-        unseen = [f"{change.path} ({change.now.__name__})" for change in self.changes.values() if not change.is_seen]
+        unseen = [
+            f"{change.path} ({change.now.__name__})"
+            for change in self.changes.values()
+            if not (change.is_seen or change.in_place)
+        ]
         if attributes:
             lines.append(
                 f"Forwards change plain attributes: {', '.join(attributes)}. No checkpoint holds them: where a later "

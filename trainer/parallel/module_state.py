@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from trainer.common.errors import BadInput
 
 _BUFFERS, _NOT_PERSISTENT = "_buffers", "_non_persistent_buffers_set"
 _OF_TORCH = frozenset(vars(nn.Module())) - {_BUFFERS, _NOT_PERSISTENT}
@@ -110,7 +113,7 @@ class WholeState(State):
     """All that a module and its submodules hold. What comes to it later `write` takes away again."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+        self._modules = [each for _, each in named_modules(module)]
         super().__init__((vars(each), name) for each in self._modules for name in _own_names(each))
 
     def write(self, instead: Mapping[int, Any] | None = None) -> None:
@@ -122,6 +125,11 @@ class WholeState(State):
         super().write(instead)
 
 
+def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Itself and its submodules by their paths, but for those of TorchScript, whose state is no Python object."""
+    return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
+
+
 def _own_names(module: nn.Module) -> list[str]:
     return [name for name in vars(module) if name not in _OF_TORCH]
 
@@ -130,6 +138,8 @@ def held_by(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The attributes and the buffers of a module and its submodules, each with a shallow copy: quicker than a state."""
     held = []
     for each in module.modules():
+        if isinstance(each, ScriptModule):
+            continue
         attributes, buffers = vars(each), each._buffers
         held.append((attributes, attributes.copy()))
         if buffers:
@@ -201,23 +211,61 @@ class Change(NamedTuple):
 
     @property
     def entry(self) -> Entry:
-        return self.module._buffers if self.is_buffer else vars(self.module), self.name
+        return buffers_of(self.module) if self.is_buffer else vars(self.module), self.name
 
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Within it forwards change copies of what the module holds; after it the module holds what it held.
 
-    What it yields tells what they have changed so far.
+    What it yields tells what they have changed so far. Buffers of TorchScript get their content back.
     """
+    scripted = _Scripted(module)
     state = WholeState(module)
     copies = state.copies()
     comparison = _Comparison(module, state, copies)
     state.write(copies)
     try:
-        yield comparison.changes
+        yield lambda: comparison.changes() + scripted.changes()
     finally:
         state.write()
+        scripted.put_back()
+
+
+class _Scripted:
+    """The buffers in modules of TorchScript, with copies of them. Forwards cannot be given others to work on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found = [
+            (path, each, name, buffer, buffer.clone())
+            for path, each in module.named_modules()
+            if isinstance(each, ScriptModule)
+            for name, buffer in each.named_buffers(recurse=False)
+        ]
+
+    def changes(self) -> list[Change]:
+        """Raises BadInput for a buffer in the place of another one."""
+        changed = []
+        for path, module, name, buffer, copy_ in self._found:
+            full = f"{path}.{name}" if path else name
+            now = buffers_of(module)[name]
+            if now is not buffer:
+                raise BadInput(f"{full}: a forward of TorchScript replaces this buffer; let it write into it in place")
+            if not _is_same_content(buffer, copy_):
+                persistent = name not in module._non_persistent_buffers_set
+                changed.append(Change(module, full, name, True, persistent, buffer, now, in_place=True, is_seen=False))
+        return changed
+
+    def put_back(self) -> None:
+        for _, module, name, buffer, copy_ in self._found:
+            buffer.data.copy_(copy_)
+            if buffers_of(module)[name] is not buffer:
+                module._buffers[name] = buffer
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """Its own buffers, to be changed; of TorchScript, a dictionary of the tensors, whose content can be."""
+    return dict(module._buffers.items()) if isinstance(module, ScriptModule) else module._buffers
 
 
 class _Comparison:
@@ -227,7 +275,7 @@ class _Comparison:
         self._state, self._copies = state, copies
         self._versions = {key: version_of(value) for key, value in copies.items()}
         self._before = []
-        for path, each in module.named_modules():
+        for path, each in named_modules(module):
             attributes = {name: vars(each)[name] for name in _own_names(each)}
             buffers, not_persistent = (state.contents[id(attributes.pop(n))][1] for n in (_BUFFERS, _NOT_PERSISTENT))
             self._before.append((path, each, attributes, buffers, not_persistent))
