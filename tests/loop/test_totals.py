@@ -39,6 +39,12 @@ def test_a_sum_that_one_batch_alone_has_counts(at):
     assert total_of(batches)["cats"] == [3, 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_counts_beside_sums_of_a_small_type_stay_exact(dtype):
+    batches = [{"cats": 2**24 + 1}, {"cats": torch.tensor(0.5, dtype=dtype)}]
+    assert total_of(batches)["cats"] == 2**24 + 1.5
+
+
 def test_what_a_step_that_is_left_out_alone_has_is_zero():
     totals = Totals()
     for k, applied in enumerate([True, False, True]):

@@ -62,7 +62,10 @@ class Totals:
         self._kept, self._weights, self._applied = [], [], []
 
     def _stacked(self, name: str, zero: Tensor) -> Tensor:
-        return torch.stack([sums.get(name, zero) for sums in self._kept])
+        values = [sums.get(name, zero) for sums in self._kept]
+        if len({value.dtype for value in values}) > 1:  # of which torch may take one that cannot count far
+            values = [value.double() for value in values]
+        return torch.stack(values)
 
     def unreduced(self) -> dict[str, Tensor]:
         """The same of this process alone, which calls it alone."""
