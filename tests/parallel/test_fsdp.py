@@ -270,6 +270,13 @@ def test_refuses_hooks_that_come_after_the_model_is_cut():
         Sharded.check_optimizers(None, [optimizer])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_refuses_torchscript():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 2)))
+    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: 1 is made by torch\.jit\.script"):
+        refuse_what_cannot_be_cut(PiecesObjective(model), [])
+
+
 def test_takes_ties_within_a_unit():
     model = Words(PiecesFlags(ties=True))
     refuse_what_cannot_be_cut(PiecesObjective(model), [])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.jit import RecursiveScriptModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -267,6 +268,11 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     unit_of = {module: number for number, block in enumerate(blocks, 1) for module in block.modules()}
     found: dict[Tensor, dict[str, int]] = {}
     for path, module in objective.model.named_modules():
+        if isinstance(module, RecursiveScriptModule):
+            raise BadInput(
+                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script and takes none of the hooks that "
+                "fsdp needs; build it without, or take --multi-gpu ddp"
+            )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             label = f"{path}.{name}".lstrip(".")
             if parameter.dim() == 0:
