@@ -22,6 +22,7 @@ _OTHER_FORMATS = {
     b"BZh": "compressed by bzip2",
 }
 """By the bytes that a file begins with."""
+_WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
 
 Line = tuple[int, list[str]]
 """The number of a line in its file, from 1, and its fields."""
@@ -60,6 +61,12 @@ def is_number(text: str) -> bool:
     return True
 
 
+def without_point(text: str) -> str:
+    """7 for 7.0, as programs write the whole numbers of a column with gaps; any other text as it is."""
+    whole = _WHOLE.fullmatch(text)
+    return whole[1] if whole else text
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """The names, whole numbers by value if all are, else by text."""
     names = list(names)
@@ -70,6 +77,17 @@ def _numeric_order(digits: str) -> tuple[int, str, str]:
     # Not int(digits), which refuses numbers of thousands of digits.
     significant = digits.lstrip("0")
     return len(significant), significant, digits
+
+
+def first_line(text: Iterator[str], where: str) -> tuple[int, str]:
+    """How many blank lines a file begins with, and the line below them, "" where there is none.
+
+    where: the file as messages call it. Raises BadInput for JSON.
+    """
+    num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
+    if first.lstrip().startswith(("{", "[{", "[[")) or first.strip() == "[":
+        raise BadInput(f"{where}: is JSON, which is not read; convert it to a CSV file with a line of names")
+    return num_blank, first
 
 
 def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int = 0) -> Iterator[Line]:
@@ -105,9 +123,7 @@ def csv_table(file: IO[str], where: str) -> CsvTable:
     With semicolons the decimal point of a number may be a comma. where: the file as messages call it. Raises BadInput.
     """
     text = lines_of(file)
-    num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
-    if first.lstrip().startswith(("{", "[{", "[[")):
-        raise BadInput(f"{where}: is JSON, which is not read; save it as CSV in UTF-8")
+    num_blank, first = first_line(text, where)
     delimiter = delimiter_of(first)
     lines = csv_lines(chain([first], text), delimiter, where, num_blank)
     line, names = next(lines, (0, []))

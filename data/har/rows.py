@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.csv_lines import CsvTable, Line, is_number, plain_name
+from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
 from data.har.clocks import is_clock, moments_of, rate_and_gaps, settled
 from data.har.windows import SIGNALS
 from data.tabular.table import MISSING
@@ -100,8 +100,7 @@ def key_of_name(text: str) -> str:
     text = " ".join(text.split())
     if text in MISSING:
         return ""
-    whole = re.fullmatch(r"([+-]?\d+)\.0*", text, re.ASCII)
-    return whole[1] if whole else text.casefold() if len(text) > 1 else text
+    return without_point(text.casefold() if len(text) > 1 else text)
 
 
 def roles_of(

@@ -2,14 +2,13 @@
 
 import csv
 import io
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, in_order, is_number, reading_utf8
+from data.csv_lines import Line, csv_lines, delimiter_of, first_line, in_order, is_number, reading_utf8, without_point
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, in_seconds, parse_times, time_range
@@ -20,7 +19,6 @@ from trainer.common.files import lines_of
 _ROWS_AT_ONCE = 1 << 16
 """So many lines at a time are taken apart, which bounds the memory that it takes."""
 _SHOWN_WIDTH = 80
-_WHOLE_NUMBER = re.compile(r"[0-9]+(\.0+)?")
 _NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
 """Fewer distinct times than the first, and for each more interactions than the second, are doubted."""
@@ -56,17 +54,14 @@ def read_table(file: DataFile, choice: ColumnChoice) -> Table:
         return _Parser(file.where, layout).table(chain(head[layout.has_names :], lines))
 
 
-def _fields(text: Iterable[str], where: str) -> Iterator[Line]:
+def _fields(text: Iterator[str], where: str) -> Iterator[Line]:
     """The lines that are not blank, with their fields, which tabs, `::`, semicolons, commas or blanks separate."""
-    numbered = enumerate(text, start=1)
-    number, first = next(((i, line) for i, line in numbered if not line.isspace()), (0, ""))
-    everything = chain([(number, first)] if first else [], numbered)
-    if first.lstrip().startswith("{"):
-        raise BadInput(f"{where}: is JSON, which is not read; convert it to a CSV file with a line of names")
+    num_blank, first = first_line(text, where)
+    lines = chain([first] if first else [], text)
     if "\t" not in first and "::" not in first and ("," in first or ";" in first):
-        return _fields_in_quotes((line for _, line in everything), delimiter_of(first, (",", ";")), where, number - 1)
+        return _fields_in_quotes(lines, delimiter_of(first, (",", ";")), where, num_blank)
     split = _tabbed if "\t" in first else _separated_by_colons if "::" in first else str.split
-    return ((i, split(line)) for i, line in everything if not line.isspace())
+    return ((i, split(line)) for i, line in enumerate(lines, start=num_blank + 1) if not line.isspace())
 
 
 def _separated_by_colons(line: str) -> list[str]:
@@ -143,7 +138,8 @@ class _Parser:
                 )
             users, items, times = users[once], items[once], times[once]
         overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
-        remarks = [*overview_lines, *remarks, *_unnamed(user_ids, users)]
+        remarks = [*overview_lines, *remarks]
+        remarks += [*_unnamed("user", user_ids, users), *_unnamed("item", item_ids, items)]
         return Table(users, items, times, user_ids, item_ids, remarks)
 
     def _refuse_another_line_of_names(self) -> None:
@@ -230,9 +226,9 @@ class _Codes(dict[str, int]):
 
         Where all names are whole numbers, 7.0 is 7: programs write so the numbers of a column with gaps.
         """
-        names = list(self)
-        if all(map(_WHOLE_NUMBER.fullmatch, names)):
-            names = [name.partition(".")[0] for name in names]
+        names, whole = list(self), list(map(without_point, self))
+        if all(name.isascii() and name.isdigit() for name in whole):
+            names = whole
         ordered = in_order(set(names))
         place = {name: i for i, name in enumerate(ordered)}
         return ordered, np.fromiter(map(place.__getitem__, names), np.int64, len(names))
@@ -250,14 +246,13 @@ def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> 
     return np.flatnonzero(~is_again)
 
 
-def _unnamed(user_ids: Sequence[str], users: np.ndarray) -> list[str]:
-    """A warning of users whose name stands for a missing one."""
-    marks = [user for user, name in enumerate(user_ids) if name.lower() in _NO_NAMES]
+def _unnamed(role: str, ids: Sequence[str], rows: np.ndarray) -> list[str]:
+    """Warnings of names that stand for a missing one. role: user or item. rows: the place in ids of each."""
+    marks = [place for place, name in enumerate(ids) if name.lower() in _NO_NAMES]
     return [
-        f"Warning: {np.count_nonzero(users == user):,} of {len(users):,} interactions are of the user "
-        f"{user_ids[user]!r}, which often marks a missing value; leave these lines out, or name another column by "
-        "--user-column."
-        for user in marks
+        f"Warning: {np.count_nonzero(rows == place):,} of {len(rows):,} interactions have the {role} {ids[place]!r}, "
+        f"which often marks a missing value; leave these lines out, or name another column by --{role}-column."
+        for place in marks
     ]
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.csv_lines import without_point
+
 MISSING = frozenset(
     {"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "-NaN", "-nan", "NULL", "null", "NaT", "<NA>", "#N/A", "#N/A N/A"}
     | {"#NA", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
@@ -52,7 +54,6 @@ _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _ALIKE = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 """Blanks, apostrophes and minus signs of typesetting."""
 _TRUTHS = frozenset({"yes", "no", "true", "false"})
-_WHOLE = re.compile(r"([+-]?\d+)\.0*")
 
 
 class _Cell(NamedTuple):
@@ -189,8 +190,7 @@ class Meaning:
         """Equal for texts that mean the same."""
         if self.is_truth(text):
             return text.lower()
-        whole = _WHOLE.fullmatch(text) if self._are_whole else None
-        return whole[1] if whole else text
+        return without_point(text) if self._are_whole else text
 
 
 def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:

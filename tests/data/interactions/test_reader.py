@@ -268,9 +268,10 @@ def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are
     assert text.items.tolist() == [1, 2]
 
 
-def test_a_user_whose_name_marks_a_missing_value_is_warned_of(load) -> None:
-    remarks = load("user,item,time\nNA,1,1\nNA,2,2\nNadia,1,1\n").remarks
-    assert [remark for remark in remarks if remark.startswith("Warning: 2 of 3 interactions are of the user 'NA'")]
+def test_a_name_that_marks_a_missing_value_is_warned_of(load) -> None:
+    remarks = " ".join(load("user,item,time\nNA,1,1\nNA,2,2\nNadia,null,1\n").remarks)
+    assert "Warning: 2 of 3 interactions have the user 'NA'" in remarks and "by --user-column." in remarks
+    assert "Warning: 1 of 3 interactions have the item 'null'" in remarks and "by --item-column." in remarks
     assert not [remark for remark in load("user,item,time\nNadia,1,1\n", "b.csv").remarks if "marks" in remark]
 
 
@@ -424,6 +425,7 @@ HEAD = "user item time\n"
     ("content", "message"),
     [
         ('{"user": 1, "item": 2}\n{"user": 1, "item": 3}\n', "is JSON, which is not read; convert it to a CSV file"),
+        ('[\n  {"user": 1, "item": 2}\n]\n', "is JSON, which is not read; convert it to a CSV file"),
         ("0 1 2 3 4 5 6\n1 2 3\n", "7 columns, and 3 in the line below, as where a line holds a user and all items"),
         ("", r"file.txt: is empty"),
         ("\n  \n", r"file.txt: is empty"),

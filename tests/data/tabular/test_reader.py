@@ -236,8 +236,9 @@ def test_damaged_arrays(read, tmp_path) -> None:
         (b"PK\x03\x04\x83", r"is Excel or a zip, which is not read; save it as CSV in UTF-8"),
         (gzip.compress(b"a,b\n1,2\n"), r"is compressed, but not named .gz, which is not read"),
         ("a,b\n1,2\n".encode("utf-16"), r"is text in UTF-16, which is not read; save it as CSV in UTF-8"),
-        ('{"a": 1, "b": "x"}\n{"a": 2, "b": "y"}\n', r"is JSON, which is not read; save it as CSV in UTF-8"),
+        ('{"a": 1, "b": "x"}\n{"a": 2, "b": "y"}\n', r"is JSON, which is not read; convert it to a CSV file"),
         ('[{"a": 1}]', r"is JSON, which is not read"),
+        ('[\n  {"a": 1}\n]\n', r"is JSON, which is not read"),
         (
             ",".join(f"c{i}" for i in range(10_000)) + "\n",
             r"line 1: 10,000 columns, where 1,000 are the most: .*square",
