@@ -19,6 +19,7 @@ _COMMON_VOICE = {"train.tsv": "train", "dev.tsv": "val", "test.tsv": "test"}
 _FSDD = re.compile(r"[0-9]_[^_]*[a-z][^_]*_[0-9]+")
 _TEXTS = (*MANIFESTS, ".tsv", ".csv", ".txt", ".lab", ".trn", ".phn", ".wrd", ".textgrid", ".stm", ".ctm", ".data")
 _TEXTS_OF_KALDI = ("text", "wav.scp", "utt2spk", "segments", "transcripts")
+_MARKS_OF_TIMIT = (".phn", ".wrd")
 _ABOUT = ("readme", "license", "licence", "copying", "changes", "changelog")
 """What files are called that say something about a corpus, and not what is said in it."""
 _UNREAD = {
@@ -29,9 +30,10 @@ _UNREAD = {
     r"(.*/)?transcripts\.txt": "Multilingual LibriSpeech",
     r"(.*/)?txt\.done\.data": "CMU ARCTIC",
     r"(.*/)?metadata\.(csv|jsonl)": "LJSpeech, or an audio folder of Hugging Face",
-    r".*\.(phn|wrd)": "TIMIT",
+    rf".*({'|'.join(map(re.escape, _MARKS_OF_TIMIT))})": "TIMIT",
     r".*\.lab": "labels beside the sound",
     r".*\.(jsonl|json)": "a manifest",
+    r".*\.(csv|tsv)": "a table beside the sound",
 }
 """Patterns of names of files, in lower case, and what they are signs of."""
 _NUM_FSDD_TEST = 5
@@ -92,7 +94,8 @@ def _why_unknown(source: Source) -> str:
     shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
     return (
         "no recordings with transcripts: neither a manifest, nor Common Voice's or LibriSpeech's files, nor sound with "
-        f".txt of the same name beside it or words in its name; there are: {shown or 'no files'}. Else {advice}"
+        f".txt of the same name beside it or with a name of words alone, such as yes_no.wav; there are: "
+        f"{shown or 'no files'}. Else {advice}"
     )
 
 
@@ -224,9 +227,10 @@ def _librispeech(source: Source) -> list[Utterance] | None:
 
 
 def _text_files(source: Source) -> list[Utterance] | None:
-    texts = {_without_suffix(name): name for name in source.names if name.endswith(".txt")}
+    texts = {_without_suffix(name): name for name in source.names if name.lower().endswith(".txt")}
     sound = _sound_of(source)
-    if not any(_without_suffix(name) in texts for name in sound):
+    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # whose .txt begin with two numbers
+    if is_timit or not any(_without_suffix(name) in texts for name in sound):
         return None
     folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
     several = len({tuple(parts) for parts in folders.values()}) > 1

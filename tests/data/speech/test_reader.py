@@ -202,8 +202,8 @@ def test_text_files(load, noise):
 
 
 def test_text_files_of_one_folder_have_no_speaker(load, noise):
-    corpus = load({"wavs/a.wav": wav(noise()), "wavs/a.txt": "a"})
-    assert facts(corpus) == {"wavs/a.wav": ("a", "", "")}
+    corpus = load({"wavs/a.wav": wav(noise()), "wavs/a.txt": "a", "wavs/B.WAV": wav(noise()), "wavs/B.TXT": "b"})
+    assert facts(corpus) == {"wavs/a.wav": ("a", "", ""), "wavs/B.WAV": ("b", "", "")}
 
 
 def test_names_need_not_be_text(tmp_path, noise):
@@ -372,6 +372,8 @@ def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
         (["wav/arctic_a0001.wav", "etc/txt.done.data"], "CMU ARCTIC"),
         (["wavs/LJ001-0001.wav", "metadata.csv"], "LJSpeech"),
         (["DR1/SA1.WAV", "DR1/SA1.PHN", "DR1/SA1.TXT"], "TIMIT"),
+        (["dr1/sa1.wav", "dr1/sa1.wrd", "dr1/sa1.txt"], "TIMIT"),
+        (["wavs/a.wav", "names.tsv"], r"a table beside the sound \(names.tsv\)"),
         (
             ["a.wav", "data.jsonl"],
             r"a manifest \(data.jsonl\).* give it by --data-dir .*/data.jsonl, or call it",
@@ -387,7 +389,7 @@ def test_forms_that_are_not_read_are_named(load, files, says):
     ("files", "says"),
     [
         ({"a.wav": b"", "b.wav": b""}, "there are: a.wav, b.wav"),
-        ({"a_b_1.wav": b"", "names.tsv": "a_b_1\tHello"}, "there are: a_b_1.wav, names.tsv"),
+        ({"a_b_1.wav": b"", "names": "a_b_1\tHello"}, "there are: a_b_1.wav, names"),
         ({"README": ""}, "there are: README"),
     ],
 )
