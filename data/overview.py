@@ -11,13 +11,14 @@ _WIDEST_CELL = 70
 def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of text, a heading and a row a line, with aligned columns and no blanks at the end of a line.
 
-    heading: such as ("column", "kind", "values"). rows: as many cells each. Beyond `MOST_ROWS` rows a last line says
-    how many more there are; a long cell is cut, and control characters are spelled out.
+    heading: such as ("column", "kind", "values"). rows: as many cells each. Where they are several more than `MOST_ROWS`, a
+    last line says how many; a long cell is cut, and control characters are spelled out.
     """
-    table = [[_cell(text) for text in row] for row in (heading, *rows[:MOST_ROWS])]
+    num_shown = MOST_ROWS if len(rows) > MOST_ROWS + 1 else len(rows)
+    table = [[_cell(text) for text in row] for row in (heading, *rows[:num_shown])]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    return lines + ([f"  ... and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
+    return lines + ([f"  ... and {len(rows) - num_shown} more"] if len(rows) > num_shown else [])
 
 
 def _cell(text: str) -> str:

@@ -236,7 +236,7 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
     for name in columns.channels:
         k = columns.read.index(name)
         rows.append((name, "channel", f"{cut.lowest[k]:.4g} to {cut.highest[k]:.4g}"))
-    return overview(("column", "kind", f"of {cut.num_rows:,} rows"), rows)
+    return [f"Recordings: {cut.num_rows:,} rows, with these columns:", *overview(("column", "kind", "values"), rows)]
 
 
 def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
@@ -244,8 +244,8 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
         yield f"Taken for one name: {'; '.join(several)}."
     for name, cell in cut.unread.items():
         yield (
-            f"Warning: {name} is called as a clock is and cannot be read, as in {cell!r}, so that gaps and other rates "
-            "are not seen: write seconds, or dates such as 2024-05-31T18:30:00.25."
+            f"Warning: the column {name} has the name of a clock, but {cell!r} in it cannot be read, so that gaps and "
+            "other rates are not noticed: write seconds, or dates such as 2024-05-31T18:30:00.25."
         )
     if others := cut.windows_at_another_rate():
         yield (

@@ -94,7 +94,7 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
     if (told_hz := middle_rate_hz(rates)) is not None:
         if not is_same_rate(told_hz, rate_hz):
             raise BadInput(
-                f"{label}: by its clock ({', '.join(rows.moments)}) {told_hz:.4g} rows are a second, and the run was "
+                f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows a second, and the run was "
                 f"trained on {rate_hz:.4g}: resample it, or leave the column out where it is wrong"
             )
         rate_hz = usual_rate_hz(told_hz)
@@ -114,8 +114,8 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
         yield f"{label}: has a column of labels, which is not looked at."
     for name, cell in rows.unread.items():
         yield (
-            f"Warning: {label}: {name} is called as a clock is and cannot be read, as in {cell!r}: neither gaps nor "
-            "the rate are known."
+            f"Warning: {label}: the column {name} has the name of a clock, but {cell!r} in it cannot be read, so that "
+            "gaps and another rate are not noticed."
         )
 
 

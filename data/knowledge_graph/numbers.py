@@ -111,6 +111,8 @@ def _no_number(file: DataFile, text: bytes) -> BadInput:
         for field in line.split():
             if not field.isdigit():
                 reason = f"{_decoded(field)!r} is not a whole number from 0"
+                if number == 1 and not any(map(str.isdigit, _decoded(line))):
+                    reason += ", and this file has no line of names"
                 return _mistake(file.where, number, _decoded(line), reason)
     raise AssertionError("all are numbers")
 

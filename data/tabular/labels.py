@@ -71,7 +71,10 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
 def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
     """Raises BadInput for one class, and for so many that they are none. where: as the message begins."""
     if len(classes) == 1:
-        raise BadInput(f"{where}: all rows are of one class, {classes[0]!r}; learning to tell classes apart takes two")
+        raise BadInput(
+            f"{where}: all rows are of one class, {classes[0]!r} (NA and the like are no class); learning to tell "
+            "classes apart takes two"
+        )
     if num_labelled < _FEWEST_ROWS_PER_CLASS * len(classes):
         raise BadInput(
             f"{where}: has {len(classes):,} different values in {num_labelled:,} rows, too many for classes; give a "

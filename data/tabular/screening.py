@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import filterfalse
 from typing import NamedTuple
 
 import numpy as np
@@ -155,7 +154,7 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
         return ColumnReport(raw.name, "category", num_missing, _values(typed), note)
     notes = []
     number, texts = typed.spelling.number, raw.distinct_texts if raw.texts is not None else []
-    if odd := [text for text in filterfalse(is_plain, texts) if not math.isnan(number(text))]:
+    if odd := [text for text in texts if not (_is_usual(text) or math.isnan(number(text)))]:
         example = max(odd, key=len)
         notes.append(f"{example!r} is {number(example):.10g}")
     lost = raw.take(typed.is_missing & ~raw.is_missing)
@@ -164,6 +163,11 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
     elif len(lost.distinct) > 1:
         notes.append(f"no numbers, so missing: {_shown(list(map(repr, lost.distinct_texts)))}")
     return ColumnReport(raw.name, "number", num_missing, _values(typed), "; ".join(notes))
+
+
+def _is_usual(text: str) -> bool:
+    """Whether a text is a number as programs write it; 01067 is none, but perhaps a code."""
+    return is_plain(text) and not re.match(r"0\d", text)
 
 
 def _report_of(labels: Labels, num_missing: int) -> ColumnReport:

@@ -9,10 +9,11 @@ def test_columns_are_aligned_and_lines_end_without_blanks():
     ]
 
 
-def test_of_many_rows_it_says_how_many_more_there_are():
+def test_of_many_rows_it_says_how_many_more_there_are_unless_it_is_one():
     lines = overview(("column",), [(f"x{k}",) for k in range(MOST_ROWS + 3)])
     assert len(lines) == 1 + MOST_ROWS + 1
     assert lines[-1] == "  ... and 3 more"
+    assert overview(("column",), [(f"x{k}",) for k in range(MOST_ROWS + 1)])[-1] == f"  x{MOST_ROWS}"
 
 
 def test_a_cell_is_one_line_without_commands_to_a_terminal_and_cut_where_it_is_long():

@@ -108,7 +108,7 @@ def test_a_clock_that_speaks_for_another_rate_is_said(step, says, recordings, ma
     task = make_task("--data-dir", recordings, "--rate", 25, "--window", WINDOW, "--label-column", "label")
     found = [remark for remark in task.remarks() if "--rate says" in remark]
     assert len(found) == bool(says)
-    assert not found or f"{says} rows are a second, and --rate says 25" in found[0]
+    assert not found or f"the clock shows {says} rows a second, but --rate says 25" in found[0]
 
 
 def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):

@@ -271,7 +271,7 @@ class HarTask(Task):
         if told_hz is None or is_same_rate(told_hz, rate_hz):
             return []
         return [
-            f"Warning: by its clock {told_hz:.4g} rows are a second, and --rate says {rate_hz:g}: times in the table "
+            f"Warning: the clock shows {told_hz:.4g} rows a second, but --rate says {rate_hz:g}: times in the table "
             "of --predict depend on it; without --rate the clock counts."
         ]
 

@@ -298,7 +298,7 @@ def test_a_clock_that_cannot_be_read_is_said(load, tmp_path):
     rows = dated("31/05/24 18h30m{second:06.3f}")
     loaded = load(write(tmp_path / "mine.csv", rows, names))
     assert has_row(loaded, "time", "clock", "cannot be read: '31/05/24 18h30m00.000'")
-    assert "Warning: time is called as a clock is and cannot be read, as in '31/05/24 18h30m00.000'" in (
+    assert "the column time has the name of a clock, but '31/05/24 18h30m00.000' in it cannot be read" in (
         " ".join(loaded.remarks)
     )
     some = dated("18:30:{second:06.3f}")
@@ -307,7 +307,9 @@ def test_a_clock_that_cannot_be_read_is_said(load, tmp_path):
     # From 3/4 to 4/4 is a day or a month.
     midnight = [[f"{3 + (k >= 10)}/4/2024 {'23:59' if k < 10 else '00:00'}:{k % 10 + 50 * (k < 10):02}", *rest]
                 for k, (_, *rest) in enumerate(rows)]  # fmt: skip
-    assert "Warning: time is called as a clock" in " ".join(load(write(tmp_path / "mine.csv", midnight, names)).remarks)
+    assert "the column time has the name of a clock" in " ".join(
+        load(write(tmp_path / "mine.csv", midnight, names)).remarks
+    )
 
 
 def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):

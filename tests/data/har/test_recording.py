@@ -112,7 +112,7 @@ def test_times_are_those_of_the_clock(tmp_path):
 )
 def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
-    with pytest.raises(BadInput, match=r"^--predict .*by its clock \(time\) 25 rows are a second, and .* on 50"):
+    with pytest.raises(BadInput, match=r"^--predict .*the clock \(time\) shows 25 rows a second, and .* on 50"):
         read_new_windows(path, ONE)
     path = recorded(path, [("p", 100)], names=("time", "subject"), clock=clock)
     assert len(read_new_windows(path, ONE)) == 19
@@ -125,7 +125,7 @@ def test_labels_are_not_looked_at_and_a_clock_that_cannot_be_read_is_said(tmp_pa
     windows = read_new_windows(path, ONE)
     assert len(windows) == 7
     assert "has a column of labels, which is not looked at" in windows.remarks[0]
-    assert "time is called as a clock is and cannot be read, as in 'noon'" in windows.remarks[1]
+    assert "the column time has the name of a clock, but 'noon' in it cannot be read" in windows.remarks[1]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

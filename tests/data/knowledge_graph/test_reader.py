@@ -212,6 +212,7 @@ def test_everybody_keeps_an_item() -> None:
     ("files", "message"),
     [
         ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number from 0; mend it"),
+        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*, and this file has no line of names; mend"),
         ({"train": "0 3 1\n\n1 -2\n"}, r"train.txt, line 3: '1 -2': '-2' is not a whole number"),
         ({"test": "0 1.5\n"}, r"test.txt, line 1: '0 1.5': '1.5' is not a whole number"),
         ({"train": "0 \u0663\n"}, r"train.txt, line 1: .* is not a whole number"),

@@ -165,6 +165,7 @@ def test_what_cannot_be_learned_from_is_named_in_one_sentence(screen, settings, 
     [
         ([f"${i * 37.5 + 1000}" for i in range(NUM_ROWS)], "number", "'$1000.0' is 1000"),
         (["-" if i % 3 else i / 2 for i in range(NUM_ROWS)], "number", "'-' is missing"),
+        (["01067", "10115"] * (NUM_ROWS // 2), "number", "'01067' is 1067"),
         (["other" if i % 3 == 0 else i % 4 for i in range(NUM_ROWS)], "category", "not only numbers: 'other'"),
         ([f"{i} kg" if i % 2 else f"{i} lb" for i in range(NUM_ROWS)], "left out", "numbers in no one spelling: '"),
         (["good", "Good", "bad", "BAD"] * 10, "category", "'BAD' and 'bad' are not the same"),
