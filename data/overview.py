@@ -11,8 +11,8 @@ _WIDEST_CELL = 70
 def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of text, a heading and a row a line, with aligned columns and no blanks at the end of a line.
 
-    heading: such as ("column", "kind", "values"). rows: as many cells each. Where they are several more than `MOST_ROWS`, a
-    last line says how many; a long cell is cut, and control characters are spelled out.
+    heading: such as ("column", "kind", "values"). rows: as many cells each. Where there are several more than
+    `MOST_ROWS`, a last line says how many; a long cell is cut, and control characters are spelled out.
     """
     num_shown = MOST_ROWS if len(rows) > MOST_ROWS + 1 else len(rows)
     table = [[_cell(text) for text in row] for row in (heading, *rows[:num_shown])]

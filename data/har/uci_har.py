@@ -138,9 +138,8 @@ class _Published:
             source = Zip(source.path, source.where, inner[0].read())
             top = _top_folder(source)
         if top is None:
-            raise BadInput(
-                f"{source.where} holds no folder train with the files of UCI HAR; check the path, or unpack recordings of your own"
-            )
+            advice = "check the path, or unpack recordings of your own"
+            raise BadInput(f"{source.where} holds no folder train with the files of UCI HAR; {advice}")
         return source, top
 
 

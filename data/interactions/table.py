@@ -126,6 +126,11 @@ class _Parser:
         self._refuse_another_line_of_names()
         (user_ids, place_of_user), (item_ids, place_of_item) = self._users.in_order(), self._items.in_order()
         users, items = place_of_user[users], place_of_item[items]
+        if len(user_ids) == 1 and user_ids[0].lower() in _NO_NAMES:
+            raise BadInput(
+                f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; name "
+                "another column by --user-column, such as one of sessions"
+            )
         remarks, times, form = list(self._layout.remarks), None, ""
         if columns:
             times, form = (columns[0], "dates") if self._has_dates else in_seconds(columns[0])
