@@ -271,7 +271,7 @@ def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are
 def test_a_name_that_marks_a_missing_value_is_warned_of(load) -> None:
     remarks = " ".join(load("user,item,time\nNA,1,1\nNA,2,2\nNadia,null,1\n").remarks)
     assert "Warning: 2 of 3 interactions have the user 'NA'" in remarks and "by --user-column." in remarks
-    with pytest.raises(BadInput, match="all interactions have the user 'NA', .* by --user-column"):
+    with pytest.raises(BadInput, match=r"all interactions have the user 'NA', .* by --user-column"):
         load("user,item,time\nNA,1,1\nNA,2,2\n", "c.csv")
     assert "Warning: 1 of 3 interactions have the item 'null'" in remarks and "by --item-column." in remarks
     assert not [remark for remark in load("user,item,time\nNadia,1,1\n", "b.csv").remarks if "marks" in remark]
