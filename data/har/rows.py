@@ -93,14 +93,15 @@ class Rows:
 
 
 def key_of_name(text: str) -> str:
-    """The same for spellings of one name: 1 and 1.0, yes and YES; "" for a mark of what is missing.
+    """The same for spellings of one name: 1, 01 and 1.0, yes and YES; "" for a mark of what is missing.
 
     A single letter is another than its capital, for codes have both.
     """
     text = " ".join(text.split())
     if text in MISSING:
         return ""
-    return without_point(text.casefold() if len(text) > 1 else text)
+    text = without_point(text.casefold() if len(text) > 1 else text)
+    return text.lstrip("0") or "0" if text.isascii() and text.isdigit() else text
 
 
 def roles_of(

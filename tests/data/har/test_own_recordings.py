@@ -165,7 +165,7 @@ def test_spellings_of_one_name_are_one_class_and_one_person(load, tmp_path):
     bouts = {
         "1.csv": [("1", "1", 12), ("1", "2", 12), ("1", "yes", 12), ("1", "w", 12), ("1", "NaN", 12)],
         "2.csv": [("1.0", "1.0", 5), ("1", "1", 7), ("2.0", "3.0", 12), ("2.0", "YES", 6), ("2.0", "yes", 6)],
-        "3.csv": [("2", "W", 12), ("2", "nan", 12), ("2", "", 12)],
+        "3.csv": [("02", "W", 12), ("2", "nan", 12), ("2", "", 12)],
     }
     for name, rows in bouts.items():
         write(folder / name, rows_of(rows))
@@ -173,7 +173,7 @@ def test_spellings_of_one_name_are_one_class_and_one_person(load, tmp_path):
     found = loaded.recordings
     assert (found.classes, found.subject_names) == (("1", "2", "3", "W", "w", "yes"), ("1", "2"))
     assert np.bincount(found.labels).tolist() == [2, 1, 1, 1, 1, 2]
-    assert "Taken for one name: 1 and 1.0; 2 and 2.0; 1 and 1.0; YES and yes." in loaded.remarks
+    assert "Taken for one name: 1 and 1.0; 02 and 2 and 2.0; 1 and 1.0; YES and yes." in loaded.remarks
     assert has_row(loaded, "activity", "label", "6 classes; 36 rows without a label")
     alone = load(write(tmp_path / "alone.csv", rows_of([("a", "1.0", 12), ("a", "2.0", 12)])))
     assert alone.recordings.classes == ("1.0", "2.0") and "Taken" not in " ".join(alone.remarks)
