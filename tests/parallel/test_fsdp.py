@@ -470,6 +470,14 @@ def test_ranks_may_leave_out_other_blocks(start):
 
 
 @pytest.mark.slow
+def test_ddp_names_the_flag_that_leaving_out_needs(start):
+    with pytest.raises(
+        AssertionError, match=r"^error: --multi-gpu ddp: a forward left out .* --find-unused-parameters"
+    ):
+        start("unused", base=DROPPING, form="ddp", world_size=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("of_fsdp", [[], ["--reshard", "never"]], ids=" ".join)
 @pytest.mark.parametrize(
     "more", [["--no-names-blocks"], ["--projects"], ["--projects", "--grad-checkpointing"], ["--grad-checkpointing"]],

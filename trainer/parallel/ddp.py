@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial, reduce
 from types import MappingProxyType
@@ -212,7 +212,8 @@ class Distributed(Parallel):
     def settle(self, net: nn.Module) -> None:
         # The next forward would do it, and wait for a rank that finds no room for its batch.
         if isinstance(net, LightDistributedDataParallel):
-            net.reducer._rebuild_buckets()
+            with _naming_left_out():
+                net.reducer._rebuild_buckets()
 
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
@@ -226,7 +227,7 @@ class Distributed(Parallel):
         return averaged
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext() if enabled else net.no_sync()  # type: ignore[operator]
+        return _naming_left_out() if enabled else net.no_sync()  # type: ignore[operator]
 
     def mark_exchange(self, loss: Tensor) -> None:
         # What is queued as the backward begins comes before DistributedDataParallel waits for the last gradients.
@@ -444,3 +445,17 @@ def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
             "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", gpus[index])
+
+
+@contextmanager
+def _naming_left_out() -> Iterator[None]:
+    """Makes a BadInput of what DistributedDataParallel says about parameters that the forward before left out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            raise
+        raise BadInput(
+            "--multi-gpu ddp: a forward left out parameters, whose gradients DistributedDataParallel waits for; add "
+            "--find-unused-parameters, which searches for them in each step"
+        ) from None
