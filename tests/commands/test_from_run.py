@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from tests.conftest import REFUSAL, ROOT, TINY, contents, load
 from tests.helpers.weighted_task import Weighted, WeightedFlags
@@ -143,6 +144,16 @@ def test_what_a_kill_or_damage_leaves_of_a_run_decides(weighted):
         assert remarks(*argv) == [f"From the run in {weighted}: {told}"], name
     (weighted / "last.pth").write_bytes(b"damaged")
     assert remarks(*argv) == []
+
+
+def test_a_value_that_no_flag_may_have_is_damage_of_the_checkpoint(weighted, refused):
+    state = load(weighted / "last.pth")
+    state["config"]["--width"] = -1
+    for file in weighted.glob("*.pth"):
+        file.unlink()
+        torch.save(state, file)
+    told = f"--save-dir {weighted}: no checkpoint in it is intact ("
+    refused([told], "--save-dir", weighted, "--epochs", 2, "--num-threads", 1)
 
 
 def test_a_run_without_a_checkpoint_decides_nothing(weighted):

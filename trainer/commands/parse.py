@@ -91,8 +91,7 @@ def parse(
         may_be_named.add("task")
     if record is not None:
         stated = names_given(argv).union(*(file.settings for file in files))
-        from_run, found = _take_from_run(record, layers, asked.values, stated, task_name, task_type)
-        problems += found
+        from_run = _take_from_run(record, layers, asked.values, stated, task_name, task_type)
     for file in files:
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
@@ -149,14 +148,15 @@ def _take_from_run(
     stated: Collection[str],
     task_name: str,
     task_type: type[Task] | None,
-) -> tuple[FromRun, list[str]]:
-    """Adds what the run that the command line is about decides; returns that, and what is wrong with it.
+) -> FromRun:
+    """Adds what the run that the command line is about decides, and returns that.
 
     That is which data it has and which model: `--task`, the flags of that task and `--seed`, unless they are stated. A
-    run that is used without its data takes them from the checkpoint of its weights (`recorded_task`).
+    run that is used without its data takes them from the checkpoint of its weights (`recorded_task`). Values that no
+    flag may have are left out: whatever reads the whole checkpoint says that it is damaged, or takes an older one.
     """
     if not is_same_task(task_name, record.settings["--task"]):
-        return FromRun(), []  # another task does not go on with it, which is refused later
+        return FromRun()  # another task does not go on with it, which is refused later
     known = {"task": options(RunFlags)["task"]}
     taken = {} if "task" in asked or task_name == RunFlags.task else {"task": task_name}
     several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
@@ -166,13 +166,13 @@ def _take_from_run(
         known |= {field: option for field, option in own.items() if field not in held_out}
     wanted = {option.name for field, option in known.items() if field != "task"} - set(stated)
     settings = {name: value for name, value in record.settings.items() if name in wanted}
-    values, problems = replace(record, settings=settings).values(known, all_known=False)
+    values, _ = replace(record, settings=settings).values(known, all_known=False)
     taken |= {
         field: value for field, value in values.items() if value != layers.values.get(field, known[field].default)
     }
     is_used = asked.get("predict") is not None or asked.get("export") is not None
     layers.add({field: value for field, value in taken.items() if field == "task" or not is_used}, record)
-    return FromRun(record.path, tuple((known[field], value) for field, value in taken.items())), problems
+    return FromRun(record.path, tuple((known[field], value) for field, value in taken.items()))
 
 
 def _check_config(task_name: str, task_type: type[Task], group_types: Sequence[type]) -> None:
