@@ -3,11 +3,16 @@
 import json
 import re
 import signal
+import subprocess
+import threading
 
 import pytest
+from torch.utils.data._utils import signal_handling
 
 from tests.conftest import ROOT, assert_same_bits, load
 from tests.faults.faulty_group import TINY
+from trainer.parallel.activity import CurrentActivity
+from trainer.parallel.diagnosis import Diagnosis
 from trainer.parallel.errors import EXIT_AGAIN
 
 RUN = [*TINY[:-4], "--save-dir"]  # no checkpoint but at the end of the epochs
@@ -102,6 +107,29 @@ def test_a_killed_worker_is_a_lost_process(run_here, tmp_path, monkeypatch):
     assert "The state after optimizer step 2 is saved" in out
     assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "failed"
     run_here(*argv)
+
+
+def test_a_connection_that_a_killed_worker_breaks_is_its_loss():
+    """Breaking comes first, and torch's handler of SIGCHLD would raise while the failure is reported."""
+    worker = subprocess.Popen(["sleep", "60"])
+    signal_handling._set_worker_pids(id(worker), (worker.pid,))
+    threading.Timer(0.1, worker.kill).start()
+    try:
+        failure = Diagnosis(CurrentActivity(), prints=False).explain(ConnectionResetError(104, "reset by peer"))
+    finally:
+        signal_handling._remove_worker_pids(id(worker))
+        worker.wait()
+    assert f"lost its data-loading process {worker.pid} in " in str(failure) and failure.lost == []
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def test_an_exception_without_a_message_costs_no_step():
+    failure = Diagnosis(CurrentActivity(), prints=False).explain(Unprintable())
+    assert str(failure).endswith(": Unprintable: its message cannot be shown")
 
 
 @pytest.mark.parametrize("mistake", ["monitor", "summarise"])

@@ -34,7 +34,7 @@ class Fault:
         self.is_here = False
         for what, where, rank in faults:
             if int(rank) == own_rank:
-                self.what, self.where, self.is_here = what, where, True
+                self.what, self.where, self.rank, self.is_here = what, where, rank, True
         self.calls = 0
 
     def at(self, where):
@@ -47,6 +47,7 @@ class Fault:
     def happen(self):
         note = os.environ.get("LOCKSTEP_FAULT_NOTE")
         if note is not None:
+            note += f".{self.rank}"  # the fault of another rank is another one
             if os.path.exists(note):
                 return
             open(note, "x").close()

@@ -28,10 +28,19 @@ class DiskError(BadInput):
     """The file system refused, or could not read what is there: what a file holds is not known."""
 
 
+def message(error: BaseException | None) -> str:
+    """The text of an exception, also of one whose own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "its message cannot be shown"
+
+
 def reason(error: BaseException) -> str:
     """An exception in one line, as a terminal may show it."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-    if "Original Traceback" in str(error):  # of a data-loading process: the cause is its last line
+    text = message(error)
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    if "Original Traceback" in text:  # of a data-loading process: the cause is its last line
         return shown_line(lines[-1].strip())
     told = lines[0]
     if "Last error:" in lines[1:-1]:  # of NCCL: the cause stands below it

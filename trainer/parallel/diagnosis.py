@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch.utils.data._utils import signal_handling
 
-from trainer.common.errors import BadInput, reason
+from trainer.common.errors import BadInput, message, reason
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.device_probe import DeviceProbe
 from trainer.parallel.errors import (
@@ -30,6 +31,27 @@ GAVE_UP = "Application timeout caused pair closure"
 """What gloo says when a single message has not come in time."""
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]+)")
 """What torch says of a data-loading process, in the midst of whatever the training thread is doing."""
+_WORKER_ENDS_S = 1.0
+"""Within which a data-loading process that breaks a connection by its end has ended."""
+
+
+def _killed_worker(error: BaseException) -> re.Match[str] | None:
+    """The process id and the signal of a data-loading process that was killed, where an exception is from its end.
+
+    A connection to it breaks a moment before torch knows of its end. Asking torch also keeps its handler of SIGCHLD
+    from raising an exception of its own in the midst of what is then reported.
+    """
+    told = f"{message(error)} {message(error.__cause__)}"
+    is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
+    until = time.monotonic() + (_WORKER_ENDS_S if is_broken else 0)
+    try:
+        signal_handling._error_if_any_worker_fails()
+        while time.monotonic() < until:
+            time.sleep(0.01)
+            signal_handling._error_if_any_worker_fails()
+    except RuntimeError as of_worker:
+        told += f" {of_worker}"
+    return _WORKER_KILLED.search(told)
 
 
 @dataclass
@@ -86,7 +108,7 @@ class Diagnosis:
         if isinstance(error, KeyboardInterrupt):
             how = f"{self._prefix}stopped in {self.activity}: the task's code raised KeyboardInterrupt"
             return Failure(how, EXIT_INTERRUPTED)
-        killed = _WORKER_KILLED.search(f"{error} {error.__cause__}")
+        killed = _killed_worker(error)
         if killed is not None:
             what = f"lost its data-loading process {killed[1]} in {self.activity} by a signal: {killed[2]}"
             return Failure("; ".join([self._prefix + what, *[GOES_ON] * self.has_checkpoints]), lost=[])
