@@ -20,7 +20,7 @@ from trainer.loop.memory_limit import MEMORY
 from trainer.loop.rescue import rescue
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
-from trainer.parallel.errors import EXIT_FINISHED, EXIT_INTERRUPTED, Failure
+from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 
 STATE = "state.json"
 
@@ -51,8 +51,9 @@ class RunState:
 
         After a failure with what may be left of the last steps.
         """
-        state: State = "refused" if isinstance(error, BadInput) else "failed"
-        is_stop = isinstance(error, Failure) and error.status == EXIT_INTERRUPTED
+        status = EXIT_BAD_INPUT if isinstance(error, BadInput) else error.status if isinstance(error, Failure) else None
+        state: State = "refused" if status == EXIT_BAD_INPUT else "failed"
+        is_stop = status == EXIT_INTERRUPTED
         run, parallel = self._run, self._parallel
         if run is not None and isinstance(error, BadInput | Failure):
             if isinstance(error, Failure) and is_stop and parallel.saves_alone and not parallel.tells_signal:
