@@ -88,6 +88,13 @@ def take(directory, take_over=False, job=None):
 # --- on one machine ----------------------------------------------------------------------------------------------
 
 
+def test_a_pipe_in_the_place_of_the_lock_is_refused(tmp_path):
+    """Opening it would wait without end."""
+    os.mkfifo(tmp_path / "lock.held")
+    with pytest.raises(OSError, match="is no file, but a device or a pipe"):
+        take_lock(tmp_path, take_over=False)
+
+
 def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp_path):
     (tmp_path / "lock").write_text(f"process 7 on {socket.gethostname()}\n")
     assert take(tmp_path) < STALE_S

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from trainer.common.errors import BadInput
-from trainer.common.files import MOST_RECORD, flush_path, read_whole, written_as_a_whole
+from trainer.common.files import MOST_RECORD, flush_path, read_whole, require_regular, written_as_a_whole
 from trainer.common.process import boot_of_kernel, own_name
 
 LOCK, KERNEL_LOCK = "lock", "lock.held"
@@ -171,6 +171,8 @@ def take_lock(
     Raises BadInput when another process has it, OSError when the file system refuses.
     """
     with ExitStack() as unless_taken:
+        if (folder / KERNEL_LOCK).exists():
+            require_regular(folder / KERNEL_LOCK)  # opening a pipe would wait without end
         file = (folder / KERNEL_LOCK).open("a")
         unless_taken.callback(_close, file)
         left_by = _read(folder / LOCK)
