@@ -217,7 +217,7 @@ class Task(ABC):
     def data_digest(self) -> str | None:
         """Differs where what is trained on or held out differs; None, as by default, where that is not told.
 
-        A run that goes on with data of another digest, or is scored on them, says so. Called after `splits`, on every
+        A run that resumes with data of another digest, or is scored on them, says so. Called after `splits`, on every
         process, and processes that come to different ones do not train: a digest is of contents, not of paths or times.
         """
         return None

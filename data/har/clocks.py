@@ -23,7 +23,7 @@ _SAME_RATE = (0.8, 1.25)
 _DATE = re.compile(r"(\d{1,2})([./-])(\d{1,2})\2(\d{4})(?:[T ,]+(\S.*))?", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::(\d{1,2})(?:[.,:](\d{1,9}))?)?\s*([AaPp][Mm])?", re.ASCII)
 _MOST_CHARACTERS = 64
-"""Of a moment; whatever is longer is none."""
+"""A longer cell holds no moment."""
 
 
 def is_clock(name: str) -> bool:

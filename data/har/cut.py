@@ -10,7 +10,7 @@ from data.har.clocks import is_same_rate, middle_rate_hz, num_disorders
 from data.har.rows import Rows
 
 _HARDLY = 1e-3
-"""Of all that a column spans: what spans less within each recording tells recordings apart, and no motion."""
+"""Share of its whole range: a column that spans less within each recording tells recordings apart, not motion."""
 
 
 class Cut:

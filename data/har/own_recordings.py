@@ -182,7 +182,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Of each key the name that is shown, its most frequent spelling; and which have several: "1 and 1.0".
+    """The shown name of each key, its most frequent spelling, and the keys with several spellings: "1 and 1.0".
 
     Where one of several is a whole number, all whole numbers are shown without a point.
     """
@@ -221,7 +221,7 @@ def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
 
 
 def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> list[str]:
-    """What was understood of each column."""
+    """Lines of the short table: the kind, range and reason of each column."""
     rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows a second, "
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
     rows = [
@@ -276,7 +276,7 @@ def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What the columns of the files are, by name. read: those whose numbers are read; channels: those that are kept.
+    """Columns of the files by their names. read: columns whose numbers are read; channels: columns that are kept.
 
     left_out: name -> why it is no channel.
     """

@@ -21,7 +21,7 @@ from trainer.loading.order import SampleKeys
 _OTHER_SIZE = 4.0
 """Factor on a sensor's root of the mean square beyond which its numbers are doubted."""
 _CONSTANT = 0.5
-"""Of that root: a mean that is larger is of a sensor that shows a constant, as gravity is one."""
+"""Share of that root: a sensor with a larger mean shows a constant, such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
 _NEAR = 1.6
 
@@ -123,8 +123,8 @@ def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.nda
     """Says of which sensors the numbers are larger or smaller than a motion alone makes them; "" of none.
 
     mean, std: of each channel in training, (C,). A triplet is one sensor, whatever way up it was worn. Small numbers
-    alone tell only of little motion; they are doubted where they are those of a constant, such as gravity, in training
-    as here.
+    alone tell only of little motion; they are doubted where the sensor shows a constant, such as gravity, in
+    training and here.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)

@@ -56,13 +56,13 @@ class Recording(NamedTuple):
 
 @dataclass
 class Rows:
-    """Of a file: signals (n, C) float32, the keys (see `key_of_name`) of subject and activity, and when they were.
+    """Rows of a file: signals (n, C) float32, keys (see `key_of_name`) of subject and activity, and moments.
 
     subjects, labels: "" where none is named. spellings: how often each is written how, [subjects, labels].
     trials: what stands in the columns that tell one recording from the next.
-    clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, whose unit is known, as that of dates.
-    moments: names of the clocks -> their first and last cell. unread: those of which a cell could not be read -> the
-        cell.
+    clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, whether its unit is known.
+    moments: names of the clocks -> their first and last cell. unread: clocks with a cell that could not be read ->
+        this cell.
     """
 
     signals: np.ndarray
@@ -95,7 +95,7 @@ class Rows:
 def key_of_name(text: str) -> str:
     """The same for spellings of one name: 1, 01 and 1.0, yes and YES; "" for a mark of what is missing.
 
-    A single letter is another than its capital, for codes have both.
+    A single letter and its capital have two keys, since codes have both.
     """
     text = " ".join(text.split())
     if text in MISSING:
@@ -107,7 +107,7 @@ def key_of_name(text: str) -> str:
 def roles_of(
     header: Sequence[str], channels: Sequence[str], subject: int | None, label: int | None, clocks: Sequence[str] = ()
 ) -> Roles:
-    """What the columns beside the channels are, by their names. clocks: names of such that do not tell it."""
+    """Roles of the columns beside the channels, by their names. clocks: columns known as clocks by their values."""
     others = [i for i, name in enumerate(header) if name not in channels and i not in (subject, label)]
     trials = tuple(i for i in others if plain_name(header[i]) in TRIALS)
     moments = (i for i in others if i not in trials and (header[i] in clocks or is_clock(header[i])))

@@ -46,7 +46,7 @@ FIND_OUT = ColumnChoice()
 
 @dataclass(frozen=True)
 class Layout:
-    """What is where in a line.
+    """Columns of a file and their roles.
 
     names: of all columns, of their numbers where the file has no line of names. user, item, time: columns from 0; time
     is None without times. remarks: what the user should know.

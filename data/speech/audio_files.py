@@ -20,7 +20,7 @@ MIN_RATE, MAX_RATE = 1_000, 384_000
 FULL_SCALE = 32768
 """What a 16-bit sample is divided by."""
 _LOUDEST = 2.0**31
-"""Of floats: of whole numbers of 32 bits that nobody has divided. Beyond, they are no sound."""
+"""Largest float, of whole numbers of 32 bits that nobody has divided; beyond it a file holds no sound."""
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000

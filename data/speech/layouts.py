@@ -21,7 +21,7 @@ _TEXTS = (*MANIFESTS, ".tsv", ".csv", ".txt", ".lab", ".trn", ".phn", ".wrd", ".
 _TEXTS_OF_KALDI = ("text", "wav.scp", "utt2spk", "segments", "transcripts")
 _MARKS_OF_TIMIT = (".phn", ".wrd")
 _ABOUT = ("readme", "license", "licence", "copying", "changes", "changelog")
-"""What files are called that say something about a corpus, and not what is said in it."""
+"""Names of files about a corpus, which hold no transcripts."""
 _UNREAD = {
     r"(.*/)?[0-9a-f]{8}_nohash_\d+\.wav": "Speech Commands, whose folders are the words",
     r"(.*/)?p\d{3}_\d{3}(_mic\d)?\.(wav|flac|txt)": "VCTK",

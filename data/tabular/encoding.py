@@ -45,7 +45,7 @@ class ColumnCode:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
-        """What `asdict` gave, perhaps before there was a spelling."""
+        """Builds it from the result of `asdict`, perhaps of a version without spellings."""
         categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
         return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
 

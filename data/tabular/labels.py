@@ -36,7 +36,7 @@ class Labels:
 
 
 def class_labels(table: Table, name: str) -> Labels:
-    """Those of the column of --label. Raises BadInput where it is not there, has no two classes, or is a quantity."""
+    """Labels in the column of --label. Raises BadInput where it is missing, has no two classes, or is a quantity."""
     column = named_column(table, name, "--label")
     where = f"{table.where}: --label {name}"
     spelling = column.reading.spelling

@@ -28,7 +28,7 @@ _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
 def read_table(path: Path, flag: str = "--data-dir") -> Table:
     """Reads a table; all columns of a CSV are texts, which `Column.typed` makes numbers of.
 
-    path: a CSV in UTF-8, plain or .gz, its columns separated by commas, semicolons (the comma in 1,234 is then that of
+    path: a CSV in UTF-8, plain or .gz, its columns separated by commas, semicolons (then the comma in 1,234 separates
         decimals) or tabs, with a line of column names. Spaces around a value, and quotes, do not belong to it. Or a
         .npz with X (n, m), numbers or texts, optionally y (n,), which becomes the column y, and names (m,) of columns.
     flag: by which the path was given, for messages.
@@ -81,7 +81,7 @@ def _parse_csv(file: IO[str], where: str) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """The columns, those that do not show their sign of decimals with that of others, which the same program wrote."""
+    """Columns that show no sign of decimals get the sign of the others, which the same program wrote."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)

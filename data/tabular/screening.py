@@ -28,7 +28,7 @@ HEADING = ("column", "kind", "missing", "values", "note")
 
 
 class ColumnReport(NamedTuple):
-    """What was understood of a column, a row below `HEADING`; `note` is empty where nothing of it is surprising."""
+    """A column as it was understood, a row below `HEADING`; `note` is empty where nothing is surprising."""
 
     name: str
     kind: str
@@ -147,7 +147,7 @@ def _left_out(raw: Column, reason: str) -> ColumnReport:
 
 
 def _report(raw: Column, typed: Column) -> ColumnReport:
-    """Of a column that is learned from."""
+    """Reports on a column that is learned from."""
     num_missing = int(typed.is_missing.sum())
     if typed.texts is not None:
         note = raw.reading.doubt or _differ_by_case(typed.distinct_texts)

@@ -17,7 +17,7 @@ MISSING = frozenset(
 )
 """Texts that stand for no value in any column."""
 NEARLY_ALL = 0.95
-"""Of the values that are there, in a column of numbers or dates; what is no number there counts as missing."""
+"""Share of a column's values that makes it one of numbers or dates; its other cells count as missing."""
 
 _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
     {"-", "--", "---", "\u2013", "\u2014", ".", "..", "...", "*", "none", "n.a.", "missing"}
@@ -45,7 +45,7 @@ _DIGITS = {
     )
     for decimal, thousands in (".,", ",.")
 }
-"""What a number without sign, exponent and unit is, by its sign of decimals."""
+"""Patterns of a number without sign, exponent and unit, by its sign of decimals."""
 _GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
 _LOOSE = re.compile(r"(?<!\d)\d{4}")
 """Four digits of a number that is not in groups."""
@@ -226,7 +226,7 @@ def _cell(text: str) -> _Cell | None:
 
 
 def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
-    """Of decimals, the likely one first."""
+    """Signs of decimals, the likely one first."""
     first = likely.decimal
     if likely == Likely(","):
         digits = [cell.text for cell in cells if cell]

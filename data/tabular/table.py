@@ -99,7 +99,7 @@ class Column:
 
     @property
     def _places(self) -> np.ndarray:
-        """Of each row's value among the different ones, (n,) int64; their number where it is missing."""
+        """Place of each row's value among the different ones, (n,) int64; their number where it is missing."""
         return np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))
 
     @cached_property
@@ -128,7 +128,7 @@ class Column:
         return self.with_one_text_a_category()
 
     def with_one_text_a_category(self) -> "Column":
-        """Of spellings that mean the same category, such as 1 and 1.0, all are the same text."""
+        """A copy in which spellings of one category, such as 1 and 1.0, are one text."""
         texts = [*canonical(self.distinct_texts, self.counts), ""]
         return Column.of_codes(self.name, self._places, texts)
 

@@ -117,7 +117,7 @@ def test_what_lies_in_the_default_folder_does_not_decide(use, task, points, on_c
     """A try of a few steps, which learned something else: whoever means it, names its folder."""
     monkeypatch.chdir(tmp_path)
     folder, shipped = "checkpoints/WithWeights", f"Using the weights that come with {task}"
-    others = f"{shipped}; for those of the run in {folder} add --save-dir {folder}."
+    others = f"{shipped}; to use the run in {folder} add --save-dir {folder}."
     argv = ["--task", task, *SMALL, *use]
     before, _ = on_cpu(*argv)
     on_cpu("--task", task, *SMALL, "--max-steps", 1, "--lr", 1)

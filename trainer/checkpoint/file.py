@@ -33,7 +33,7 @@ from trainer.common.files import opened, read_again, refusing_disk_errors, requi
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""
 MOST_BEYOND = 16 << 20
-"""Bytes that tensors may have beyond those of their file, as views of the same memory do."""
+"""Bytes by which tensors may exceed their file, as views of the same memory do."""
 
 
 class OtherVersion(BadInput):
@@ -74,14 +74,14 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
 
 
 def _loaded(path: Path, label: str, verified: bool) -> Any:
-    """What a file holds, whatever that is. Raises BadInput; DiskError when it cannot be read."""
+    """Content of a file of any kind. Raises BadInput; DiskError when it cannot be read."""
     with refusing_disk_errors(label):
         require_regular(path)
         return read_again(partial(_load, path, label, verified))
 
 
 def _load(path: Path, label: str, verified: bool) -> Any:
-    """What a file holds. Raises BadInput for a damaged one, OSError when it cannot be read."""
+    """Content of a file. Raises BadInput for a damaged one, OSError when it cannot be read."""
     with opened(path) as file:
         try:
             _refuse_odd_archive(file)
@@ -98,7 +98,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
 
 
 def _refusal_of(error: Exception) -> str:
-    """What is wrong with a file whose reading failed, without torch's advice to read it without this protection."""
+    """Why a file could not be read, without torch's advice to read it without this protection."""
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
@@ -142,7 +142,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
-    """What a tensor has in memory; of kinds that are refused by `trainer.checkpoint.kinds.tensor` nothing."""
+    """Tensors in memory that make up a tensor; none of kinds that `trainer.checkpoint.kinds.tensor` refuses."""
     if value.is_meta or value.is_nested:
         return []
     if value.layout == torch.sparse_coo:
@@ -224,7 +224,7 @@ def flaw_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | No
 
 
 def flaw_of_model(weights: Mapping[str, Any]) -> str | None:
-    """The same of a state dict of a model, whose values may still be any."""
+    """Why the state dict of a model would be refused when it is read again, or None. weights: values of any kind."""
     return _unreadable(weights) or first_flaw([by_name(dense_tensor)], weights)
 
 

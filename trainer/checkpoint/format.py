@@ -109,7 +109,7 @@ _PROGRESS: Mapping[str, Kind] = {
 _IF_KNOWN: Mapping[str, Kind] = {"data_digest": text()}
 """A fact that not every task tells."""
 _OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
-"""Of a run alone whose `model` is an average of the weights."""
+"""Entries of runs whose `model` is an average of the weights."""
 _OF_FORWARDS: Mapping[str, Kind] = {"other_buffers": by_name(tensor)}
 """Where forwards change buffers that are not persistent."""
 
@@ -146,7 +146,7 @@ def flaw_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
 
 
 def flaw_of_weights(weights: Mapping[str, Any]) -> str | None:
-    """The same of a state dict alone."""
+    """The first flaw of a state dict, or None."""
     return first_flaw([_WEIGHTS], weights)
 
 

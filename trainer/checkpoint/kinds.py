@@ -120,7 +120,7 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
 
 
 def plain(name: str, value: Any) -> None:
-    """What `trainer.common.json_numbers.plain` returns."""
+    """A value that `trainer.common.json_numbers.plain` returns."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):
@@ -144,7 +144,7 @@ def anything(name: str, value: Any) -> None:
 
 
 def tensor(name: str, value: Any) -> None:
-    """Of any numbers, in memory of its own: dense, or the coordinates of its values (COO)."""
+    """A tensor of any numbers in memory of its own: dense, or with coordinates of its values (COO)."""
     if not isinstance(value, Tensor):
         raise wrong(name, value, "must be a tensor")
     if value.is_meta:

@@ -16,9 +16,9 @@ IF_UNREADABLE = "see to the file system and run the same command again, or move 
 
 
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
-    """What was written; empty when there is no such file or it is damaged. say: gets a line if it is damaged.
+    """The record in a file; empty when there is no such file or it is damaged. say: gets a line if it is damaged.
 
-    most: so many bytes it may have. Raises DiskError when what is there cannot be read.
+    most: bytes that the file may have. Raises DiskError when it is there and cannot be read.
     """
     try:
         content = json.loads(read_whole(path, most))

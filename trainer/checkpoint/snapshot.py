@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PLAIN_MAPPINGS = (dict, OrderedDict, Counter)
-"""Those that can be read from a file without executing anything."""
+"""Mappings that can be read from a file without executing anything."""
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """The same in mappings, lists and tuples of its own, with another tensor for each."""
+    """A copy of nested mappings, lists and tuples, with another tensor in the place of each."""
     if isinstance(value, Tensor):
         return replace(value)
     if type(value) in PLAIN_MAPPINGS:

@@ -72,7 +72,7 @@ def runs_within(folder: Path) -> list[Path]:
 
 
 def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:
-    """What `read_settings` finds in the newest checkpoint of a run directory, or in the best; None in a folder of none.
+    """Settings in the newest checkpoint of a run directory, or in the best; None in a folder without any.
 
     Takes no lock, changes nothing, and reads no tensors: every process calls it at its start. Of damage others tell.
     """

@@ -88,7 +88,7 @@ def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Paralle
 
 
 def facts_of_start(flags: Flags) -> dict[str, Any]:
-    """What the processes of a run must have alike, by name, as far as this one knows it without its data."""
+    """Facts that all processes of a run must share, by name, as far as they are known without the data."""
     assert flags.task_type is not None
     run_id = read_config(flags.checkpoint.save_dir).get("run_id")
     # Of a disk that machines share, one may not see yet what another has written.

@@ -36,7 +36,7 @@ def code_digests(task_type: type[Task]) -> dict[str, str]:
 
 
 def _sha256(files: Sequence[Path]) -> str | None:
-    """Of the bytes of files, one after another; None where there is none, or one that cannot be read."""
+    """Digest of the bytes of files, one after another; None where there is none, or one cannot be read."""
     digest = hashlib.sha256()
     try:
         for file in files:

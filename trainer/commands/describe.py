@@ -73,7 +73,7 @@ def describe_batches(run: Run) -> list[str]:
 
 
 def facts_of_data(task: Task) -> dict[str, Any]:
-    """What `describe_data` returns, in values that a checkpoint and config.json can hold. Raises BadInput."""
+    """Facts of `describe_data`, in values that a checkpoint and config.json can hold. Raises BadInput."""
     told: Any = task.describe_data()
     try:
         if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
@@ -89,7 +89,7 @@ def facts_of_data(task: Task) -> dict[str, Any]:
 
 
 def digest_of_data(task: Task) -> str | None:
-    """What `data_digest` returns; of bytes and whole numbers their text. Raises BadInput."""
+    """The task's `data_digest`, as text. Raises BadInput."""
     digest: Any = task.data_digest()
     if isinstance(digest, bytes | bytearray):
         return digest.hex()

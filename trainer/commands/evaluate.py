@@ -51,7 +51,7 @@ def score(run: Run, on_test: bool) -> None:
 
 
 def _take_best_weights(run: Run) -> dict[str, Any] | None:
-    """Of when they are, for results.json; None where there are none, or their file is damaged."""
+    """Loads the best weights and returns their epoch and step; None where there are none, or their file is damaged."""
 
     def load() -> dict[str, Any]:
         state = run.directory.load_best()

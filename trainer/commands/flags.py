@@ -202,7 +202,7 @@ TRAINER_GROUPS: tuple[type, ...] = (
 
 @dataclass(frozen=True)
 class FromRun:
-    """Flags that the run decides which a command line goes on with or uses, as far as they are not the defaults.
+    """Flags that a command line takes from the run that it resumes or uses, where they are not the defaults.
 
     path: its folder, or its checkpoint that is named. values: each flag with its value.
     """
@@ -272,7 +272,7 @@ class Flags:
 
     @property
     def _groups(self) -> list[FlagGroup]:
-        """Those of the trainer."""
+        """Flags of the trainer."""
         groups = [self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint]
         return groups if self.multi is None else [*groups, self.multi]
 

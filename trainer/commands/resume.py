@@ -115,7 +115,7 @@ def take_weights(run: Run, state: Mapping[str, Any]) -> None:
 def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, to_train: bool = False) -> None:
     """Raises BadInput where the task tells other facts of its data than those that the weights were trained on.
 
-    to_train: the weights are trained on; then facts that are told now and were not then count too.
+    to_train: the weights are trained further; then facts that only the new data have count too.
     """
     then, now = state.get("data_facts", {}), run.facts["data_facts"]
     names = then.keys() | now.keys() if to_train else then.keys()
@@ -206,9 +206,9 @@ def _advice_on_epochs(run: Run, state: Mapping[str, Any], changed: Mapping[str, 
 
 
 def _forget_best_of_other_data(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """Has the best epoch chosen anew where the data have changed: scores on others cannot be compared with theirs.
+    """Forgets the best epoch where the data have changed, since scores on other data cannot be compared.
 
-    They have changed where the task says so, or has another number of samples and says nothing.
+    They have changed where the task's digest has, or without a digest the number of samples.
     """
     best, now = run.progress.best, run.facts
     digests = state.get("data_digest"), now.get("data_digest")

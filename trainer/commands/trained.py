@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """What `find_weights` finds; of a task that ships weights these, unless `--save-dir` is given and holds a run.
+    """The weights of `find_weights`, or the shipped ones of a task unless `--save-dir` is given and holds a run.
 
     So what happens to lie in a default folder does not decide. say: gets a line for whatever is damaged. Raises
     BadInput.
@@ -41,7 +41,7 @@ def find_run(
         label = f"the weights that come with {flags.run.task}"
         state = read_checkpoint(shipped, label, only_weights=True)
         run = TrainedRun(label, state, shipped.parent, comes_with_task=True)
-        other = f"; for those of the run in {folder} add --save-dir {shlex.quote(str(folder))}" if has_run else ""
+        other = f"; to use the run in {folder} add --save-dir {shlex.quote(str(folder))}" if has_run else ""
     else:
         run = find_weights(folder, files, say)
     assert flags.task_type is not None
@@ -49,7 +49,7 @@ def find_run(
 
 
 def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
-    """The flags of the run that a command line goes on with or uses, as its checkpoint has them; None without one.
+    """Flags in the checkpoint of the run that a command line resumes or uses; None without one.
 
     asked: flags of the trainer, by field, that are stated; without "save_dir" no folder is looked into.
     """

@@ -21,7 +21,7 @@ class BadInput(ValueError):
 
 
 class UnfitState(BadInput):
-    """What a run has come to cannot be saved: it diverged, drifted apart, or no resume could read it."""
+    """The state of a run cannot be saved: it diverged, its ranks drifted apart, or no resume could read it."""
 
 
 class DiskError(BadInput):

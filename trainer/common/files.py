@@ -20,12 +20,12 @@ from trainer.common.given import shortened
 T = TypeVar("T")
 
 _ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Of Python 3.14, whose zipfile unpacks Zstandard too."""
+"""Python 3.14 and newer unpack Zstandard too."""
 ARCHIVE_ERRORS = (
     *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
 )
-"""What reading a damaged archive raises, a zip by `ZipArchive`. RuntimeError is of an encrypted member."""
+"""Errors of reading a damaged archive, a zip by `ZipArchive`. An encrypted member raises RuntimeError."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
@@ -52,7 +52,7 @@ _BLOCK = 1 << 20
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """What reading gives, which is tried again after an error of the disk. Raises OSError when all attempts fail."""
+    """Reads, and tries again after an error of the disk. Raises OSError when all attempts fail."""
     for wait_s in READ_AGAIN_AFTER_S:
         try:
             return read()

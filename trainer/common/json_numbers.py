@@ -6,7 +6,7 @@ from typing import Any
 
 
 def plain(value: Any, name: str = "it") -> Any:
-    """The same in None, truth values, numbers, texts, lists, tuples and dicts, the latter by texts or whole numbers.
+    """A copy made of None, truth values, numbers, texts, lists, tuples, and dicts with texts or whole numbers as keys.
 
     Arrays, tensors and sets become lists, a set in an order of its own. name: what a message calls the value. Raises
     ValueError for whatever none of that says, with the name of the entry.

@@ -32,9 +32,9 @@ from trainer.task import Objective, Task
 BACKEND = "inductor"
 """What `--compile` compiles with."""
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
-"""What torch says in the second backward of compiled code."""
+"""Words of torch's error in the second backward of compiled code."""
 _MOST_VERSIONS = 64
-"""Of one function that torch compiles, before it runs as it is: blocks of different kinds are the same one to it."""
+"""Versions of one function that torch compiles before it runs it as it is; to torch all blocks are one function."""
 
 
 @dataclass
@@ -113,9 +113,9 @@ class _Recomputed(nn.Module):
     """
 
     path: ClassVar[str] = ""
-    """Of the block in the whole objective."""
+    """Path of the block in the objective."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """What forwards change, by the path of a submodule and the name in it; None before it is known."""
+    """Entries that forwards change, by the path of a submodule and the name in it; None before they are known."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

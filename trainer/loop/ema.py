@@ -1,4 +1,4 @@
-"""Averages of the weights, which are evaluated in place of those that training goes on with."""
+"""Averages of the weights, which are evaluated and saved beside the weights in training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ class ExponentialMovingAverage:
 
     @property
     def enabled(self) -> bool:
-        """Whether other weights are evaluated than training goes on with."""
+        """Whether the evaluated weights are others than the weights in training."""
         return self._decay > 0 or bool(self._averaging)
 
     def restart(self) -> None:
@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Has those of the optimizers that keep an average put it into the model. Raises BadInput."""
+        """Leaves averaging to the optimizers that keep an average themselves. Raises BadInput."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self._decay > 0:

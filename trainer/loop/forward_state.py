@@ -1,4 +1,4 @@
-"""What forwards change besides batch norms, as queues and codebooks: agreed on after every step, or undone."""
+"""State that forwards change besides batch norms, such as queues: agreed on after every step, or undone."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.module_state import ABSENT, Change, Entry, State, buffers_of, is_plain, named_modules
 
 Kind = tuple[torch.Size, torch.dtype]
-"""Of tensors that can be copied into each other, and are as large when they are sent."""
+"""Shape and type: tensors that share both can be copied into each other and sent as one another."""
 
 
 class ForwardState:
@@ -91,7 +91,7 @@ class ForwardState:
         self._kinds, self._shared = kinds, {path: self._shared[path] for path in kinds}
 
     def remarks(self, world_size: int) -> list[str]:
-        """What the user should know of it before training."""
+        """Lines for the user about such state, before training."""
         lines = []
         attributes = [change.path for change in self.changes.values() if not change.is_buffer and change.is_seen]
         unseen = [

@@ -34,7 +34,7 @@ class Account(NamedTuple):
 
 
 class Lockstep:
-    """Compares the parameters and persistent buffers of all processes every so many steps, and before every save.
+    """Compares the parameters and persistent buffers of all processes at intervals, and before every save.
 
     every: optimizer steps; 0 compares nothing. Nobody waits for it: the fingerprint goes along with the numbers that a
     step exchanges anyway, on a GPU once it has long since arrived. Those are added up, so the limbs h of a fingerprint

@@ -26,7 +26,7 @@ class PerSampleOutputs:
     def add(self, index: Tensor, outputs: Outputs) -> None:
         """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's.
 
-        Raises BadInput for other outputs than those of the batches before.
+        Raises BadInput where the outputs are not the ones of earlier batches.
         """
         found = {name: value.values for name, value in outputs.items() if isinstance(value, PerSample)}
         self._names = set(found) if self._names is None else self._names

@@ -14,7 +14,7 @@ from trainer.parallel.parts import is_sharded
 from trainer.task import ParamGroup
 
 _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
-"""What torch says where it has no rule for an operation on tensors in parts."""
+"""Words of torch's errors about operations without a rule for sharded tensors."""
 
 
 def without_wrappers(optimizer_type: type[torch.optim.Optimizer]) -> Any:
@@ -59,7 +59,7 @@ class ZeroStartSGD(torch.optim.SGD):
 
 
 def take_step(optimizer: Optimizer) -> None:
-    """Its `step`. Raises BadInput where it cannot train here, which some show no sooner."""
+    """Steps the optimizer. Raises BadInput where it cannot train here, which some show no sooner."""
     try:
         optimizer.step()
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

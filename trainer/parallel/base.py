@@ -281,7 +281,7 @@ class Parallel:
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Those of a `full_state`. Raises BadInput for moments of optimizers that train other parameters.
+        """Loads the moments of a `full_state`. Raises BadInput for moments of optimizers that train other parameters.
 
         dtype: of the parameters when it was saved.
         """
@@ -335,7 +335,7 @@ class SingleDevice(Parallel):
 
 
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], where: str = "") -> None:
-    """Raises BadInput for a sum of another shape than that of the same name before, or elsewhere."""
+    """Raises BadInput for a sum whose shape differs from the shape before, or on another rank."""
     if found != expected:
         raise BadInput(
             f"forward returns the sum {name!r} in the shape {tuple(found)}{where}, and returned it in the shape "

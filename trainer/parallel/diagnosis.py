@@ -30,7 +30,7 @@ GOES_ON = "the same command goes on from the last checkpoint"
 GAVE_UP = "Application timeout caused pair closure"
 """What gloo says when a single message has not come in time."""
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]+)")
-"""What torch says of a data-loading process, in the midst of whatever the training thread is doing."""
+"""Words of torch's error about a lost data-loading process, which may interrupt the training thread anywhere."""
 _WORKER_ENDS_S = 1.0
 """Within which a data-loading process that breaks a connection by its end has ended."""
 
@@ -98,7 +98,7 @@ class Diagnosis:
         return isinstance(error, LeftAtOnce) or (isinstance(error, KeyboardInterrupt) and not self.flags_signals)
 
     def _own_failure(self, error: BaseException) -> Failure:
-        """What this process failed with itself."""
+        """The failure of this process itself."""
         if isinstance(error, BadInput):
             return Failure(str(error), EXIT_BAD_INPUT)
         if self._is_of_user(error):

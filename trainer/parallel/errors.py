@@ -11,7 +11,7 @@ from trainer.common.errors import BadInput, shown_line
 from trainer.common.streams import to_stderr
 
 MOST_LINES = 400
-"""Of a traceback, the message of its exception included."""
+"""Lines of a traceback that are shown, with the message of its exception."""
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -20,7 +20,7 @@ EXIT_AGAIN = 75
 
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Of a run that a KeyboardInterrupt of the task's code stops, as Ctrl-C would."""
+"""The task's code raised a KeyboardInterrupt, which stops a run as Ctrl-C does."""
 
 
 class Failure(Exception):

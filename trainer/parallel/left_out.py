@@ -1,4 +1,4 @@
-"""What a process of a sharded run leaves out of a step. It takes part in the exchanges all the same.
+"""Blocks and gradients that a rank of a sharded run leaves out of a step, and its part in their exchanges.
 
 Gathers and reductions have no names: torch pairs the first one of a process with the first one of every other, and so
 on. A process that skips a block, or has no gradient of a parameter, would get what belongs to other parameters.
@@ -134,7 +134,7 @@ def _has_gradient(values: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """The same values, of which one needs a gradient: torch reduces a block as the backward comes to its input.
+    """The values, one of which now needs a gradient: torch reduces a block as the backward comes to its input.
 
     One whose input needs none it reduces at the end, with what is around blocks.
     """
@@ -142,7 +142,7 @@ def _needing_gradient(values: Any) -> Any:
 
 
 def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
-    """The same values, of which one has gone through the blocks. Raises BadInput where none can have a gradient."""
+    """The values, one of which has gone through the blocks. Raises BadInput where none can have a gradient."""
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:

@@ -22,7 +22,7 @@ ALIKE = "start all ranks by the same command, and each job at a MASTER_PORT of i
 SIZE = "WORLD_SIZE of rank 0"
 
 _runs = itertools.count()
-"""Of this process; those that meet have had equally many."""
+"""Counts the runs of this process; processes that meet have had equally many."""
 
 
 def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:

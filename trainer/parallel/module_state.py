@@ -1,4 +1,4 @@
-"""What modules hold besides their parameters, in buffers and plain attributes: kept, put back, compared."""
+"""The state of modules besides their parameters, in buffers and plain attributes: kept, put back, compared."""
 
 import copy
 import random
@@ -31,7 +31,7 @@ Entry = tuple[dict[str, Any], str]
 
 
 def entry_of(module: nn.Module, name: str) -> Entry:
-    """Of a buffer, or else of an attribute."""
+    """The entry of a buffer, or else of an attribute."""
     return (module._buffers, name) if name in module._buffers else (module.__dict__, name)
 
 
@@ -41,7 +41,7 @@ def is_plain(value: Any) -> bool:
 
 
 class State:
-    """What entries hold at a moment, and what is within that in lists, dictionaries, sets, deques and tuples.
+    """Values of entries at a moment, with all that lists, dictionaries, sets, deques and tuples among them hold.
 
     It refers to all values, and copies none. copyable: the tensors and arrays among them, by their ids; but for those
     with a gradient, which belong to one forward.
@@ -50,7 +50,7 @@ class State:
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
         self.contents: dict[int, tuple[Any, Any]] = {}
-        """Of each container, by its id: itself, and a shallow copy."""
+        """Each container, by its id, with a shallow copy."""
         self.copyable: dict[int, Any] = {}
         self.others: dict[int, Any] = {}
         """Objects of any other kind."""
@@ -80,11 +80,11 @@ class State:
         return any(isinstance(value, Tensor) and value.requires_grad for value in self.others.values())
 
     def copies(self) -> dict[int, Any]:
-        """Of all that is copyable, by the id of the original."""
+        """Copies of all that is copyable, by the id of the original."""
         return copied(self.copyable)
 
     def of_now(self) -> "State":
-        """What the same entries hold now."""
+        """Values of the same entries now."""
         return State((owner, name) for owner, name, _ in self.entries)
 
     def write(self, instead: Mapping[int, Any] | None = None) -> None:
@@ -269,7 +269,7 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Of what a module holds now with a state, of which it was given these copies."""
+    """Compares a module with a state, of which it was given these copies."""
 
     def __init__(self, module: nn.Module, state: State, copies: Mapping[int, Any]) -> None:
         self._state, self._copies = state, copies
@@ -349,7 +349,7 @@ def version_of(value: Any) -> int:
 
 
 def _view(value: Any) -> Any:
-    """What can be seen of the state of an object of any kind, to be compared: its attributes, or where it draws."""
+    """The visible state of an object of any kind, to be compared: its attributes, or how far a generator has come."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, random.Random):
@@ -364,7 +364,7 @@ def _view(value: Any) -> Any:
 
 
 class _Attributes:
-    """Those of an object at a moment, but for what is within them. One that comes later may be a cache, and is none."""
+    """Attributes of an object at a moment, without their own. One that appears later may be a cache, and is ignored."""
 
     def __init__(self, value: Any) -> None:
         self.held = {name: (item, version_of(item)) for name, item in vars(value).items()}
@@ -383,7 +383,7 @@ def _is_same_value(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Those that a checkpoint has, by their names. One that has several is there once."""
+    """Buffers that a checkpoint has, by their names; a buffer of several names is there once."""
     names = {
         f"{path}.{name}" if path else name
         for path, each in module.named_modules()

@@ -32,7 +32,7 @@ def remember_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its `state_dict`, `encoded`, with `CHANGED` in the groups where there are such settings.
+    """The optimizer's `state_dict`, `encoded`, with `CHANGED` in the groups where there are such settings.
 
     The other settings come from the command line again: those that no file holds are left out.
     """
@@ -49,7 +49,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a checkpoint holds of a group. before: its settings before the first step, where they may change."""
+    """The part of a group that a checkpoint holds. before: its first settings, where they may change."""
     settings, known = _settings(group), before or {}
     changed = [
         name
@@ -74,8 +74,8 @@ def with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Gives an optimizer what `state_of` has made of its state. dtype: of the parameters when it was saved.
 
-    torch brings tensors and numbers of a parameter to its device, and spoils other things on the way: of a text it
-    makes that of a generator, a deque loses its length. So they are put in place afterwards.
+    torch brings tensors and numbers of a parameter to its device, and spoils other things on the way: a text
+    becomes that of a generator, a deque loses its length. So such values are put in place afterwards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
@@ -147,7 +147,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What was `encoded`. All processes call it, for of an array like a sharded parameter each was given a part."""
+    """The opposite of `encoded`. All processes call it, since each may hold a shard of an array."""
     if type(value) in (list, tuple):
         return type(value)(map(decoded, value))
     if type(value) is not dict:

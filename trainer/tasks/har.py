@@ -146,7 +146,7 @@ class HarTask(Task):
     hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
     headline = ("loss", "accuracy", "macro_f1")
     _new: NewWindows | None = None
-    """What `new_data` has read."""
+    """Windows that `new_data` has read."""
     _has_doubted = False
 
     def splits(self) -> Mapping[str, KeyedDataset]:
@@ -237,13 +237,13 @@ class HarTask(Task):
     def _facts_of_own(self) -> Mapping[str, Any]:
         recordings, told_hz = self._recordings, self._own.rate_hz
         facts: dict[str, Any] = {"channels": list(recordings.channels), "classes": list(recordings.classes)}
-        # Not the usual rate: a run goes on with data of the same facts alone, and older ones have none of a rate.
+        # Not the usual rate: a resume needs equal facts, and older runs have no fact of a rate.
         if self.config.rate is None and told_hz is not None and not is_same_rate(told_hz, WindowFormat.rate_hz):
             facts["rate_hz"] = usual_rate_hz(told_hz)
         return facts
 
     def data_digest(self) -> str:
-        """Of a user's own recordings, or of the activities of others, and who is held out."""
+        """Digest of a user's own recordings, or of the published activities, and of who is held out."""
         parts = self._windows.values()
         if not self._has_own:
             return digest_of(*(array for part in parts for array in (part.rows, part.labels)))

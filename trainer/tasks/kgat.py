@@ -173,7 +173,7 @@ class KgatObjective(Objective):
         return {"loss": ranking + self.config.kg_l2 * squares.sum(), "ranking": ranking}
 
     def scores(self, users: Tensor) -> Tensor:
-        """Of all items, (B, num_items), after `start_evaluation`; in full precision, for ranks lie close together.
+        """Scores of all items, (B, num_items), after `start_evaluation`; in full precision, since ranks are close.
 
         Hidden items have the score -inf.
         """

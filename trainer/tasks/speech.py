@@ -391,7 +391,7 @@ class SpeechTask(Task):
         return self._splits
 
     def remarks(self) -> Sequence[str]:
-        """What was found in a user's own data, or in new recordings, and how many are left out, and why."""
+        """A short table of a user's own data or new recordings, and what is left out, and why."""
         if self._new is not None:
             rows, left_out = list(self._new.found.items()), self._new.skipped
         elif self.data_facts is not None or self.config.data_dir is None:

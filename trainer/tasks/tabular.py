@@ -296,7 +296,7 @@ class TabularTask(Task):
         return {"classes": list(self._table.labels.classes), "columns": list(self._table.features.names)}
 
     def remarks(self) -> Sequence[str]:
-        """What was understood of a table, and of one that is to be predicted."""
+        """A short table of the columns of a user's own table, and notes on one that is to be predicted."""
         if self.config.data_dir is None:
             return ()
         known, most = len(self._known.labels), self.config.max_context
