@@ -21,14 +21,14 @@ from trainer.checkpoint.records import RESULTS, as_json, read_config, read_json
 from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
-from trainer.common.errors import BadInput, reason
+from trainer.common.errors import BadInput, DiskError, reason
 from trainer.common.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
 METRICS = "metrics.jsonl"
 
 
-class NoRoom(BadInput):
+class NoRoom(DiskError):
     """A checkpoint did not fit; what was there before stays. problem: what happened, without advice."""
 
     def __init__(self, problem: str) -> None:
@@ -251,11 +251,11 @@ class RunDirectory:
         source = self.entries[-1].source if self.entries else None
         return None if source is None or Path(source).parent == self.path.resolve() else source
 
-    def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> BadInput:
+    def _refusal(self, error: OSError | RuntimeError, file: str, needed: int) -> DiskError:
         try:
             free = shutil.disk_usage(self.path).free
         except FileNotFoundError:
-            return BadInput(f"--save-dir {self.path}: cannot write {file}: {FOLDER_GONE}; run the same command again")
+            return DiskError(f"--save-dir {self.path}: cannot write {file}: {FOLDER_GONE}; run the same command again")
         cause = getattr(error, "strerror", None) or reason(error)
         problem = (
             f"--save-dir {self.path}: cannot write {file}: {cause}: it needs about {_size(needed)} and "
@@ -263,7 +263,7 @@ class RunDirectory:
         )
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             return NoRoom(problem)
-        return BadInput(f"{problem}; see to the file system, or choose another folder, and run the same command again")
+        return DiskError(f"{problem}; see to the file system, or choose another folder, and run the same command again")
 
     def _tidy(self) -> None:
         """After a save. Raises BadInput."""
@@ -275,7 +275,7 @@ class RunDirectory:
         except OSError as error:
             # Without room for a copy the links stay as they are until the next save or start.
             if error.errno not in DISK_FULL:
-                raise BadInput(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
+                raise DiskError(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
 
 
 def _size(num_bytes: int) -> str:

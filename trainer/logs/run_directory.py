@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import DiskError
 from trainer.common.files import DISK_FULL, FOLDER_GONE
 from trainer.logs.files import FileLogger
 from trainer.logs.logger import LoggedRun, Logger, Record
@@ -12,7 +12,7 @@ from trainer.task import Picture
 
 
 class RunDirectoryLogger(Logger):
-    """Every method raises BadInput when the disk refuses, and OSError when it is full, which whoever trains tells."""
+    """Every method raises DiskError when the disk refuses, and OSError when it is full, which whoever trains tells."""
 
     def __init__(self) -> None:
         self._files, self._board = FileLogger(), TensorBoardLogger()
@@ -59,7 +59,7 @@ class RunDirectoryLogger(Logger):
             if error.errno in DISK_FULL:
                 raise
             reason = error.strerror or error if self._directory.is_dir() else FOLDER_GONE
-            raise BadInput(
+            raise DiskError(
                 f"--save-dir {self._directory}: cannot write a log: {reason}; see to the file system and run the same "
                 "command again"
             ) from None

@@ -169,6 +169,11 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
         sums = net(parallel.to_device(example), phase)
         parallel.draws_on_host |= _places_in_generators() != drawn
         require_sums(sums, objective, phase)
+        if not sums["loss"].requires_grad:
+            raise BadInput(
+                f"{_training_forward(objective, phase)} returns a loss that depends on none of the parameters of "
+                "`param_groups`; see Objective in trainer/task.py"
+            )
         if changed := _changed(parameters, objective.named_parameters()):
             raise BadInput(
                 f"{_training_forward(objective, phase)} changes {changed[0]}, a parameter, which each process would do "
@@ -272,8 +277,6 @@ def _problem_of_sums(sums: object) -> str | None:
         return f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
     if sums["loss"].dim() > 0:
         return f"returns a loss of shape {tuple(sums['loss'].shape)}: it must be one number, the sum over the samples"
-    if not sums["loss"].requires_grad:
-        return "returns a loss that depends on none of the parameters of `param_groups`"
     if "weight" in sums:
         return "returns 'weight', which is the trainer's own name for the number of loss terms"
     return None

@@ -6,7 +6,7 @@ same step, with the same records.
 
 import torch
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UnfitState
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord
 
@@ -15,7 +15,7 @@ NUM_SAMPLES_SHOWN = 8
 
 
 def check_steps(run: Run, wait: bool) -> None:
-    """Deals with steps that were not finite: ends the run by BadInput, or counts them as skipped.
+    """Deals with steps that were not finite: ends the run by UnfitState, or counts them as skipped.
 
     wait: learn about all steps so far; otherwise only about those whose outcome is known without waiting.
     """
@@ -49,15 +49,15 @@ def describe(run: Run, record: StepRecord) -> str:
     )
 
 
-def divergence(run: Run, account: str, in_vain: str = "", is_first: bool = False) -> BadInput:
+def divergence(run: Run, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
     """The end of a run. in_vain: what was tried before. is_first: whether no step has changed the weights before."""
     skip = "" if in_vain else ", or leave such steps out with --on-nonfinite skip"
     if is_first:
-        return BadInput(
+        return UnfitState(
             f"training diverged: {account}; the weights were those of the start: look at those samples, at the flags "
             f"that scale or vary them, and at the model{skip}"
         )
-    return BadInput(
+    return UnfitState(
         f"training diverged: {account}; {in_vain}it was not applied, and earlier checkpoints are intact; lower --lr "
         f"{run.learning_rate.peak:g}, lengthen --warmup-epochs, lower --max-grad-norm {run.learner.max_grad_norm:g}, "
         f"look at those samples{skip}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
 from trainer.common.errors import BadInput, DiskError, UnfitState, reason
@@ -39,7 +40,7 @@ def rescue(run: Run, end: Failure | BadInput) -> None:
         # Of data that are refused the main process has the BadInput itself; a user who leaves at once does not wait.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
-        is_left = isinstance(end, DiskError | UnfitState)
+        is_left = isinstance(end, DiskError | LockTaken | UnfitState)
     if is_left:
         return
     lost = end.lost if isinstance(end, Failure) else None
