@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.file import flaw_of_saving, outline_of
 from trainer.checkpoint.kinds import not_finite
+from trainer.checkpoint.readable import flaw_of_saving, outline_of
 from trainer.common.errors import UnfitState
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress

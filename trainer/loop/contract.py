@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.file import flaw_of_model
+from trainer.checkpoint.readable import flaw_of_model
 from trainer.common.errors import BadInput, printable
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
