@@ -93,7 +93,7 @@ class Rows:
 
 
 def key_of_name(text: str) -> str:
-    """The same for spellings of one name: 1, 01 and 1.0, yes and YES; "" for a mark of what is missing.
+    """A key that spellings of one name share: 1, 01 and 1.0, yes and YES; "" for a mark of a missing value.
 
     A single letter and its capital have two keys, since codes have both.
     """
