@@ -27,7 +27,7 @@ from trainer.config import refuse
 from trainer.loading.order import Position, evaluation_keys
 from trainer.loop.epoch_start import start_epoch
 from trainer.loop.evaluate import evaluate
-from trainer.loop.train import start_stretch, train_window
+from trainer.loop.train import start_segment, train_window
 from trainer.loop.windows import Agreed, Window, agree_ahead, training_windows
 from trainer.task import Objective, Task
 
@@ -47,7 +47,7 @@ class Lockstep:
         ]  # fmt: skip
         self.run = opened_run(Path(self.scratch.name) / "run", self.argv)
         self.run.progress.start_epoch(0, PHASES)
-        start_stretch(self.run)
+        start_segment(self.run)
         self.windows = {phase: self.windows_of(phase) for phase in PHASES}
 
     def windows_of(self, phase: str) -> Iterator[tuple[Window, Agreed]]:

@@ -172,7 +172,7 @@ class Turns:
     def __init__(self, run, bare, wait: Callable[[], None] = lambda: None) -> None:
         self.bare, self.bare_steps, self.wait = bare, bare.steps(), wait
         self.advance, run.log.advance = run.log.advance, self.after_step
-        self.start_epoch, run.log.start_stretch = run.log.start_stretch, self.before_epoch
+        self.start_epoch, run.log.start_segment = run.log.start_segment, self.before_epoch
         self.end_training, run.log.end_training = run.log.end_training, self.after_epoch
         self.blocks: list[tuple[float, float]] = []
         self.ends: list[tuple[float, float]] = []

@@ -55,7 +55,7 @@ class Turns(SilentLog):
         self.idle = Lockstep(run.learner.objective, run.parallel, every=0), RankTimes(run.parallel, 1.3)
         for watch in self.watching:
             watch.begin()
-        self.marks = run.parallel.activity.on_border, run.parallel.mark_exchange
+        self.marks = run.parallel.activity.on_border, run.parallel.mark_comm_start
         self.since = now()
 
     def advance(self, num_samples: int) -> None:
@@ -68,9 +68,9 @@ class Turns(SilentLog):
             raise EnoughSteps
         watches = len(self.blocks) % 2 == 0
         self.run.lockstep, self.run.rank_times = self.watching if watches else self.idle
-        on_border, mark_exchange = self.marks if watches else (lambda name: None, lambda loss: None)
+        on_border, mark_comm_start = self.marks if watches else (lambda name: None, lambda loss: None)
         self.run.parallel.activity.on_border = on_border
-        self.run.parallel.mark_exchange = mark_exchange  # type: ignore[method-assign]
+        self.run.parallel.mark_comm_start = mark_comm_start  # type: ignore[method-assign]
 
 
 def measure(environment: RankEnvironment, folder: Path, num_blocks: int) -> int:

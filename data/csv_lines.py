@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import IO, NamedTuple
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import lines_of
 
 DELIMITERS = (",", ";", "\t")
@@ -82,18 +82,18 @@ def _numeric_order(digits: str) -> tuple[int, str, str]:
 def first_line(text: Iterator[str], where: str) -> tuple[int, str]:
     """How many blank lines a file begins with, and the line below them, "" where there is none.
 
-    where: the file as messages call it. Raises BadInput for JSON.
+    where: the file as messages call it. Raises UserError for JSON.
     """
     num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
     if first.lstrip().startswith(("{", "[{", "[[")) or first.strip() == "[":
-        raise BadInput(f"{where}: is JSON, which is not read; convert it to a CSV file with a line of names")
+        raise UserError(f"{where}: is JSON, which is not read; convert it to a CSV file with a line of names")
     return num_blank, first
 
 
 def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int = 0) -> Iterator[Line]:
     """The lines that are not blank. Quotes, and spaces before a value, do not belong to it.
 
-    where: the file as messages call it. num_before: lines of the file before the text. Raises BadInput.
+    where: the file as messages call it. num_before: lines of the file before the text. Raises UserError.
     """
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
     num_done = 0
@@ -104,8 +104,8 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str, num_before: int =
                 yield num_before + num_done, fields
     except csv.Error as error:
         if str(error) == "unexpected end of data":
-            raise BadInput(f"{where}, line {num_before + num_done + 1}: a quote is opened and never closed") from None
-        raise BadInput(f"{where}, line {num_before + reader.line_num}: {error}; mend the line") from None
+            raise UserError(f"{where}, line {num_before + num_done + 1}: a quote is opened and never closed") from None
+        raise UserError(f"{where}, line {num_before + reader.line_num}: {error}; mend the line") from None
 
 
 class CsvTable(NamedTuple):
@@ -120,7 +120,7 @@ class CsvTable(NamedTuple):
 def csv_table(file: IO[str], where: str) -> CsvTable:
     """A file whose first line that is not blank names columns, which commas, semicolons or tabs separate.
 
-    With semicolons the decimal point of a number may be a comma. where: the file as messages call it. Raises BadInput.
+    With semicolons the decimal point of a number may be a comma. where: the file as messages call it. Raises UserError.
     """
     text = lines_of(file)
     num_blank, first = first_line(text, where)
@@ -132,12 +132,12 @@ def csv_table(file: IO[str], where: str) -> CsvTable:
 
 @contextmanager
 def reading_utf8(where: str, advice: str) -> Iterator[None]:
-    """Makes a BadInput of bytes that are no UTF-8. where: as the message calls the file."""
+    """Makes a UserError of bytes that are no UTF-8. where: as the message calls the file."""
     try:
         yield
     except UnicodeDecodeError as error:
         start = next((start for start in _OTHER_FORMATS if error.object.startswith(start)), None)
         if start is not None:
-            raise BadInput(f"{where}: is {_OTHER_FORMATS[start]}, which is not read; {advice}") from None
+            raise UserError(f"{where}: is {_OTHER_FORMATS[start]}, which is not read; {advice}") from None
         byte = f"0x{error.object[error.start]:02x}"
-        raise BadInput(f"{where}: is not text in UTF-8, but has the byte {byte}; {advice}") from None
+        raise UserError(f"{where}: is not text in UTF-8, but has the byte {byte}; {advice}") from None

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import ARCHIVE_ERRORS, MOST_WHOLE, ZipArchive, read_at_most, require_regular, stamp
 
 _READ_BYTES = 1 << 16
@@ -30,12 +30,12 @@ class Source(ABC):
 
     @cached_property
     def files(self) -> list["DataFile"]:
-        """The visible ones, by name. Raises BadInput when they cannot be listed."""
+        """The visible ones, by name. Raises UserError when they cannot be listed."""
         with reading_errors(self.where):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """All visible files whose names are wanted, in the order in which they are read quickest. Raises BadInput."""
+        """All visible files whose names are wanted, in the order in which they are read quickest. Raises UserError."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
@@ -79,12 +79,12 @@ class DataFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """The content from its start, unpacked on the way. Raises BadInput, inside of the context too."""
+        """The content from its start, unpacked on the way. Raises UserError, inside of the context too."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
     def read(self) -> bytes:
-        """The content. Raises BadInput, also for more than MOST_WHOLE bytes once it is unpacked."""
+        """The content. Raises UserError, also for more than MOST_WHOLE bytes once it is unpacked."""
         with self.open() as file:
             return read_at_most(file, MOST_WHOLE)
 
@@ -174,13 +174,13 @@ class TarGz(Source):
 def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> Source | None:
     """What a path leads to, or None where that is a single file.
 
-    depth: see Folder. advice: what to give where there is nothing, for which BadInput is raised. flag: by which the
+    depth: see Folder. advice: what to give where there is nothing, for which UserError is raised. flag: by which the
     path was given.
     """
     where = f"{flag} {path}"
     with reading_errors(where):
         if not path.exists():
-            raise BadInput(f"{where}: no such file or folder; {advice}")
+            raise UserError(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
             os.scandir(path).close()  # `glob` finds nothing in a folder that must not be read, and does not say why
             return Folder(path, where, depth=depth)
@@ -193,15 +193,15 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
 
 @contextmanager
 def reading_errors(where: str) -> Iterator[None]:
-    """Makes a BadInput of what reading a file or an archive raises. where: as the message calls it."""
+    """Makes a UserError of what reading a file or an archive raises. where: as the message calls it."""
     try:
         yield
     except FileNotFoundError as error:
-        raise BadInput(f"{where}: {error.strerror or error}; the data set is not complete") from None
+        raise UserError(f"{where}: {error.strerror or error}; the data set is not complete") from None
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         told = str(reason)[:_MOST_OF_A_REASON]  # that of a damaged zip repeats bytes of the file
-        raise BadInput(f"{where}: cannot be read or is damaged ({told}); fetch it again") from None
+        raise UserError(f"{where}: cannot be read or is damaged ({told}); fetch it again") from None
 
 
 def shown(names: Iterable[str]) -> str:

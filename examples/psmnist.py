@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.speech.parallel_lmu import ParallelLMU
-from trainer import BadInput, Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag
+from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, UserError, flag
 
 NUM_PIXELS, NUM_DIGITS = 784, 10
 ORDER = np.random.default_rng(0).permutation(NUM_PIXELS)
@@ -58,15 +58,17 @@ def read_idx(folder: Path, name: str, num_axes: int) -> np.ndarray:
     """An array of bytes in MNIST's format: two zeros, 8 for bytes, the number of axes, their sizes, the bytes."""
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
-        raise BadInput(f"--data-dir {folder}: has neither {name} nor {name}.gz; they are at {ADDRESS}")
+        raise UserError(f"--data-dir {folder}: has neither {name} nor {name}.gz; they are at {ADDRESS}")
     try:
         data = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
         shape = np.frombuffer(data, ">i4", num_axes, offset=4)
     except (OSError, EOFError, ValueError) as error:
-        raise BadInput(f"--data-dir: {found[0]} cannot be read: {error}; get it anew from {ADDRESS}") from None
+        raise UserError(f"--data-dir: {found[0]} cannot be read: {error}; get it anew from {ADDRESS}") from None
     start = 4 + 4 * num_axes
     if data[:4] != bytes([0, 0, 8, num_axes]) or len(data) - start != math.prod(shape.tolist()):
-        raise BadInput(f"--data-dir: {found[0]} is not the file of MNIST, or not all of it; get it anew from {ADDRESS}")
+        raise UserError(
+            f"--data-dir: {found[0]} is not the file of MNIST, or not all of it; get it anew from {ADDRESS}"
+        )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
@@ -105,7 +107,7 @@ class PermutedPixels(Task):
             for part in ("train", "t10k")
         )
         if num_val >= len(train[0]):
-            raise BadInput(f"--num-val {num_val}: leaves none of {len(train[0])} pictures to train on; hold out fewer")
+            raise UserError(f"--num-val {num_val}: leaves none of {len(train[0])} pictures to train on; hold out fewer")
         return {
             "train": Pixels(train[0][:-num_val], train[1][:-num_val]),
             "val": Pixels(train[0][-num_val:], train[1][-num_val:]),

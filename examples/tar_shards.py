@@ -23,7 +23,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import BadInput, Batch, FlagGroup, Objective, SampleKeys, Sums, Task, cached_arrays, flag, sharded_batches
+from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, UserError, cached_arrays, flag, sharded_batches
 
 SHAPE = (32, 32)
 NUM_CLASSES = 4
@@ -65,7 +65,7 @@ def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
 
 
 def index_of(path: Path) -> dict[str, np.ndarray]:
-    """spans: (n, 2, 2) int64, of each sample and field the first byte and the number of bytes. Raises BadInput."""
+    """spans: (n, 2, 2) int64, of each sample and field the first byte and the number of bytes. Raises UserError."""
     spans = []
     try:
         with Headers(io.FileIO(path), tarfile.BLOCKSIZE) as file:
@@ -75,7 +75,7 @@ def index_of(path: Path) -> dict[str, np.ndarray]:
                     raise tarfile.ReadError(f"{key} has no .{missing[0]}")
                 spans.append([found[field] for field in FIELDS])
     except (OSError, tarfile.TarError) as error:
-        raise BadInput(f"--shards: {path} cannot be read or is damaged ({error}); fetch it again") from None
+        raise UserError(f"--shards: {path} cannot be read or is damaged ({error}); fetch it again") from None
     return {"spans": np.array(spans, dtype=np.int64).reshape(-1, len(FIELDS), 2)}
 
 
@@ -90,12 +90,12 @@ class Shard:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the last reference)
 
     def sample(self, number: int) -> tuple[np.ndarray, int]:
-        """Raises BadInput."""
+        """Raises UserError."""
         try:
             picture, label = (self._read(*span) for span in self.spans[number].tolist())
             return decoded(picture, label)
         except Exception as error:  # whatever a decoder makes of damaged bytes
-            raise BadInput(f"--shards: sample {number} of {self.path} is damaged ({error}); fetch it again") from None
+            raise UserError(f"--shards: sample {number} of {self.path} is damaged ({error}); fetch it again") from None
 
     def _read(self, start: int, size: int) -> bytes:
         content = os.pread(self._file.fileno(), size, start)
@@ -182,7 +182,7 @@ class TarShards(Task):
         found = {name: sorted(self.config.shards.glob(f"{name}-*.tar")) for name in ("train", "val", "test")}
         for name, paths in found.items():
             if not paths:
-                raise BadInput(f"--shards {self.config.shards}: holds no {name}-*.tar")
+                raise UserError(f"--shards {self.config.shards}: holds no {name}-*.tar")
         return {name: TarSamples(paths, self.cache_dir) for name, paths in found.items()}
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:

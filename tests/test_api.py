@@ -17,8 +17,8 @@ import torch
 import trainer
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
-from trainer.commands.in_process import process_restored
-from trainer.common.errors import BadInput
+from trainer.commands.process_state import process_restored
+from trainer.common.errors import UserError
 from trainer.parallel.errors import Failure
 from trainer.parallel.signals import ONE_CTRL_C_S
 from trainer.tasks import is_same_task, name_of
@@ -87,7 +87,7 @@ def same_run(one, other):
 # --- the same as the command line --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"epochs": 2, "test": False, "ema_decay": 0.9, "grad_accum_steps": 2}])
+@pytest.mark.parametrize("settings", [{}, {"epochs": 2, "no_test": True, "ema_decay": 0.9, "grad_accum_steps": 2}])
 def test_fit_trains_like_the_command_line(settings, train, tmp_path, monkeypatch):
     flags = ["--epochs", 2, "--no-test", "--ema-decay", 0.9, "--grad-accum-steps", 2] if settings else []
     train(tmp_path / "cli", *flags)
@@ -125,7 +125,7 @@ def test_settings_go_before_those_of_files(train, tmp_path):
 def test_a_file_may_not_ask_for_more_than_a_run(line, tmp_path):
     (tmp_path / "my.toml").write_text(line)
     name = line.partition(" ")[0].replace("-", "_")
-    with pytest.raises(trainer.BadInput, match=f"^{name}, in a file of config: fit trains one run"):
+    with pytest.raises(trainer.UserError, match=f"^{name}, in a file of config: fit trains one run"):
         trainer.fit(Weighted, config=tmp_path / "my.toml", save_dir=tmp_path / "run", **SETTINGS)
     assert not (tmp_path / "run").exists()
 
@@ -218,7 +218,7 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
         "lrr": 1, "num_trian": 3, "epochs": 0, "lr": "fast", "fresh": "yes", "gpu_ids": [], "seeds": 2,
         "predict": "x.csv", "resume_from": tmp_path / "none.pth",
     }  # fmt: skip
-    with pytest.raises(trainer.BadInput) as refusal:
+    with pytest.raises(trainer.UserError) as refusal:
         trainer.fit(Weighted, save_dir=tmp_path / "run", **wrong)
     expected = [
         "lrr: no such setting; did you mean lr?", "num_trian: no such setting; did you mean num_train?",
@@ -236,12 +236,12 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
 @pytest.mark.parametrize("task", [Weighted.Config, "har", Weighted])
 def test_what_is_no_task_is_refused(task, tmp_path):
     given = task if task is not Weighted else object()
-    with pytest.raises(trainer.BadInput, match="must be a class derived from"):
+    with pytest.raises(trainer.UserError, match="must be a class derived from"):
         trainer.fit(given, save_dir=tmp_path / "run")
 
 
 def test_a_refusal_of_the_run_is_raised_and_not_printed(tmp_path, capsys):
-    with pytest.raises(trainer.BadInput, match="--drop-last"):
+    with pytest.raises(trainer.UserError, match="--drop-last"):
         trainer.fit(Weighted, save_dir=tmp_path, drop_last=True, **(SETTINGS | {"batch_size": 100}))
     assert capsys.readouterr().err == ""
     assert trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS).run.state == "finished"
@@ -264,7 +264,7 @@ def test_one_run_at_a_time(acts, tmp_path):
         trainer.fit(Weighted, save_dir=tmp_path / "inner", **SETTINGS)
 
     acts(fit_within, 1)
-    with pytest.raises(trainer.BadInput, match="this process trains already"):
+    with pytest.raises(trainer.UserError, match="this process trains already"):
         trainer.fit(Actor, save_dir=tmp_path / "outer", **SETTINGS)
     assert not (tmp_path / "inner").exists()
 
@@ -273,7 +273,7 @@ def test_a_class_that_processes_cannot_import_is_refused(tmp_path):
     class Local(Weighted):
         pass
 
-    with pytest.raises(trainer.BadInput, match=r"cannot import .*Local from a notebook, a prompt or a function"):
+    with pytest.raises(trainer.UserError, match=r"cannot import .*Local from a notebook, a prompt or a function"):
         trainer.fit(Local, save_dir=tmp_path / "run", multi_gpu="ddp", nproc=2, device="cpu")
     assert not (tmp_path / "run").exists()
     assert trainer.fit(Local, save_dir=tmp_path / "alone", **SETTINGS).run.state == "finished"
@@ -341,7 +341,7 @@ def test_the_process_is_as_it_was(end, acts, tmp_path):
                 **(SETTINGS | {"num_threads": torch.get_num_threads() + 1, "lr": lr, "warmup_steps": 0}),
             )
             assert end in ("finished", "interrupted")
-        except (ZeroDivisionError, trainer.BadInput):
+        except (ZeroDivisionError, trainer.UserError):
             assert end in ("failed", "refused")
         assert global_state() == before
     finally:
@@ -402,7 +402,7 @@ del mine
 gc.collect()
 try:
     trainer.load({str(tmp_path / "run")!r})
-except trainer.BadInput as error:
+except trainer.UserError as error:
     print(error)
 """)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -414,19 +414,19 @@ except trainer.BadInput as error:
 
 
 def test_load_says_what_is_missing(train, tmp_path):
-    with pytest.raises(trainer.BadInput, match="holds no intact checkpoint"):
+    with pytest.raises(trainer.UserError, match="holds no intact checkpoint"):
         trainer.load(tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(trainer.BadInput, match="holds no intact checkpoint"):
+    with pytest.raises(trainer.UserError, match="holds no intact checkpoint"):
         trainer.load(tmp_path)
     (tmp_path / "gone.py").write_text("from tests.helpers.weighted_task import Weighted\nclass Gone(Weighted): pass\n")
     train(tmp_path / "run", "--task", f"{tmp_path / 'gone.py'}:Gone")
     (tmp_path / "gone.py").unlink()
     sys.modules.pop("gone")
-    with pytest.raises(trainer.BadInput, match=r"gone\.py:Gone: .* give the class, as task="):
+    with pytest.raises(trainer.UserError, match=r"gone\.py:Gone: .* give the class, as task="):
         trainer.load(tmp_path / "run")
     assert isinstance(trainer.load(tmp_path / "run", Weighted), Network)
-    with pytest.raises(trainer.BadInput, match="is of another model"):
+    with pytest.raises(trainer.UserError, match="is of another model"):
         trainer.load(tmp_path / "run", HarTask)
 
 
@@ -445,7 +445,7 @@ def test_names_of_tasks():
 
 def test_import_trainer_is_light():
     code = (
-        "import sys, trainer; trainer.BadInput; assert 'torch' not in sys.modules and 'trainer.cli' not in sys.modules"
+        "import sys, trainer; trainer.UserError; assert 'torch' not in sys.modules and 'trainer.cli' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -523,7 +523,7 @@ def test_fit_under_torchrun(script, command, tmp_path):
 def test_all_ranks_raise_what_is_wrong(script):
     done = script(launcher=("torchrun", "--nproc_per_node=2", "--no-python", sys.executable), more="lrr=1,")
     assert done.returncode == 1
-    assert len(re.findall("BadInput: lrr: no such setting", done.stderr)) >= 1
+    assert len(re.findall("UserError: lrr: no such setting", done.stderr)) >= 1
 
 
 @pytest.mark.slow
@@ -576,7 +576,7 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
 @pytest.mark.slow
 def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
     settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}
-    with pytest.raises(trainer.BadInput, match="refused to train, and said why"):
+    with pytest.raises(trainer.UserError, match="refused to train, and said why"):
         trainer.fit(Weighted, **(settings | {"drop_last": True, "batch_size": 100}))
     with pytest.raises(Failure, match="ended with status 1"):
         trainer.fit(Failing, **settings)
@@ -593,7 +593,7 @@ class Unlearnable(Weighted):
 
 
 def test_a_model_without_parameters_is_refused_in_words(tmp_path):
-    with pytest.raises(BadInput, match=r"Unlearnable.param_groups: phase 'train': trains no parameters"):
+    with pytest.raises(UserError, match=r"Unlearnable.param_groups: phase 'train': trains no parameters"):
         trainer.fit(Unlearnable, save_dir=tmp_path, **SETTINGS)
 
 

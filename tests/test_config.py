@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from trainer.commands.parse import parse
-from trainer.config import FlagGroup, build_parser, flag, flag_values, parse_flags
+from trainer.config import FlagGroup, arguments_of, build_parser, checked_defaults, flag, flag_values, parse_flags
 from trainer.tasks import TASKS
 
 
@@ -189,3 +189,15 @@ def test_wrong_task_does_not_hide_other_mistakes(task, message):
     assert len(problems) == 2
     assert message in problems[0]
     assert "--lr x" in problems[1]
+
+
+def test_older_names_of_switches_stay_valid():
+    @dataclass
+    class Flags(FlagGroup):
+        """Flags."""
+
+        no_test: bool = flag(False, "leave the test set alone")
+
+    assert checked_defaults([Flags], {"test": False}) == {"no_test": True}
+    assert arguments_of([Flags], {"test": True}) == (["--no-test=false"], [])
+    assert arguments_of([Flags], {"no_test": True}) == (["--no-test"], [])

@@ -64,4 +64,4 @@ def test_a_notebook_trains_and_loads(notebook):
     assert any("epoch 1/2:" in bar for bar in bars)
     assert text_of(load, "stdout") == "Network False Network\n"
     (error,) = several
-    assert error["ename"] == "BadInput" and "cannot import Cell from a notebook" in error["evalue"]
+    assert error["ename"] == "UserError" and "cannot import Cell from a notebook" in error["evalue"]

@@ -15,7 +15,7 @@ from tests.helpers.weighted_task import Weighted
 from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
 from trainer.parallel.base import SingleDevice
 from trainer.task import Task
@@ -73,12 +73,12 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
 
 
 def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
-    defaults = {"drop_last": True, "test": False}
+    defaults = {"drop_last": True, "no_test": True}
     monkeypatch.setitem(TASKS, "stating", lambda: type("Switching", (Weighted,), {"defaults": defaults}))
     flags = read()
-    assert (flags.batch.drop_last, flags.run.test) == (True, False)
+    assert (flags.batch.drop_last, flags.run.no_test) == (True, True)
     flags = read("--drop-last=false", "--no-test=false")
-    assert (flags.batch.drop_last, flags.run.test) == (False, True)
+    assert (flags.batch.drop_last, flags.run.no_test) == (False, False)
     with pytest.raises(SystemExit):
         parse(["--task", "stating", "--help"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
@@ -118,7 +118,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
 def test_wrong_defaults_are_the_tasks_mistake(defaults, message, monkeypatch):
     task = type("Wrong", (Weighted,), {"defaults": defaults})
     monkeypatch.setitem(TASKS, "wrong", lambda: task)
-    with pytest.raises(BadInput, match=r"Wrong\.defaults: ") as raised:
+    with pytest.raises(UserError, match=r"Wrong\.defaults: ") as raised:
         parse(["--task", "wrong"], several_devices=False)
     assert message in str(raised.value)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.api import SavedRun, fit, load
-    from trainer.common.errors import BadInput
+    from trainer.common.errors import BadInput, UserError
     from trainer.config import FlagGroup, flag
     from trainer.loading.batch_orders import bucketed_batches, even_batches, sharded_batches
     from trainer.loading.batches import Batch, KeyedDataset
@@ -29,7 +29,7 @@ _HOMES = {
     "trainer.loading.batches": ("Batch", "KeyedDataset"),
     "trainer.loading.cache": ("cached_arrays",),
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
-    "trainer.common.errors": ("BadInput",),
+    "trainer.common.errors": ("BadInput", "UserError"),
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),

@@ -22,11 +22,11 @@ from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import TRAINER_GROUPS, ExportFlags, Flags, PredictFlags, SeveralFlags
-from trainer.commands.in_process import process_restored
 from trainer.commands.parse import files_ask_for_several_devices
+from trainer.commands.process_state import process_restored
 from trainer.commands.state import read_state
 from trainer.commands.trained import trained_model
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.json_numbers import with_nan
 from trainer.config import arguments_of, refuse
 from trainer.parallel.devices import MultiDeviceFlags
@@ -99,7 +99,7 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
     """Trains a task as the command line does, and goes on with or finds finished what `save_dir` holds.
 
     task: the class, wherever it is defined. settings: flags by the names of their fields, the trainer's and those of
-    `task.Config`: `save_dir="runs/a", lr=1e-3, test=False`. A switch is what its field is, True or False; a list is a
+    `task.Config`: `save_dir="runs/a", lr=1e-3, no_test=True`. A switch is what its field is, True or False; a list is a
     list or a tuple; None leaves a flag at its default, a flag of the task at what the run in `save_dir` has, if any.
 
     Processes that a launcher started all call it, and train together. Without a launcher `multi_gpu="ddp"` starts
@@ -109,7 +109,7 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
     raises KeyboardInterrupt at once, and so does one before training. `max_minutes` does the same with "paused". What a
     run changes of the process is put back.
 
-    Raises BadInput with all mistakes in the settings, or what else has to be changed first. Raises what the task's
+    Raises UserError with all mistakes in the settings, or what else has to be changed first. Raises what the task's
     code raises; where several processes train, Failure in those whose code did not.
 
     Example:
@@ -127,10 +127,10 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
             return _fit_in_processes(flags, argv, task, run)
         with process_restored():
             return _fit_here(flags, argv, environment, run)
-    except BadInput as error:
-        end: BaseException = BadInput(str(error))
+    except UserError as error:
+        end: BaseException = UserError(str(error))
     except Failure as failure:
-        end = BadInput(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
+        end = UserError(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
     except LeftAtOnce:
         end = KeyboardInterrupt()  # the second one
     try:
@@ -144,20 +144,20 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 
     The weights are those that the run is scored with: of the best epoch, or the last where nothing was validated, and
     their moving average with `ema_decay`. task: the class; None takes the one that the run names, if it comes with
-    the trainer or this process has defined it: a file that a run names is not executed. Raises BadInput.
+    the trainer or this process has defined it: a file that a run names is not executed. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
             return trained_model(Path(run_directory).expanduser(), task)
-    except BadInput as error:
+    except UserError as error:
         refusal = str(error)
-    raise BadInput(refusal)
+    raise UserError(refusal)
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
     """The command line that says the same, what is wrong with it already, and whether it is of main_multi_gpu.py."""
     if not (isinstance(task, type) and issubclass(task, Task)):
-        raise BadInput(f"{task!r}: must be a class derived from trainer.Task")
+        raise UserError(f"{task!r}: must be a class derived from trainer.Task")
     given = {name: value for name, value in settings.items() if value is not None}
     if is_launched(os.environ):
         given = {"multi_gpu": "ddp", **given}
@@ -170,7 +170,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
 
 
 def _refuse_other_than_one_run(flags: Flags) -> None:
-    """Raises BadInput for what a config file asks for."""
+    """Raises UserError for what a config file asks for."""
     groups = (flags.several, flags.prediction, flags.exporting)
     found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
     found += ["eval_only"] * flags.checkpoint.eval_only
@@ -186,22 +186,22 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
 
 
 def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: SavedRun) -> Fitted:
-    """Raises BadInput for a class that other processes cannot import, and when they refuse; Failure when they fail."""
+    """Raises UserError for a class that other processes cannot import, and when they refuse; Failure when they fail."""
     assert flags.multi is not None
     form = f"multi_gpu {flags.multi.multi_gpu}"
     if not _is_importable(task):
-        raise BadInput(
+        raise UserError(
             f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
             "or a function; move it into a file and import it from there, or leave multi_gpu out"
         )
     status = start_processes(flags, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
-        raise BadInput(
+        raise UserError(
             f"{form}: the processes that it starts import this script, and came upon this call of fit again; "
             'put it below `if __name__ == "__main__":`'
         )
     if status == EXIT_BAD_INPUT:
-        raise BadInput(f"{form}: the processes that it started refused to train, and said why on standard error")
+        raise UserError(f"{form}: the processes that it started refused to train, and said why on standard error")
     # What ends otherwise, as by SIGKILL, may have left the state of a start before it.
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:

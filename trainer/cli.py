@@ -18,7 +18,7 @@ from trainer.commands.parse import parse
 from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
 from trainer.commands.train import train_in_directory
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.streams import open_missing, to_stderr
 from trainer.config import refuse
 from trainer.logs.background import some_are_left
@@ -90,7 +90,7 @@ def main(
             return run_command(flags, argv, parallel)
     except Failure as failure:
         return failure.status
-    except BadInput as error:
+    except UserError as error:
         print_refusal(error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def read_command_line(
     environment. task_type: the class that `--task` names, where the caller has it.
     problems: what is wrong with it already.
 
-    Raises BadInput with all that is wrong; Failure where another process tells the user of it.
+    Raises UserError with all that is wrong; Failure where another process tells the user of it.
     """
     flags, found = parse(argv, several_devices, task_type=task_type)
     problems = [*problems, *found]
@@ -148,7 +148,7 @@ def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) 
 
 
 def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
-    """Trains, evaluates, labels or exports; returns the exit status. Raises BadInput."""
+    """Trains, evaluates, labels or exports; returns the exit status. Raises UserError."""
     set_up_torch(flags, parallel)
     if parallel.is_main and flags.prediction.predict is None:  # whose table goes to standard output
         for remark in flags.from_run.remarks:

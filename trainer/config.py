@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.common.errors import BadInput
-from trainer.common.given import checked_path, checked_text, expanded, shortened
+from trainer.common.errors import UserError
+from trainer.common.validation import checked_path, checked_text, expanded, shortened
 
 LARGEST = 2**63 - 1
 """Of whole numbers: what the arithmetic of arrays holds."""
@@ -288,11 +288,21 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
     Raises TypeError for a name that is no field, ValueError for a value that the flag would refuse.
     """
     known = options(*group_types)
+    defaults = with_new_names(defaults, known)
     for field in defaults:
         if field not in known:
             near = nearest(field, known)
             raise TypeError(f"{field} is no flag of the trainer" + (f"; did you mean {near}?" if near else ""))
     return {field: _stated(known[field], value, known[field].checked) for field, value in defaults.items()}
+
+
+def with_new_names(settings: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
+    """Returns settings by field name, with `no_test=True` for `test=False`: an older name of a switch stays valid."""
+    renamed = {}
+    for name, value in settings.items():
+        is_old = name not in known and f"no_{name}" in known and isinstance(value, bool)
+        renamed[f"no_{name}" if is_old else name] = not value if is_old else value
+    return renamed
 
 
 def _stated(option: Option, value: Any, convert: Callable[[Any], Any]) -> Any:
@@ -308,6 +318,7 @@ def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tu
     A switch is True or False as its field is, a list also a tuple or a range; None leaves a flag at its default.
     """
     known = options(*group_types)
+    settings = with_new_names(settings, known)
     argv, problems = [], []
     for field, value in settings.items():
         if field not in known or known[field].hidden:
@@ -478,6 +489,6 @@ def _unknown_problems(
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises BadInput with all problems, one a line; returns if there are none."""
+    """Raises UserError with all problems, one a line; returns if there are none."""
     if problems:
-        raise BadInput("\n".join(problems))
+        raise UserError("\n".join(problems))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput
-from trainer.common.given import expanded
+from trainer.common.errors import UserError
+from trainer.common.validation import expanded
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
 
@@ -88,7 +88,7 @@ class Objective(nn.Module):
         """
 
     def call_equally(self) -> None:
-        """Calls the model equally often for every batch from now on, whatever its samples. Raises BadInput.
+        """Calls the model equally often for every batch from now on, whatever its samples. Raises UserError.
 
         Called under `--multi-gpu fsdp`, where each call exchanges weights, so that every process has to make it. An
         objective that cuts its batches by their size or content stops that, or refuses.
@@ -184,17 +184,17 @@ class Task(ABC):
 
     @property
     def cache_dir(self) -> Path:
-        """`--cache-dir`. Raises BadInput where it is in the home of a user who has none."""
+        """`--cache-dir`. Raises UserError where it is in the home of a user who has none."""
         try:
             return expanded(self._cache_dir)
         except ValueError as error:
-            raise BadInput(f"--cache-dir {self._cache_dir}: {error}; name another folder by --cache-dir") from None
+            raise UserError(f"--cache-dir {self._cache_dir}: {error}; name another folder by --cache-dir") from None
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
         """The data sets "train", "test" and those to validate on: "val", or any number of "val/NAME", or both.
 
-        Without any to validate on the weights after the last epoch count as the best. May raise BadInput. Called
+        Without any to validate on the weights after the last epoch count as the best. May raise UserError. Called
         several times: keep the result.
         """
 
@@ -232,18 +232,18 @@ class Task(ABC):
     def other_work(self) -> str | None:
         """Does what the flags ask for in place of training, such as writing data to a file, and returns what it did.
 
-        None, as by default, where they ask for nothing else. Called on the main process alone. May raise BadInput.
+        None, as by default, where they ask for nothing else. Called on the main process alone. May raise UserError.
         """
         return None
 
     def initialise(self, objective: Objective) -> None:
         """Gives a new model what it takes from elsewhere: statistics of the training data, a trained part.
 
-        The raw objective is on its device. Not called where a checkpoint brings all of that. May raise BadInput.
+        The raw objective is on its device. Not called where a checkpoint brings all of that. May raise UserError.
         """
 
     def check_weights(self, objective: Objective) -> None:
-        """Raises BadInput where the model's weights do not go with the data: those of a checkpoint, say.
+        """Raises UserError where the model's weights do not go with the data: those of a checkpoint, say.
 
         Called on every process with the raw objective on its device, before training and before `--eval-only`, once it
         has the weights to begin with.
@@ -301,11 +301,11 @@ class Task(ABC):
     def new_data(self, path: Path) -> KeyedDataset:
         """Reads a user's file for `--predict`: samples without labels, which `collate` makes into batches.
 
-        Must not need the training data. Raises BadInput for whatever is wrong with the file. By default that this task
+        Must not need the training data. Raises UserError for whatever is wrong with the file. By default that this task
         cannot label new data.
         """
         name = type(self).__name__
-        raise BadInput(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
+        raise UserError(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """The columns of the table that `--predict` writes, by name; one value per sample in each.
@@ -328,9 +328,9 @@ class Task(ABC):
     def fold_flags(self, num_folds: int) -> list[list[str]]:
         """For `--folds`: command-line flags that hold each fold out of the training data as a validation set.
 
-        Every run of a fold gets them beside its other flags. May raise BadInput. By default this task has no folds.
+        Every run of a fold gets them beside its other flags. May raise UserError. By default this task has no folds.
         """
-        raise BadInput(
+        raise UserError(
             f"--folds {num_folds}: this task's data cannot be divided into folds; leave it out (for a task of your own "
             f"write `fold_flags` of {type(self).__name__})"
         )
@@ -383,7 +383,7 @@ class Task(ABC):
         the arrays and tensors of a dictionary, each sample with a weight of 1 unless "weight" is among them.
         """
         if not isinstance(samples, Mapping):
-            raise BadInput(
+            raise UserError(
                 f"Task.collate: `__getitems__` returned a {type(samples).__name__}, not a dictionary of arrays; return "
                 "one, or override collate"
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.cli import main
-from trainer.commands.in_process import process_restored
+from trainer.commands.process_state import process_restored
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"

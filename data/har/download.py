@@ -11,7 +11,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import BaseHandler, Request, build_opener
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import flush_path
 
 Verify = Callable[[Path], object]
@@ -23,9 +23,9 @@ def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Prog
     """Makes a file and its folder exist, unless they do. Of several processes that ask one downloads, the others wait.
 
     addresses: the first that works is taken. They are https, and so is what they redirect to.
-    verify: gets the complete file, still named NAME.partial. Raises BadInput with what is wrong.
+    verify: gets the complete file, still named NAME.partial. Raises UserError with what is wrong.
 
-    Raises BadInput, and leaves nothing of the file, when no address works or the folder cannot be written to.
+    Raises UserError, and leaves nothing of the file, when no address works or the folder cannot be written to.
     """
     lock, partial = (target.with_name(f"{target.name}.{suffix}") for suffix in ("lock", "partial"))
     try:
@@ -43,7 +43,7 @@ def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Prog
                 partial.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise BadInput(f"--download: cannot write {target}: {reason}; choose another folder with --data-dir") from None
+        raise UserError(f"--download: cannot write {target}: {reason}; choose another folder with --data-dir") from None
 
 
 def _fetch_from_any(addresses: Sequence[str], file: Path, verify: Verify, progress: Progress) -> None:
@@ -53,10 +53,10 @@ def _fetch_from_any(addresses: Sequence[str], file: Path, verify: Verify, progre
             _receive(address, file, progress)
             verify(file)
             return
-        except (OSError, HTTPException, BadInput) as error:
+        except (OSError, HTTPException, UserError) as error:
             failures.append(f"{address}: {error.reason if type(error) is URLError else error}")
     advice = "Fetch it by other means and give the file with --data-dir"
-    raise BadInput(f"--download: cannot fetch {file.stem} from {'; nor from '.join(failures)}. {advice}")
+    raise UserError(f"--download: cannot fetch {file.stem} from {'; nor from '.join(failures)}. {advice}")
 
 
 def _receive(address: str, path: Path, progress: Progress) -> None:

@@ -30,7 +30,7 @@ from data.har.rows import (
 )
 from data.har.windows import HarRecordings, triplets_first
 from data.overview import overview
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
 _FORMAT_VERSION = 7
@@ -84,22 +84,22 @@ def are_own(path: Path) -> bool:
 
 
 def refuse_other_data(path: Path) -> NoReturn:
-    """Raises BadInput for what is neither a user's own recordings nor UCI HAR, with what it seems to be."""
+    """Raises UserError for what is neither a user's own recordings nor UCI HAR, with what it seems to be."""
     kinds = "neither UCI HAR, a folder or a zip, nor a CSV of recordings of your own, whose name ends in .csv, .tsv, "
     if not path.is_dir():
-        raise BadInput(f"--data-dir {path}: is {kinds}.csv.gz or .tsv.gz")
+        raise UserError(f"--data-dir {path}: is {kinds}.csv.gz or .tsv.gz")
     with reading_errors(f"--data-dir {path}"):
         names = [name for name in islice(Folder(path, depth=3).names(), _MOST_LISTED) if is_visible(name)]
     for pattern, published in _PUBLISHED.items():
         if some := [name for name in names if re.fullmatch(pattern, PurePosixPath(name).name)]:
-            raise BadInput(
+            raise UserError(
                 f"--data-dir {path}: looks like {published} ({min(some)}), which is not read as it is published: write "
                 "its recordings as CSV, with a line of column names, a subject and an activity"
             )
     found = f"is {kinds}or a folder of such; it holds {shown(names)}"
     if any(map(_is_csv, names)):
         found = f"has its CSV files in folders ({shown(filter(_is_csv, names))}); put them side by side into one"
-    raise BadInput(f"--data-dir {path}: {found}")
+    raise UserError(f"--data-dir {path}: {found}")
 
 
 def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRecordings:
@@ -111,7 +111,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
         Another recording begins too where a column trial or session changes, and where the clock jumps.
 
     Channels come in the order of the first file, but x, y and z of a sensor first (`triplets_first`). Subjects and
-    classes are in the order of their names, whole numbers by value. Raises BadInput, naming file, line and column.
+    classes are in the order of their names, whole numbers by value. Raises UserError, naming file, line and column.
     """
     path = path.resolve()
     source = source_at(path, depth=1, advice="give a CSV of recordings, or a folder of them")
@@ -149,7 +149,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         cut.add(_read(file, wanted, columns))
     where = files[0].source.where if len(files) > 1 else files[0].where
     if not cut.windows:
-        raise BadInput(_why_no_window(cut, wanted, where, columns.label))
+        raise UserError(_why_no_window(cut, wanted, where, columns.label))
     people, several = _spelt(set(cut.subjects), cut.spellings[0])
     activities, several_labels = _spelt(set(cut.labels), cut.spellings[1])
     _refuse_other_rates({people[key]: rate_hz for key, rate_hz in cut.rates_of_people().items()}, cut.rate_hz, where)
@@ -161,7 +161,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         })  # fmt: skip
     if not columns.channels:
         reasons = "; ".join(f"{name} {why}" for name, why in columns.left_out.items())
-        raise BadInput(f"{where}: has no columns of signals ({reasons}); name them by --channels")
+        raise UserError(f"{where}: has no columns of signals ({reasons}); name them by --channels")
     channels = triplets_first(columns.channels)[0]
     signals = cut.signals([columns.read.index(name) for name in channels])
     labels = _places([activities[key] for key in cut.labels], classes)
@@ -197,14 +197,14 @@ def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str]
 
 
 def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, where: str) -> None:
-    """Raises BadInput where the clocks of people tell rates that differ. people: names -> rows a second."""
+    """Raises UserError where the clocks of people tell rates that differ. people: names -> rows a second."""
     others = defaultdict(list)
     for name, rate_hz in people.items():
         if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
             others[f"{rate_hz:.4g}"].append(name)
     if others:
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows a second" for rate, names in others.items())
-        raise BadInput(
+        raise UserError(
             f"{where}: by the clock people were recorded at different rates ({told}; the others: {usual_hz:.4g}), and "
             "a window is a number of rows: resample them to one rate, or take out these people, or the column of the "
             "clock where it is wrong"
@@ -296,14 +296,14 @@ class _Columns:
 
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
-    """Found out by the names of the columns and by the first rows of a file. Raises BadInput."""
+    """Found out by the names of the columns and by the first rows of a file. Raises UserError."""
     with _opened(file) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)
         first = list(islice(table.lines, ROWS_AT_ONCE))
     if unknown := [name for name in wanted.channels or () if name not in header]:
         known = ", ".join(header)
-        raise BadInput(f"--channels {' '.join(unknown)}: {file.where} has no such columns; there are: {known}")
+        raise UserError(f"--channels {' '.join(unknown)}: {file.where} has no such columns; there are: {known}")
     roles = roles_of(header, wanted.channels or (), subject, label)
     clocks, trials = [header[i] for i in roles.clocks], [header[i] for i in roles.trials]
     others = [i for i in range(len(header)) if i not in (subject, label, *roles.clocks, *roles.trials)]
@@ -317,7 +317,7 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
         }
     channels = wanted.channels or tuple(header[i] for i in others if header[i] not in (*clocks, *left_out))
     if not channels:
-        raise BadInput(f"{file.where}: has no columns of signals, only {', '.join(header)}; name them by --channels")
+        raise UserError(f"{file.where}: has no columns of signals, only {', '.join(header)}; name them by --channels")
     return _Columns(header[subject], header[label], tuple(clocks), tuple(trials), channels, channels, left_out)
 
 
@@ -333,14 +333,14 @@ def _opened(file: DataFile) -> Iterator[CsvTable]:
     with file.open() as content, reading_utf8(file.where, "save it as CSV in UTF-8"):
         table = csv_table(io.TextIOWrapper(content, "utf-8-sig", newline=""), file.where)
         if not table.header:
-            raise BadInput(f"{file.where}: is empty; give a CSV with a line of column names")
+            raise UserError(f"{file.where}: is empty; give a CSV with a line of column names")
         if broken := [name for name in table.header if "\n" in name]:
-            raise BadInput(f"{file.where}: the name of the column {broken[0]!r} has a line break; rename it")
+            raise UserError(f"{file.where}: the name of the column {broken[0]!r} has a line break; rename it")
         yield table
 
 
 def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
-    """Their columns. Raises BadInput for those that are not known, with the flags that name them."""
+    """Their columns. Raises UserError for those that are not known, with the flags that name them."""
     header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, SUBJECTS), "label": (wanted.label_column, LABELS)}
     for role, (chosen, names) in usual.items():
@@ -350,17 +350,17 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
             problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it by --{role}-column)")
     if problems:
         missing = f"has no column known as {' and '.join(problems)}"
-        raise BadInput(f"{file.where}, line {table.line}: {missing}; there are: {', '.join(header)}")
+        raise UserError(f"{file.where}, line {table.line}: {missing}; there are: {', '.join(header)}")
     subject, label = found
     if subject == label:
-        raise BadInput(
+        raise UserError(
             f"{file.where}, line {table.line}: {header[label]} is the subject and the label; name another column by "
             "--subject-column or --label-column"
         )
     for column in found:
         if header[column] in (wanted.channels or ()):
             role = "subject" if column == subject else "label"
-            raise BadInput(f"--channels {header[column]}: is the {role} in {file.where}; leave it out")
+            raise UserError(f"--channels {header[column]}: is the {role} in {file.where}; leave it out")
     return subject, label
 
 
@@ -372,19 +372,19 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
             table, columns.read, roles, file.where, "mend it, or name the columns of signals by --channels"
         )
     if not len(rows.signals):
-        raise BadInput(f"{file.where}: has column names, but no rows; give at least one")
+        raise UserError(f"{file.where}: has column names, but no rows; give at least one")
     if "" in rows.subjects:
-        raise BadInput(f"{file.where}: row {rows.subjects.index('') + 1} below the names has no subject; mend it")
+        raise UserError(f"{file.where}: row {rows.subjects.index('') + 1} below the names has no subject; mend it")
     return rows
 
 
 def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -> None:
-    """Raises BadInput for what flags and tables cannot hold, and for too few classes."""
+    """Raises UserError for what flags and tables cannot hold, and for too few classes."""
     for name in subjects:
         if name.startswith("-") or "," in name:
-            raise BadInput(f"{where}: subject {name!r}: must not begin with '-', nor hold commas; rename it")
+            raise UserError(f"{where}: subject {name!r}: must not begin with '-', nor hold commas; rename it")
     for name in classes:
         if name in _OF_TABLE:
-            raise BadInput(f"{where}: label {name!r}: is a column of the table of --predict; rename it")
+            raise UserError(f"{where}: label {name!r}: is a column of the table of --predict; rename it")
     if len(classes) < 2:
-        raise BadInput(f"{where}: has windows of {shown(classes)} alone, where two classes at least are needed")
+        raise UserError(f"{where}: has windows of {shown(classes)} alone, where two classes at least are needed")

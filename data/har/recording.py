@@ -14,7 +14,7 @@ from data.csv_lines import csv_table, reading_utf8
 from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate_hz
 from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
 from data.har.windows import WindowFormat, triplets_first
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
@@ -63,7 +63,7 @@ def read_new_windows(
         Or, with the suffix .npy, windows (N, C, T), the channels in their order.
     subject_column, label_column: what they were called in training; None for their usual names.
 
-    Raises BadInput, naming file, line and column (of an array window, signal and sample), for whatever is wrong, and
+    Raises UserError, naming file, line and column (of an array window, signal and sample), for whatever is wrong, and
     for a clock that tells another rate.
     """
     label = f"--predict {path}"
@@ -73,9 +73,9 @@ def read_new_windows(
             return NewWindows(label, _read_array(path, label, wanted))
         rows = _read_recording(path, label, wanted.channels, subject_column, label_column)
     except (EOFError, zlib.error) as error:
-        raise BadInput(f"{label}: is damaged: {error}; give the whole file") from None
+        raise UserError(f"{label}: is damaged: {error}; give the whole file") from None
     except OSError as error:
-        raise BadInput(f"{label}: {error.strerror or error}; give a file with recordings") from None
+        raise UserError(f"{label}: {error.strerror or error}; give a file with recordings") from None
     return _windows_of(rows, label, wanted)
 
 
@@ -88,12 +88,12 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
         if len(pieces) > 1:
             found += f", at most {max(piece.stop - piece.start for piece, _ in pieces)} of one person without a gap"
         needed = f"a window takes {length} ({length / wanted.rate_hz:g} s at {wanted.rate_hz:g} Hz)"
-        raise BadInput(f"{label}: {found}, and {needed}; give a longer recording")
+        raise UserError(f"{label}: {found}, and {needed}; give a longer recording")
     rates = [(piece.rate_hz, len(starts)) for piece, starts in pieces if piece.rate_hz is not None and len(starts)]
     rate_hz = wanted.rate_hz
     if (told_hz := middle_rate_hz(rates)) is not None:
         if not is_same_rate(told_hz, rate_hz):
-            raise BadInput(
+            raise UserError(
                 f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows a second, and the run was "
                 f"trained on {rate_hz:.4g}: resample it, or leave the column out where it is wrong"
             )
@@ -167,21 +167,21 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
             reason = "holds Python objects, or is no .npy file; nothing in it was run"
         else:
             reason = f"is damaged ({error})"
-        raise BadInput(f"{label}: {reason}; give windows of shape {wanted}, saved by numpy.save") from None
+        raise UserError(f"{label}: {reason}; give windows of shape {wanted}, saved by numpy.save") from None
     if not isinstance(array, np.ndarray):
-        raise BadInput(f"{label}: is an archive of arrays; give one array of shape {wanted}, saved by numpy.save")
+        raise UserError(f"{label}: is an archive of arrays; give one array of shape {wanted}, saved by numpy.save")
     if array.dtype.kind not in "fiu":
-        raise BadInput(f"{label}: has numbers of type {array.dtype}; give real numbers, such as float32")
+        raise UserError(f"{label}: has numbers of type {array.dtype}; give real numbers, such as float32")
     if array.ndim != 3 or array.shape[1:] != (len(channels), window.length):
         order = f"the signals in the order {', '.join(channels)}"
-        raise BadInput(f"{label}: has shape {array.shape}; windows have shape {wanted}, {order}")
+        raise UserError(f"{label}: has shape {array.shape}; windows have shape {wanted}, {order}")
     if len(array) == 0:
-        raise BadInput(f"{label}: holds no window; give at least one")
+        raise UserError(f"{label}: holds no window; give at least one")
     signals = as_float32(array)
     if not np.isfinite(signals).all():
         row, signal, sample = np.argwhere(~np.isfinite(signals))[0].tolist()
         where = f"window {row}, signal {channels[signal]}, sample {sample} (all counted from 0)"
-        raise BadInput(
+        raise UserError(
             f"{label}, {where}: {array[row, signal, sample]} is not a finite number below {LARGEST:g}; repair the file"
         )
     return signals
@@ -200,7 +200,7 @@ def _read_recording(
     ):
         table = csv_table(file, label)
         if not table.header:
-            raise BadInput(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
+            raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
         subject = usual_column(table.header, SUBJECTS, subject_column)
         label_of_rows = usual_column(table.header, LABELS, label_column)
         roles = roles_of(table.header, channels, subject, label_of_rows)

@@ -14,7 +14,7 @@ from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
 from data.har.clocks import is_clock, moments_of, rate_and_gaps, settled
 from data.har.windows import SIGNALS
 from data.tabular.table import MISSING
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 LABELS = ("label", "activity", "class")
@@ -139,7 +139,7 @@ def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
 
 
 def read_rows(table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str) -> Rows:
-    """All rows of an opened file. advice: what to do where a field is no number. Raises BadInput, with its line."""
+    """All rows of an opened file. advice: what to do where a field is no number. Raises UserError, with its line."""
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
     clocks = roles.clocks
@@ -174,17 +174,17 @@ def read_rows(table: CsvTable, channels: Sequence[str], roles: Roles, where: str
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
-    """The column of each channel, counted from 0. Raises BadInput when a channel has none, or several."""
+    """The column of each channel, counted from 0. Raises UserError when a channel has none, or several."""
     missing = [name for name in channels if name not in header]
     number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
     if len(missing) == len(channels):
         advice = f"give a CSV whose first line names them, separated by commas: {','.join(channels)}"
-        raise BadInput(f"{where}: names none of the {number} signals; {advice}")
+        raise UserError(f"{where}: names none of the {number} signals; {advice}")
     if missing:
-        raise BadInput(f"{where}: lacks {', '.join(missing)}; all {number} signals are needed")
+        raise UserError(f"{where}: lacks {', '.join(missing)}; all {number} signals are needed")
     twice = [name for name in channels if header.count(name) > 1]
     if twice:
-        raise BadInput(f"{where}: names {', '.join(twice)} more than once; keep one column of each")
+        raise UserError(f"{where}: names {', '.join(twice)} more than once; keep one column of each")
     return [header.index(name) for name in channels]
 
 
@@ -192,13 +192,13 @@ def numbers(
     lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], label: str, decimal_comma: bool,
     advice: str = "repair the file",
 ) -> np.ndarray:  # fmt: skip
-    """Some columns of some lines, (rows, C) float32. Raises BadInput, with line and column.
+    """Some columns of some lines, (rows, C) float32. Raises UserError, with line and column.
 
     advice: what to do where a field is no number.
     """
     values = _numbers(lines, len(header), columns, decimal_comma)
     if values is None or not np.isfinite(values).all():
-        raise BadInput(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma, advice)}")
+        raise UserError(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma, advice)}")
     return values
 
 

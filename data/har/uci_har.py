@@ -15,7 +15,7 @@ import numpy as np
 from data.files import DataFile, Folder, Source, Zip
 from data.har.download import Progress, fetch
 from data.har.windows import CLASSES, SIGNALS, WINDOW_LENGTH, HarRecordings
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import stamp
 from trainer.loading.cache import Arrays, cached_arrays, key_of
 
@@ -60,7 +60,7 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
     path: the folder `UCI HAR Dataset`, its parent, the zip of it, a zip that holds this zip, or a folder with
         `UCI HAR Dataset.zip`. Archives are read in memory; nothing is unpacked to disk.
 
-    Raises BadInput, naming file, line and column, when anything is missing or is not what the format says.
+    Raises UserError, naming file, line and column, when anything is missing or is not what the format says.
     """
     source = _find(path)
     key = key_of("uci_har", _FORMAT_VERSION, source.stamps())
@@ -82,7 +82,7 @@ def download_uci_har(
         `UCI HAR Dataset.zip`.
     progress, addresses: as in `data.har.download.fetch`.
 
-    Raises BadInput when the data set cannot be fetched, or a file is not the published one.
+    Raises UserError when the data set cannot be fetched, or a file is not the published one.
     """
     there = _find_if_there(path)
     if there is None:
@@ -92,18 +92,18 @@ def download_uci_har(
     key = key_of("uci_har-verified", there.stamps(), sorted(sha256.items()))
     try:
         cached_arrays(cache_dir, key, lambda: _verify(there, sha256))
-    except BadInput as error:
-        raise BadInput(
+    except UserError as error:
+        raise UserError(
             f"{error}. Delete it and --download fetches it anew; without --download it is used all the same"
         ) from None
 
 
 def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
-    """Raises BadInput for a file with another checksum. A cache keeps no arrays of this, but that it succeeded."""
+    """Raises UserError for a file with another checksum. A cache keeps no arrays of this, but that it succeeded."""
     for name, expected in sha256.items():
         found = hashlib.sha256(source.read(name)).hexdigest()
         if found != expected:
-            raise BadInput(f"{source.where(name)}: is not the published file (sha256 {found}, not {expected})")
+            raise UserError(f"{source.where(name)}: is not the published file (sha256 {found}, not {expected})")
     return {}
 
 
@@ -124,7 +124,7 @@ class _Published:
         return self._source.where_of(name)
 
     def read(self, name: str) -> bytes:
-        """Raises BadInput when there is no such file."""
+        """Raises UserError when there is no such file."""
         source, top = self._holder
         return DataFile(source, top + name).read()
 
@@ -139,7 +139,7 @@ class _Published:
             top = _top_folder(source)
         if top is None:
             advice = "check the path, or unpack recordings of your own"
-            raise BadInput(f"{source.where} holds no folder train with the files of UCI HAR; {advice}")
+            raise UserError(f"{source.where} holds no folder train with the files of UCI HAR; {advice}")
         return source, top
 
 
@@ -157,8 +157,8 @@ def _find(path: Path) -> _Published:
         return published
     path = path.resolve()
     if not path.exists():
-        raise BadInput(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
-    raise BadInput(
+        raise UserError(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
+    raise UserError(
         f"--data-dir {path}: holds no folder train with the files of UCI HAR; give the folder {_TOP_FOLDER} or its zip"
     )
 
@@ -185,7 +185,7 @@ def _parse(source: _Published) -> Arrays:
     parts = {part: _parse_part(source, part) for part in ("train", "test")}
     for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
         where = source.where("test/subject_test.txt")
-        raise BadInput(f"{where}: subject {subject} is in the training part too; give the official split")
+        raise UserError(f"{where}: subject {subject} is in the training part too; give the official split")
     arrays = {name: np.concatenate([part[name] for part in parts.values()]) for name in parts["train"]}
     arrays["is_test"] = np.repeat([False, True], [len(part["labels"]) for part in parts.values()])
     return arrays
@@ -196,7 +196,7 @@ def _parse_part(source: _Published, part: str) -> Arrays:
     labels = _parse_integers(source, label_file, _lines(source, label_file))
     for row in np.flatnonzero((labels < 1) | (labels > len(CLASSES))):
         known = f"the classes are 1 to {len(CLASSES)}"
-        raise BadInput(f"{source.where(label_file)}, line {row + 1}: unknown class label {labels[row]}; {known}")
+        raise UserError(f"{source.where(label_file)}, line {row + 1}: unknown class label {labels[row]}; {known}")
     subjects = _parse_integers(source, subject_file, _equally_many_lines(source, subject_file, label_file, labels))
     signals = np.empty((len(labels), len(SIGNALS), WINDOW_LENGTH), np.float32)
     for channel, signal in enumerate(SIGNALS):
@@ -209,14 +209,14 @@ def _parse_part(source: _Published, part: str) -> Arrays:
 def _lines(source: _Published, name: str) -> list[bytes]:
     lines = source.read(name).splitlines()
     if not lines:
-        raise BadInput(f"{source.where(name)}: is empty; fetch the data set again")
+        raise UserError(f"{source.where(name)}: is empty; fetch the data set again")
     return lines
 
 
 def _equally_many_lines(source: _Published, name: str, reference: str, labels: np.ndarray) -> list[bytes]:
     lines = _lines(source, name)
     if len(lines) != len(labels):
-        raise BadInput(
+        raise UserError(
             f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; "
             "the files of a data set belong together"
         )
@@ -230,7 +230,7 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
             numbers[row] = int(line)
         except (ValueError, OverflowError):
             shown = line.decode(errors="replace")
-            raise BadInput(f"{source.where(name)}, line {row + 1}: {shown!r} is not a whole number") from None
+            raise UserError(f"{source.where(name)}, line {row + 1}: {shown!r} is not a whole number") from None
     return numbers
 
 
@@ -254,9 +254,9 @@ def _parse_line(line: bytes) -> np.ndarray | None:
         return None
 
 
-def _bad_line(source: _Published, name: str, row: int, line: bytes, num_columns: int) -> BadInput:
+def _bad_line(source: _Published, name: str, row: int, line: bytes, num_columns: int) -> UserError:
     reason = _what_is_wrong(line, num_columns)
-    return BadInput(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
+    return UserError(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
 
 
 def _what_is_wrong(line: bytes, num_columns: int) -> str:

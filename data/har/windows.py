@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from data.har.augmentation import Augmentation, WindowAugmenter
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays
 from trainer.loading.order import SampleKeys
 
@@ -155,17 +155,17 @@ def split_by_subject(
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
     """The recordings with the test part of some people; None: every fifth, or of fewer than five the last.
 
-    Raises BadInput for a stranger, and where nobody is left.
+    Raises UserError for a stranger, and where nobody is left.
     """
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:
         names = known[4::5] or known[-1:]
     if strangers := [name for name in names if name not in known]:
-        raise BadInput(f"--test-subjects {' '.join(strangers)}: not among the subjects; those are {' '.join(known)}")
+        raise UserError(f"--test-subjects {' '.join(strangers)}: not among the subjects; those are {' '.join(known)}")
     if len(known) < 2:
-        raise BadInput(f"--data-dir: {known[0]} is the only subject, and another one is needed for the test")
+        raise UserError(f"--data-dir: {known[0]} is the only subject, and another one is needed for the test")
     if len(set(names)) >= len(known):
-        raise BadInput(
+        raise UserError(
             f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; hold out fewer"
         )
     tested = [subject for subject in np.unique(recordings.subjects) if recordings.name_of(subject) in names]
@@ -181,17 +181,17 @@ def training_subjects(recordings: HarRecordings) -> list[int]:
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
     """Who is held out with this seed: training subject number seed * num_val_subjects and the next ones, in a circle.
 
-    Raises BadInput when nobody would be left to train on.
+    Raises UserError when nobody would be left to train on.
     """
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
-        raise BadInput(
+        raise UserError(
             f"--data-dir: beside the test one subject is left, {recordings.name_of(candidates[0])}, and nobody for "
             "the validation; hold out fewer by --test-subjects, give recordings of three people at least, or add "
             "--refit, which does without"
         )
     if not 0 < num_val_subjects < len(candidates):
-        raise BadInput(
+        raise UserError(
             f"--num-val-subjects {num_val_subjects}: must be at least 1 and leave one of the "
             f"{len(candidates)} training subjects to train on"
         )
@@ -200,15 +200,15 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """The people of `--val-subjects`, in order. Raises BadInput for a stranger, and when nobody is left."""
+    """The people of `--val-subjects`, in order. Raises UserError for a stranger, and when nobody is left."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
-        raise BadInput(
+        raise UserError(
             f"--val-subjects {' '.join(strangers)}: not among the training subjects; those are {' '.join(candidates)}"
         )
     held_out = sorted({candidates[name] for name in names})
     if not 0 < len(held_out) < len(candidates):
-        raise BadInput(
+        raise UserError(
             f"--val-subjects: {len(held_out)} of {len(candidates)} training subjects are held out; "
             "hold out at least one and leave one to train on"
         )
@@ -216,8 +216,8 @@ def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]
 
 
 def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[str]]:
-    """The training subjects dealt out to the folds in turn, by name. Raises BadInput for more folds than people."""
+    """The training subjects dealt out to the folds in turn, by name. Raises UserError for more folds than people."""
     candidates = [recordings.name_of(subject) for subject in training_subjects(recordings)]
     if not 2 <= num_folds <= len(candidates):
-        raise BadInput(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")
+        raise UserError(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")
     return [candidates[i::num_folds] for i in range(num_folds)]

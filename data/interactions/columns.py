@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from data.csv_lines import plain_name
 from data.interactions.times import is_calendar_time, is_time, is_time_of_day
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 NO_TIMES = "none"
 ROLES = ("user", "item", "time")
@@ -69,14 +69,14 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
     are user and item, and the time is the one of the others that begins with a date or with seconds, or milliseconds,
     since 1970 that lie between 1973 and 2099: ratings, prices and counts do not.
 
-    Raises BadInput, which names the flags, where that does not tell.
+    Raises UserError, which names the flags, where that does not tell.
     """
     has_names = _are_names(first, choice) or (choice != FIND_OUT and _are_unlike(first, second))
     found = _by_name(first, second, choice, where) if has_names else _by_place(first, second, choice, where)
     columns = [column for column in found.values() if column is not None]
     if len(set(columns)) < len(columns):
         places = ", ".join(f"the {role} is column {column + 1}" for role, column in found.items() if column is not None)
-        raise BadInput(f"{where}: {places}; each needs a column of its own: say it by {_flags(found)}")
+        raise UserError(f"{where}: {places}; each needs a column of its own: say it by {_flags(found)}")
     user, item = found["user"], found["item"]
     assert user is not None and item is not None
     names = first if has_names else [f"column {column}" for column in range(1, len(first) + 1)]
@@ -116,7 +116,7 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
         missing = []  # the ratings, if any, are all that is left
     if missing:
         advice = f"; --time-column {NO_TIMES} where there are no times" if "time" in missing else ""
-        raise BadInput(
+        raise UserError(
             f"{where}: of the columns {', '.join(names)} none is known as the {' or the '.join(missing)}: "
             f"name it by {_flags(missing)}{advice}"
         )
@@ -126,10 +126,10 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
 
 
 def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, where: str) -> None:
-    """Raises BadInput where the time that was found may be that of a day, whose date is in another column."""
+    """Raises UserError where the time that was found may be that of a day, whose date is in another column."""
     dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
     if dates and time not in dates:
-        raise BadInput(
+        raise UserError(
             f"{where}: the column {names[time]} begins with {second[time]!r}, no date and no seconds since 1970, but "
             f"{names[dates[0]]} does; name one of them by --time-column, or join date and time of day in one"
         )
@@ -141,16 +141,16 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         if len(first) == 1:
             columns += ", since no tab, ::, semicolon, comma or blank separates any"
         if second and len(second) != len(first):
-            raise BadInput(
+            raise UserError(
                 f"{where}: {columns}, and {len(second)} in the line below, as where a line holds a user and all items "
                 "of the user; give a line for each interaction"
             )
-        raise BadInput(
+        raise UserError(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
             f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"
         )
     if choice == FIND_OUT and _are_unlike(first, second):
-        raise BadInput(
+        raise UserError(
             f"{where}: {', '.join(first)}: not known as names of columns, and unlike the numbers below; say by "
             "--user-column and --item-column which is which"
         )
@@ -166,14 +166,14 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
     times = [column for column in others if is_calendar_time(first[column])]
     if others and len(times) != 1:
         which = "several columns begin" if times else "no column after the item begins"
-        raise BadInput(
+        raise UserError(
             f"{where}: {' '.join(first)[:80]!r}: there are no names of columns, and {which} with a date or with "
             f"seconds since 1970, so that the time is not known; say it by --time-column, counted from 1, or "
             f"--time-column {NO_TIMES} where there are no times"
         )
     found["time"] = times[0] if times else None
     if times and any(is_time_of_day(first[column]) for column in others):
-        raise BadInput(
+        raise UserError(
             f"{where}: {' '.join(first)[:80]!r}: has the date and the time of day in columns of their own; join them, "
             "as in 2024-05-31T18:30:00, or name the date alone by --time-column"
         )
@@ -194,17 +194,17 @@ def _chosen(role: str, chosen: str, names: Sequence[str], where: str) -> int | N
         column = _numbered(role, chosen, names, where)
         others = [other for other in ROLES if other != role and plain_name(names[column]) in NAMES[other]]
         if others and plain_name(names[column]) not in NAMES[role]:
-            raise BadInput(
+            raise UserError(
                 f"--{role}-column {chosen}: {where} calls that column {names[column]}, as if it were the {others[0]}; "
                 "give its name"
             )
         return column
-    raise BadInput(f"--{role}-column {chosen}: {where} has no such column; there are: {', '.join(names)}")
+    raise UserError(f"--{role}-column {chosen}: {where} has no such column; there are: {', '.join(names)}")
 
 
 def _numbered(role: str, chosen: str, fields: Sequence[str], where: str) -> int:
     if not chosen.isdecimal() or not 1 <= int(chosen) <= len(fields):
-        raise BadInput(f"--{role}-column {chosen}: {where} has the columns 1 to {len(fields)}")
+        raise UserError(f"--{role}-column {chosen}: {where} has the columns 1 to {len(fields)}")
     return int(chosen) - 1
 
 

@@ -11,7 +11,7 @@ from data.interactions.item_sets import ragged
 from data.interactions.reader import Interactions, find_file, in_time_order
 from data.interactions.sequences import scaled_times
 from data.interactions.table import Table, read_table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays
 from trainer.loading.order import SampleKeys
 
@@ -32,12 +32,12 @@ class Histories:
         item_ids: what its items 1, 2, ... are called; others are left out, with a remark. maxlen: as in training.
         with_times: the model needs times. mask_seen: what a user has had is not recommended.
 
-        Raises BadInput where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
+        Raises UserError where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
         """
         file = find_file(path, "--predict")
         table = read_table(file, columns)
         if with_times and table.times is None:
-            raise BadInput(f"{file.where}: has no times, which the run was trained with; add a column of times")
+            raise UserError(f"{file.where}: has no times, which the run was trained with; add a column of times")
         self.remarks = list(table.remarks)
         self._interactions, self.user_ids = self._known(table, item_ids, file.where)
         self._maxlen, self.num_places, self._mask_seen = maxlen, num_places, mask_seen
@@ -50,7 +50,7 @@ class Histories:
         numbers = np.array([number_of.get(name, 0) for name in table.item_ids])
         kept = np.flatnonzero(numbers[table.items])
         if not len(kept):
-            raise BadInput(f"{where}: holds no item that the run was trained on, such as {shown(item_ids[:3])}")
+            raise UserError(f"{where}: holds no item that the run was trained on, such as {shown(item_ids[:3])}")
         if len(kept) < len(table.items):
             unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
             self.remarks.append(
@@ -83,7 +83,7 @@ class Histories:
         if left:
             fewest = min(left.values())
             fewer = f"choose at most {fewest}, or take" if fewest else "take"
-            raise BadInput(
+            raise UserError(
                 f"--top-k {self.num_places}: {where}: fewer items are left that are not in the history for "
                 f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} them out of the table"
             )

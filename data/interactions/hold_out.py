@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from data.interactions.reader import Interactions
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 SplitKind = Literal["leave-one-out", "ratio", "time"]
 
@@ -34,7 +34,7 @@ class HoldOut:
     def bounds(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
         """How many of each user's interactions are training, and how many training or validation, (num_users,) int64.
 
-        Raises BadInput where they cannot be divided so.
+        Raises UserError where they cannot be divided so.
         """
         count = np.diff(interactions.offsets)
         if self.kind == "time":
@@ -49,7 +49,7 @@ class HoldOut:
     def _bounds_in_time(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
         times = interactions.times
         if times is None:
-            raise BadInput("--split time: the interactions have no times; take --split ratio")
+            raise UserError("--split time: the interactions have no times; take --split ratio")
         users = np.repeat(np.arange(interactions.num_users), np.diff(interactions.offsets))
         in_order, shares = np.sort(times), (self.val_share + self.test_share, self.test_share)
         begin_val, begin_test = (in_order[int(len(times) * (1 - share))] for share in shares)

@@ -10,7 +10,7 @@ import numpy as np
 from data.files import DataFile, Folder, Source, shown, source_at
 from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.table import read_table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, key_of, texts_of_array
 
 _FORMAT_VERSION = 7
@@ -58,8 +58,8 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
         Archives are read in memory; nothing is unpacked to disk.
     k_core: users and items with fewer interactions are dropped, until there are none; 1 or less keeps all.
 
-    Raises BadInput when the file is not there, cannot be chosen, is damaged or has a line that cannot be read, when its
-    columns are not known, or when the k-core is empty.
+    Raises UserError when the file is not there, cannot be chosen, is damaged or has a line that cannot be read, when
+    its columns are not known, or when the k-core is empty.
     """
     file = find_file(path)
     k_core = max(k_core, 1)
@@ -77,7 +77,7 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
 
 
 def find_file(path: Path, flag: str = "--data-dir") -> DataFile:
-    """The file of interactions that a path leads to. flag: by which it was given. Raises BadInput."""
+    """The file of interactions that a path leads to. flag: by which it was given. Raises UserError."""
     path = Path(os.path.realpath(path))  # which does not raise for a link that leads to itself
     source = source_at(path, depth=1, advice="give a file of interactions", flag=flag)
     return DataFile(Folder(path.parent, f"{flag} {path.parent}"), path.name) if source is None else _choose(source)
@@ -89,7 +89,7 @@ def _choose(source: Source) -> DataFile:
         file for file in source.files if file.bare_name.endswith(_SUFFIXES) and not file.bare_name.startswith("readme")
     ]
     if len(candidates) != 1:
-        raise BadInput(
+        raise UserError(
             f"{source.where}: {len(candidates)} files in it can be the interactions, where one is needed; "
             f"give the file itself; there are: {shown(file.name for file in source.files)}"
         )
@@ -100,7 +100,7 @@ def _build(file: DataFile, k_core: int, columns: ColumnChoice) -> Arrays:
     table = read_table(file, columns)
     kept = _k_core(table.users, table.items, k_core)
     if not len(kept):
-        raise BadInput(
+        raise UserError(
             f"--k-core {k_core}: nothing of {file.where} is left when users and items with fewer than {k_core} "
             "interactions are dropped; choose a smaller number"
         )

@@ -14,7 +14,7 @@ import numpy as np
 from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, below, distinct_below, is_real, ragged
 from data.interactions.reader import Interactions
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys
@@ -237,14 +237,14 @@ def split_interactions(
         interacted, each such set being equally probable.
     mask_seen: evaluation batches carry "seen".
 
-    Raises BadInput when there is nothing to train on, or too few items are left for the negatives of a user.
+    Raises UserError when there is nothing to train on, or too few items are left for the negatives of a user.
     """
     split = _load_split(interactions, cache_dir, hold_out)
     train = TrainSequences(
         interactions, split, maxlen=maxlen, whole_histories=whole_histories, seed=seed, negatives=negatives
     )
     if not len(train):
-        raise BadInput(
+        raise UserError(
             f"{hold_out.flags}: leaves no user two interactions to train on; give more data, hold out less, or choose "
             "a smaller --k-core"
         )
@@ -269,7 +269,7 @@ def _check_enough_others(sets: ItemSets, interactions: Interactions, users: np.n
     if fewest < wanted:
         user = users[num_others.argmin()]
         length = interactions.offsets[user + 1] - interactions.offsets[user]
-        raise BadInput(
+        raise UserError(
             f"{flag}: negatives are items without the user, and one user, of {length:,} interactions, leaves {fewest} "
             f"of the {sets.num_items} items, where {wanted} {'is' if wanted == 1 else 'are'} needed; take that user "
             "out, or give data with more items"

@@ -13,7 +13,7 @@ from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, in_seconds, parse_times, time_range
 from data.overview import overview
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import lines_of
 
 _ROWS_AT_ONCE = 1 << 16
@@ -42,13 +42,13 @@ class Table:
 
 
 def read_table(file: DataFile, choice: ColumnChoice) -> Table:
-    """Raises BadInput, naming file, line and reason, for whatever cannot be read. choice: columns that are given."""
+    """Raises UserError, naming file, line and reason, for whatever cannot be read. choice: columns that are given."""
     advice = "convert it, or give another file"
     with file.open() as content, reading_utf8(file.where, advice), io.TextIOWrapper(content, "utf-8-sig") as text:
         lines = _fields(lines_of(text), file.where)
         head = list(islice(lines, 2))
         if not head:
-            raise BadInput(f"{file.where}: is empty; give a file of interactions")
+            raise UserError(f"{file.where}: is empty; give a file of interactions")
         first, second = ([field.strip() for field in fields] for _, fields in [*head, (0, [])][:2])
         layout = find_layout(first, second, choice, f"{file.where}, line {head[0][0]}")
         return _Parser(file.where, layout).table(chain(head[layout.has_names :], lines))
@@ -83,7 +83,7 @@ def _tabbed(line: str) -> list[str]:
 
 
 def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str, num_before: int) -> Iterator[Line]:
-    """Lines of a CSV file that are not blank. Raises BadInput where quotes seem to take several lines for one."""
+    """Lines of a CSV file that are not blank. Raises UserError where quotes seem to take several lines for one."""
     recent: list[str] = []
 
     def noted() -> Iterator[str]:
@@ -94,7 +94,7 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str, num_befor
     for number, fields in csv_lines(noted(), delimiter, where, num_before):
         lines = [line for line in recent if not line.isspace()]
         if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
-            raise BadInput(
+            raise UserError(
                 f"{where}, lines {number - len(recent) + 1} to {number}: a quote that opens on the first and closes on "
                 "the last makes one interaction of them, though each has all its columns; take such quotes out, or "
                 "double them"
@@ -121,13 +121,13 @@ class _Parser:
                 raise self._mistake(some)
             blocks.append(block)
         if not blocks:
-            raise BadInput(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
+            raise UserError(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
         users, items, *columns = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         self._refuse_another_line_of_names()
         (user_ids, place_of_user), (item_ids, place_of_item) = self._users.in_order(), self._items.in_order()
         users, items = place_of_user[users], place_of_item[items]
         if len(user_ids) == 1 and user_ids[0].lower() in _NO_NAMES:
-            raise BadInput(
+            raise UserError(
                 f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; name "
                 "another column by --user-column, such as one of sessions"
             )
@@ -148,10 +148,10 @@ class _Parser:
         return Table(users, items, times, user_ids, item_ids, remarks)
 
     def _refuse_another_line_of_names(self) -> None:
-        """Raises BadInput where the names of the columns are a user and an item too, as in files that were joined."""
+        """Raises UserError where the names of the columns are a user and an item too, as in files that were joined."""
         user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
         if self._layout.has_names and user in self._users and item in self._items:
-            raise BadInput(
+            raise UserError(
                 f"{self._where}: the line of names, with {user} and {item}, comes again, as in files that were joined; "
                 "take it out below the first line"
             )
@@ -189,7 +189,7 @@ class _Parser:
             self._has_dates = has_dates
         return (users, items, times) if times is not None and has_dates == self._has_dates else None
 
-    def _mistake(self, lines: Sequence[Line]) -> BadInput:
+    def _mistake(self, lines: Sequence[Line]) -> UserError:
         """Says slowly and precisely what is wrong with the first wrong line."""
         layout = self._layout
         for number, unstripped in lines:
@@ -208,7 +208,7 @@ class _Parser:
                 advice = "; mend it, or name another column by --time-column"
             if reason is not None:
                 shown = _shorten(" ".join(fields))
-                return BadInput(f"{self._where}, line {number}: {shown!r}: {reason}{advice}")
+                return UserError(f"{self._where}, line {number}: {shown!r}: {reason}{advice}")
         raise AssertionError("none of the lines is wrong by itself")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from data.files import DataFile, Source, shown, source_at
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class DataFiles:
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
     def named(self, name: str) -> DataFile:
-        """The file of this name. Raises BadInput when there is none."""
+        """The file of this name. Raises UserError when there is none."""
         file = self.find(name)
         if file is None:
-            raise BadInput(f"{self.where}: no {name}; give a folder that has it; there are: {shown(self.by_name)}")
+            raise UserError(f"{self.where}: no {name}; give a folder that has it; there are: {shown(self.by_name)}")
         return file
 
     def stamps(self, names: Iterable[str]) -> list[tuple[object, ...]]:
@@ -38,23 +38,23 @@ class DataFiles:
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
     """The files of the one folder that has some of the telling names: path itself, or a folder in it.
 
-    Where none has any, those of path itself. path: a folder or an archive. Raises BadInput when it cannot be read, when
-    several folders can be meant, or when a file is there with .gz and without.
+    Where none has any, those of path itself. path: a folder or an archive. Raises UserError when it cannot be read,
+    when several folders can be meant, or when a file is there with .gz and without.
     """
     path = path.resolve()
     where = f"--data-dir {path}"
     source = source_at(path, depth=2, advice="give the folder or the .zip of a data set")
     if source is None:
-        raise BadInput(f"{where}: is a single file; give the folder or the .zip that holds the data set")
+        raise UserError(f"{where}: is a single file; give the folder or the .zip that holds the data set")
     folders = _folders(source)
     meant = [folder for folder, files in folders.items() if not _bare_names(files).isdisjoint(telling)]
     if where not in meant and len(meant) > 1:
-        raise BadInput(f"{where}: {len(meant)} folders in it can be the data set; give one of them alone")
+        raise UserError(f"{where}: {len(meant)} folders in it can be the data set; give one of them alone")
     chosen = where if where in meant or not meant else meant[0]
     by_name: dict[str, DataFile] = {}
     for file in folders[chosen]:
         if (other := by_name.setdefault(file.bare_name, file)) is not file:
-            raise BadInput(f"{chosen}: has {other.name} and {file.name}; keep one of them")
+            raise UserError(f"{chosen}: has {other.name} and {file.name}; keep one of them")
     return DataFiles(chosen, by_name)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.files import DataFile
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import array_errors
 
 LARGEST_ID = 10**8
@@ -33,12 +33,12 @@ class Numbers:
     def read(cls, file: DataFile) -> "Numbers":
         """From text, separated by spaces or tabs, or from a .npy of two dimensions.
 
-        Raises BadInput when the file is empty or has something else in it.
+        Raises UserError when the file is empty or has something else in it.
         """
         content = file.read()
         numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)
         if not len(numbers.values):
-            raise BadInput(f"{file.where}: is empty; fetch it again")
+            raise UserError(f"{file.where}: is empty; fetch it again")
         outside = np.flatnonzero((numbers.values < 0) | (numbers.values > LARGEST_ID))
         if len(outside):
             row = int(np.searchsorted(numbers.offsets, outside[0], side="right")) - 1
@@ -52,7 +52,7 @@ class Numbers:
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """The rows as a table with so many columns: (rows, columns). Raises BadInput when one has others."""
+        """The rows as a table with so many columns: (rows, columns). Raises UserError when one has others."""
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):
@@ -61,7 +61,7 @@ class Numbers:
         return self.values.reshape(-1, num_columns)
 
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
-        """Raises BadInput for the first that is wrong, (n,) bool.
+        """Raises UserError for the first that is wrong, (n,) bool.
 
         reason: in which {name} stands for its number among the values of that name, (n,). rows: (n,), the row of each;
         by default there is one for each.
@@ -70,7 +70,7 @@ class Numbers:
             i = int(np.argmax(is_wrong))
             raise self.mistake(i if rows is None else rows[i], reason.format_map({k: v[i] for k, v in values.items()}))
 
-    def mistake(self, row: int, reason: str) -> BadInput:
+    def mistake(self, row: int, reason: str) -> UserError:
         """What is wrong with a row, for the user."""
         values = self.values[self.offsets[row] : self.offsets[row + 1]]
         return _mistake(self.where, int(self.lines[row]), " ".join(map(str, values[:_SHOWN_WIDTH])), reason)
@@ -96,16 +96,16 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
         with array_errors():
             array = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError) as error:
-        raise BadInput(f"{file.where}: is no array of numbers, or is damaged ({error}); fetch it again") from None
+        raise UserError(f"{file.where}: is no array of numbers, or is damaged ({error}); fetch it again") from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise BadInput(
+        raise UserError(
             f"{file.where}: is {array.dtype} of shape {array.shape}, where whole numbers in rows and columns are needed"
         )
     rows, columns = array.shape
     return Numbers(file.where, array.astype(np.int64).ravel(), np.arange(rows + 1) * columns, np.arange(rows) + 1)
 
 
-def _no_number(file: DataFile, text: bytes) -> BadInput:
+def _no_number(file: DataFile, text: bytes) -> UserError:
     """Names the first thing that is no whole number."""
     for number, line in enumerate(text.split(b"\n"), start=1):
         for field in line.split():
@@ -121,7 +121,7 @@ def _decoded(text: bytes) -> str:
     return text.decode(errors="replace")
 
 
-def _mistake(where: str, number: int, line: str, reason: str) -> BadInput:
+def _mistake(where: str, number: int, line: str, reason: str) -> UserError:
     line = line.strip()
     line = line if len(line) <= _SHOWN_WIDTH else line[: _SHOWN_WIDTH - 3] + "..."
-    return BadInput(f"{where}, line {number}: {line!r}: {reason}; mend it, or give another --data-dir")
+    return UserError(f"{where}, line {number}: {line!r}: {reason}; mend it, or give another --data-dir")

@@ -20,7 +20,7 @@ from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, cached_arrays, key_of
 
 _FORMAT_VERSION = 2
@@ -46,7 +46,7 @@ def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, 
     selects_on_test: validation is the test set, as in the published code of KGAT, and all training items are trained
         on; `valid.txt` is then left alone, as there.
 
-    Raises BadInput when the data set is not there, is damaged, or contradicts itself.
+    Raises UserError when the data set is not there, is damaged, or contradicts itself.
     """
     files = find_files(path, (*_KGAT_FILES, *_RATINGS_FILES))
     settings = (val_share, seed, selects_on_test)
@@ -57,7 +57,7 @@ def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, 
         elif ratings := files.find(*_RATINGS_FILES):
             published = _read_kgcn(files, ratings, seed)
         else:
-            raise BadInput(
+            raise UserError(
                 f"{files.where}: has neither train.txt and test.txt, as data sets for KGAT do, nor ratings_final, as "
                 f"those for KGCN; there are: {shown(files.by_name)}"
             )
@@ -94,7 +94,7 @@ class _UserLines:
         return ItemLists.of_pairs(self.users, self.items, num_users)
 
     def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
-        """Raises BadInput for the first of the pairs that are wrong, (n,) bool; {user} and {item} stand in reason."""
+        """Raises UserError for the first of the pairs that are wrong, (n,) bool; {user} and {item} stand in reason."""
         self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 
@@ -105,7 +105,7 @@ def _read_kgat(files: DataFiles) -> Published:
     lines = {name: _UserLines.read(file) for name, file in files_of_lines.items()}
     for part in lines.values():
         if not len(part.items):
-            raise BadInput(f"{part.numbers.where}: nobody has an item; fetch it again, or leave it out if it can be")
+            raise UserError(f"{part.numbers.where}: nobody has an item; fetch it again, or leave it out if it can be")
     of_train = lines["train.txt"].numbers
     of_train.refuse(np.diff(of_train.offsets) == 1, "a user without items; leave the line out")
     users_listed, items_listed = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
@@ -136,7 +136,7 @@ def _are_known(items: np.ndarray, triples: np.ndarray | None, num_items: int) ->
 
 
 def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.ndarray, has_graph: bool) -> None:
-    """Raises BadInput where an item of validation or test could not be recommended. is_known: of `_are_known`."""
+    """Raises UserError where an item of validation or test could not be recommended. is_known: of `_are_known`."""
     train = lines["train.txt"]
     is_trained_on = np.zeros(num_users, bool)
     is_trained_on[train.users] = True
@@ -166,7 +166,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
     positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
     train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
     if not len(test):
-        raise BadInput(f"{file.where}: no user has two items with label 1, so that there is nothing to test on")
+        raise UserError(f"{file.where}: no user has two items with label 1, so that there is nothing to test on")
     triples, relation_names = _read_graph(files, num_items)
     is_known = _are_known(items, triples, num_items) | (num_listed is not None)
     unknown = np.flatnonzero(~is_known)
@@ -187,7 +187,7 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tu
     _check_ids(numbers, "relation", relations, relations, len(names) or None, "relation_list.txt")
     _check_ids(numbers, "tail", tails, entities, num_entities, "entity_list.txt")
     if not (triples[:, [0, 2]] < num_items).any():
-        raise BadInput(
+        raise UserError(
             f"{file.where}: none of its {len(triples)} triples has an item, which are the entities below {num_items}; "
             "give the graph of these items"
         )
@@ -205,7 +205,7 @@ def _check_ids(
     list_name: str = "",
     rows: np.ndarray | None = None,
 ) -> None:
-    """Raises BadInput for the first id that is too large for how many distinct ids there are, or is not in its list.
+    """Raises UserError for the first id that is too large for how many distinct ids there are, or is not in its list.
 
     ids: (n,). all_ids: (m,), to be counted. num_listed: None without a list. rows: (n,), as of `Numbers.refuse`.
     """
@@ -232,7 +232,7 @@ def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
     for line in lines:
         *name, number = line.decode(errors="replace").split()
         if not number.isdecimal() or int(number) >= len(lines) or int(number) in names:
-            raise BadInput(
+            raise UserError(
                 f"{file.where}: {line.decode(errors='replace')!r}: should be a name and an id, each id from 0 to "
                 f"{len(lines) - 1} once; mend it, or leave the file out"
             )

@@ -12,7 +12,7 @@ import numpy as np
 from data.interactions.item_sets import ItemSets, below, is_real, ragged
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.edges import Edges
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays
 from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys
@@ -31,7 +31,7 @@ class BprSamples:
         that consecutive ones have distinct users but at the borders; the positive is uniform among the user's items.
         After the published code of KGAT. "interactions": sample i is interaction i.
 
-        Raises BadInput when a user has all items, so that no negative is left.
+        Raises UserError when a user has all items, so that no negative is left.
         """
         train = catalogue.train
         self._train = train
@@ -41,7 +41,7 @@ class BprSamples:
         self._sets = _sets(train.offsets, train.items, catalogue.num_items)
         without_negative = np.flatnonzero(self._sets.num_others(self._users) == 0)
         if len(without_negative):
-            raise BadInput(
+            raise UserError(
                 f"--data-dir: user {self._users[without_negative[0]]} has all {catalogue.num_items} items in training, "
                 "so that there is no negative to draw; give data with more items, or leave the user out"
             )
@@ -72,7 +72,7 @@ class Triples:
     """
 
     def __init__(self, edges: Edges, seed: int) -> None:
-        """Raises BadInput when some head is joined to every node by one relation, so that no negative is left."""
+        """Raises UserError when some head is joined to every node by one relation, so that no negative is left."""
         self._seed = seed
         order = np.lexsort((edges.tail, edges.relation, edges.head))
         head, self._relation, self._tail = (ids[order] for ids in (edges.head, edges.relation, edges.tail))
@@ -87,7 +87,7 @@ class Triples:
         full = np.flatnonzero(self._sets.num_others(np.arange(len(first))) == 0)
         if len(full):
             edge = first[full[0]]
-            raise BadInput(
+            raise UserError(
                 f"--data-dir: relation {self._relation[edge]} joins node {head[edge]} to all "
                 f"{edges.num_nodes} nodes, so that there is no negative to draw; leave such a relation out of the graph"
             )

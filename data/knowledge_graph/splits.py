@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits, uniform
 
 VAL_STREAM, TEST_STREAM = 0, 2
@@ -46,7 +46,7 @@ class Published:
     unknown_items: np.ndarray
 
     def catalogue(self, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-        """With a validation set; arguments as of `load_catalogue`. Raises BadInput when nobody has items in it."""
+        """With a validation set; arguments as of `load_catalogue`. Raises UserError when nobody has items in it."""
         if selects_on_test:
             train, val = self.train, self.test
         elif self.valid is not None:
@@ -54,7 +54,7 @@ class Published:
         else:
             train, val = hold_out(self.train, val_share, seed, VAL_STREAM)
         if not len(val):
-            raise BadInput(f"--val-share {val_share}: leaves nobody an item to validate on; choose a larger share")
+            raise UserError(f"--val-share {val_share}: leaves nobody an item to validate on; choose a larger share")
         triples = np.empty((0, 3), np.int32) if self.triples is None else self.triples
         num_relations = int(triples[:, 1].max(initial=-1)) + 1
         return Catalogue(

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 """Of the names of files that are taken for sound."""
@@ -44,7 +44,7 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
     need the package `soundfile`. Floats beyond 1 stay as they are: see `within_full_scale`.
     name: of the file; of it only the suffix counts.
 
-    Raises UnreadableAudio, and BadInput when `soundfile` is needed and not installed.
+    Raises UnreadableAudio, and UserError when `soundfile` is needed and not installed.
     """
     if not content:
         raise UnreadableAudio("is an empty file")
@@ -168,7 +168,7 @@ def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
         # By its name: it need not be there, and has no types to check.
         soundfile = importlib.import_module("soundfile")
     except (ImportError, OSError) as error:  # OSError where the library that it wraps is missing
-        raise BadInput(
+        raise UserError(
             f"{name}: sound other than plain wav needs the package soundfile, which is not here ({error}); "
             "run `pip install soundfile`, or convert the files to wav"
         ) from None

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from data.speech.audio_files import SUFFIXES
 from data.speech.sources import MANIFESTS, Source
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _SPLITS = {"train": "train", "dev": "val", "val": "val", "test": "test"}
 _SPLIT = re.compile(r"(train|dev|val|test)(id|idation|ing)?(?![a-z])")
@@ -68,7 +68,7 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
         digits, and they have words in common; not where they hold numbers, or a name and a number.
 
     In all but the first two, the folders `train*`, `dev*`, `val*`, `test*` are splits.
-    Raises BadInput, naming file and line, for a table that cannot be read, and when no form fits.
+    Raises UserError, naming file and line, for a table that cannot be read, and when no form fits.
     """
     forms = {
         "lines of manifests": _manifests,
@@ -81,7 +81,7 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
         utterances = layout(source)
         if utterances is not None:
             return what, utterances
-    raise BadInput(f"{source.where()}: {_why_unknown(source)}")
+    raise UserError(f"{source.where()}: {_why_unknown(source)}")
 
 
 def _why_unknown(source: Source) -> str:
@@ -100,7 +100,7 @@ def _why_unknown(source: Source) -> str:
 
 
 def manifest_sound(source: Source) -> list[str]:
-    """The sound files that manifests name, wherever they lie; none without manifests. Raises BadInput as above."""
+    """The sound files that manifests name, wherever they lie; none without manifests. Raises UserError as above."""
     return [utterance.name for utterance in _manifests(source) or ()]
 
 
@@ -133,18 +133,18 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         shown = line if len(line) <= 80 else line[:77] + "..."
         reason = f"{shown!r} is no JSON object with audio_path and text"
         if '"audio_filepath"' in line:
-            raise BadInput(f"{where}: has audio_filepath, as manifests of NeMo; call it audio_path") from None
-        raise BadInput(f"{where}: {reason}; give one a line") from None
+            raise UserError(f"{where}: has audio_filepath, as manifests of NeMo; call it audio_path") from None
+        raise UserError(f"{where}: {reason}; give one a line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
-        raise BadInput(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
+        raise UserError(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
     if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text + speaker):
-        raise BadInput(f"{where}: holds a character that no text or name of a file has; mend it")
+        raise UserError(f"{where}: holds a character that no text or name of a file has; mend it")
     if entry.get("offset"):
-        raise BadInput(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
+        raise UserError(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
     if not source.reads_outside and (path.startswith(("/", "../"))):
-        raise BadInput(f"{where}: {sound!r} leads out of the archive; pack the sound with the manifest")
+        raise UserError(f"{where}: {sound!r} leads out of the archive; pack the sound with the manifest")
     return Utterance(path, text, speaker, split, duration)
 
 
@@ -178,12 +178,12 @@ def _common_voice_table(source: Source, name: str) -> Iterator[Utterance]:
     columns = header.split("\t")
     for needed in ("client_id", "path", "sentence"):
         if needed not in columns:
-            raise BadInput(f"{source.where(name)}: has no column {needed}, but {', '.join(columns)}")
+            raise UserError(f"{source.where(name)}: has no column {needed}, but {', '.join(columns)}")
     folder, split = PurePosixPath(name).parent, _COMMON_VOICE[PurePosixPath(name).name]
     for number, line in lines:
         fields = dict(zip(columns, line.split("\t"), strict=False))
         if len(fields) < len(columns):
-            raise BadInput(f"{source.where(name)}, line {number}: {len(fields)} columns instead of {len(columns)}")
+            raise UserError(f"{source.where(name)}, line {number}: {len(fields)} columns instead of {len(columns)}")
         clip = posixpath.normpath(folder / "clips" / fields["path"])
         yield Utterance(clip, fields["sentence"], fields["client_id"], split)
 
@@ -198,7 +198,7 @@ def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
 def _only_folder(source: Source, names: Iterable[str]) -> None:
     folders = sorted({str(PurePosixPath(name).parent) for name in names})
     if len(folders) > 1:
-        raise BadInput(f"{source.where()}: {len(folders)} folders can be meant; give one of {', '.join(folders)}")
+        raise UserError(f"{source.where()}: {len(folders)} folders can be meant; give one of {', '.join(folders)}")
 
 
 # --- text beside the sound, or in its name ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
 from data.speech.sources import Source, find, is_archive, opened
 from data.speech.text import normalise
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import ARCHIVE_ERRORS, MOST_SOUND, read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
 
@@ -45,7 +45,7 @@ def load_corpus(
         more than half, are left out and counted ("skip"), or the first is refused ("refuse").
     progress: shows how far decoding is.
 
-    Raises BadInput, naming file, line and value, for what is wrong with the corpus, when a recording is named twice,
+    Raises UserError, naming file, line and value, for what is wrong with the corpus, when a recording is named twice,
     and when nothing is left.
     """
     path = find(path)
@@ -65,18 +65,20 @@ def read_recordings(path: Path, sample_rate: int, unreadable: Unreadable = "skip
     sample_rate: to which all are resampled. unreadable: files of a folder that cannot be used are left out and counted
         ("skip"), or the first is refused ("refuse").
 
-    Raises BadInput, naming the file, when one that was given by itself cannot be used, and when none is left.
+    Raises UserError, naming the file, when one that was given by itself cannot be used, and when none is left.
     """
     if not path.is_dir():
         try:
             samples, is_loud = _read_recording(path, sample_rate)
         except UnreadableAudio as error:
-            raise BadInput(f"--predict {path}: {error}; give recordings that can be read") from None
+            raise UserError(f"--predict {path}: {error}; give recordings that can be read") from None
         return _unknown([(path.name, samples)], sample_rate, {}, [path.name] * is_loud)
     found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
     names = [name for file in found if is_visible(name := file.relative_to(path).as_posix())]
     if not names:
-        raise BadInput(f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings")
+        raise UserError(
+            f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
+        )
     skipped = _Skipped(lambda name: f"--predict {path}/{name}", unreadable)
     sound, loud = [], []
     for name in names:
@@ -88,7 +90,7 @@ def read_recordings(path: Path, sample_rate: int, unreadable: Unreadable = "skip
         sound.append((name, samples))
         loud += [name] * is_loud
     if not sound:
-        raise BadInput(f"--predict {path}: none of its {len(names)} recordings can be used: {skipped}")
+        raise UserError(f"--predict {path}: none of its {len(names)} recordings can be used: {skipped}")
     return _unknown(sound, sample_rate, skipped.counts(), loud)
 
 
@@ -178,7 +180,7 @@ def _read(
             lengths.append(len(samples))
             rates.append(rate)
         if not kept:
-            raise BadInput(f"{source.where()}: none of its {len(utterances)} utterances can be used: {skipped}")
+            raise UserError(f"{source.where()}: none of its {len(utterances)} utterances can be used: {skipped}")
         audio, offsets, rate = _at_one_rate(decoded, lengths, rates, resampled)
         return Corpus(
             audio=audio,
@@ -201,7 +203,7 @@ def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
     """A recording that is there twice may be in two splits."""
     for name, count in Counter(utterance.name for utterance in utterances).items():
         if count > 1:
-            raise BadInput(f"{source.where(name)}: is listed {count} times; list each recording once")
+            raise UserError(f"{source.where(name)}: is listed {count} times; list each recording once")
 
 
 def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
@@ -234,7 +236,7 @@ class _Skipped:
 
     def add(self, name: str, reason: str) -> None:
         if self._unreadable == "refuse":
-            raise BadInput(f"{self._where(name)}: {reason}; mend it, or leave out such files with --unreadable skip")
+            raise UserError(f"{self._where(name)}: {reason}; mend it, or leave out such files with --unreadable skip")
         self._names.setdefault(reason, []).append(name)
 
     def counts(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from data.files import is_visible
 from data.speech.audio_files import SUFFIXES
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import (
     ARCHIVE_ERRORS,
     DISK_FULL,
@@ -47,30 +47,30 @@ class Source:
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
-        """Raises BadInput when it cannot be read or is not UTF-8."""
+        """Raises UserError when it cannot be read or is not UTF-8."""
         try:
             return self.read(name).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise BadInput(f"{self.where(name)}: is not text in UTF-8 ({error.reason}); convert it") from None
+            raise UserError(f"{self.where(name)}: is not text in UTF-8 ({error.reason}); convert it") from None
         except ARCHIVE_ERRORS as error:
-            raise BadInput(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
+            raise UserError(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
 
 
 def find(path: Path) -> Path:
     """The path itself, or the archive in a folder that holds no sound and no manifest but one archive.
 
-    Raises BadInput when there is no such path, or several archives can be meant.
+    Raises UserError when there is no such path, or several archives can be meant.
     """
     path = path.resolve()
     if not path.exists():
-        raise BadInput(f"--data-dir {path}: no such file or folder; give a folder, archive or manifest of recordings")
+        raise UserError(f"--data-dir {path}: no such file or folder; give a folder, archive or manifest of recordings")
     if path.is_dir():
         with refusing_disk_errors(f"--data-dir {path}"):
             archives = [file for file in sorted(path.iterdir()) if is_archive(file)]
         if archives and not any(name.lower().endswith((*SUFFIXES, *MANIFESTS)) for name in _names_in(path)):
             if len(archives) > 1:
                 shown = ", ".join(file.name for file in archives)
-                raise BadInput(f"--data-dir {path}: holds {len(archives)} archives ({shown}); give one of them")
+                raise UserError(f"--data-dir {path}: holds {len(archives)} archives ({shown}); give one of them")
             return archives[0]
     return path
 
@@ -85,7 +85,7 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
     """A folder, an archive, or a single manifest, whose sound lies elsewhere.
 
     cache_dir: the folder, which exists, where a compressed tar is unpacked for as long as it is open; as one file
-    without a name, which a kill does not leave behind. Raises BadInput when an archive is damaged or holds a name
+    without a name, which a kill does not leave behind. Raises UserError when an archive is damaged or holds a name
     that leads out of it.
     """
     if path.is_dir():
@@ -96,12 +96,12 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
             try:
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
             except ARCHIVE_ERRORS as error:
-                raise BadInput(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
+                raise UserError(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
             yield Source(path, tuple(_visible(path, names)), False, read)
     elif path.name.lower().endswith(MANIFESTS):
         yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND))
     else:
-        raise BadInput(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
+        raise UserError(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -158,5 +158,5 @@ def _visible(path: Path, names: Iterable[str]) -> list[str]:
     visible = sorted(name for name in names if is_visible(name))
     for name in visible:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
-            raise BadInput(f"--data-dir {path}: holds the name {name!r}, which leads out of it; pack it anew")
+            raise UserError(f"--data-dir {path}: holds the name {name!r}, which leads out of it; pack it anew")
     return visible

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from data.speech.corpus import Corpus
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 Split = Literal["utterance", "speaker"]
 
@@ -32,7 +32,7 @@ def hold_out(
         named that share of the speakers, by the hashes of their names.
     val_share, test_share: 0 <= share < 1, rounded to whole utterances or speakers, to one at least; 0 for none.
 
-    Raises BadInput when a speaker is unknown or in two parts, or nothing would be left to train on.
+    Raises UserError when a speaker is unknown or in two parts, or nothing would be left to train on.
     """
     if split == "utterance":
         parts = _by_utterance(corpus, val_share, test_share)
@@ -40,7 +40,7 @@ def hold_out(
         parts = _by_speaker(corpus, val_share, test_share, val_speakers, test_speakers)
     chosen = {part: np.flatnonzero(parts == part).astype(np.int64) for part in ("train", "val", "test")}
     if not len(chosen["train"]):
-        raise BadInput(
+        raise UserError(
             f"--split {split}: of {len(corpus)} utterances {len(chosen['val'])} are for validation, "
             f"{len(chosen['test'])} for the test and none to train on; hold out fewer"
         )
@@ -48,10 +48,10 @@ def hold_out(
 
 
 def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
-    """The speakers, in order, dealt out to the folds in turn. Raises BadInput for more folds than speakers."""
+    """The speakers, in order, dealt out to the folds in turn. Raises UserError for more folds than speakers."""
     speakers = _speakers(corpus)
     if not 2 <= num_folds <= len(speakers):
-        raise BadInput(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
+        raise UserError(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
     return [speakers[i::num_folds] for i in range(num_folds)]
 
 
@@ -81,9 +81,9 @@ def _by_speaker(
     named = {"test": test_speakers, "val": val_speakers}
     for part, speakers in named.items():
         for stranger in sorted(set(speakers) - set(known)):
-            raise BadInput(f"--{part}-speakers {stranger}: no such speaker; there are {', '.join(known)}")
+            raise UserError(f"--{part}-speakers {stranger}: no such speaker; there are {', '.join(known)}")
     for speaker in sorted(set(test_speakers) & set(val_speakers)):
-        raise BadInput(f"--val-speakers {speaker}: is in --test-speakers too; hold each out once")
+        raise UserError(f"--val-speakers {speaker}: is in --test-speakers too; hold each out once")
     free = sorted(set(known) - set(test_speakers) - set(val_speakers), key=_hash)
     part_of = dict.fromkeys(known, "train")
     for part, share in {"test": test_share, "val": val_share}.items():
@@ -94,10 +94,10 @@ def _by_speaker(
 
 
 def _speakers(corpus: Corpus) -> list[str]:
-    """In order. Raises BadInput where they are not known."""
+    """In order. Raises UserError where they are not known."""
     if "" in corpus.speakers:
         nameless = corpus.names[corpus.speakers.index("")]
-        raise BadInput(f"--split speaker: who speaks in {nameless} is not known; take --split utterance")
+        raise UserError(f"--split speaker: who speaks in {nameless} is not known; take --split utterance")
     return sorted(set(corpus.speakers))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, read_whole
 
 BLANK = 0
@@ -72,36 +72,36 @@ class Alphabet:
         """One symbol a line, in UTF-8; the space as `<space>` or itself. The blank is not among them.
 
         Letters are taken in lower case, as normalised text has them; other symbols may never occur in one.
-        Raises BadInput, naming the line, for one that is empty, there twice, or several characters where one is meant.
+        Raises UserError, naming the line, for one that is empty, there twice, or several characters where one is meant.
         """
         where = f"--alphabet {path}"
         try:
             lines = read_whole(path, MOST_RECORD).decode("utf-8-sig").splitlines()
         except OSError as error:
-            raise BadInput(f"{where}: {error.strerror or error}; give a file with one symbol a line") from None
+            raise UserError(f"{where}: {error.strerror or error}; give a file with one symbol a line") from None
         except UnicodeDecodeError as error:
-            raise BadInput(f"{where}: is not text in UTF-8 ({error.reason}); convert it") from None
+            raise UserError(f"{where}: is not text in UTF-8 ({error.reason}); convert it") from None
         numbers: dict[str, int] = {}
         for number, line in enumerate(lines, start=1):
             symbol = " " if line in (" ", _SPACE_IN_FILES) else unicodedata.normalize("NFKC", line.strip()).lower()
             if not symbol:
-                raise BadInput(f"{where}, line {number}: is empty; give one symbol a line, the space as <space>")
+                raise UserError(f"{where}, line {number}: is empty; give one symbol a line, the space as <space>")
             if units == "characters" and len(symbol) > 1:
-                raise BadInput(f"{where}, line {number}: {symbol!r} is more than one character; take --units words")
+                raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; take --units words")
             if symbol in numbers:
-                raise BadInput(f"{where}, line {number}: {symbol!r} is in line {numbers[symbol]} already; keep one")
+                raise UserError(f"{where}, line {number}: {symbol!r} is in line {numbers[symbol]} already; keep one")
             numbers[symbol] = number
         if not numbers:
-            raise BadInput(f"{where}: is empty; give one symbol a line")
+            raise UserError(f"{where}: is empty; give one symbol a line")
         return cls(units, tuple(numbers))
 
     def encode(self, text: str) -> np.ndarray:
-        """The symbols of the normalised text: (length,) int64. Raises BadInput for one that is not in the alphabet."""
+        """The symbols of the normalised text: (length,) int64. Raises UserError for one that is not in the alphabet."""
         symbols = _split(normalise(text), self.units)
         try:
             return np.fromiter((self._numbers[symbol] for symbol in symbols), np.int64, len(symbols))
         except KeyError as missing:
-            raise BadInput(
+            raise UserError(
                 f"--alphabet: {missing.args[0]!r} in the transcript {text!r} is none of its {len(self.symbols)} "
                 "symbols; add it, or leave that utterance out"
             ) from None

@@ -10,7 +10,7 @@ from data.files import shown
 from data.tabular.labels import Labels, named_column
 from data.tabular.spelling import PLAIN, Meaning, Spelling
 from data.tabular.table import Column, Table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _LARGEST_CODE = 1e9
 """In standard deviations: float32 keeps their squares."""
@@ -98,17 +98,17 @@ class Encoding:
         """The features of a table, (n, m) float32, NaN where one is missing.
 
         table: has the columns that were learned from, in any order, and perhaps others, which do not count; as it was
-            read, or typed. Raises BadInput where it lacks some.
+            read, or typed. Raises UserError where it lacks some.
         """
         if lacking := {code.name for code in self.columns} - set(table.names):
-            raise BadInput(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
+            raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
         columns = [code.encode(named_column(table, code.name, "column")) for code in self.columns]
         return np.stack(columns, axis=1).astype(np.float32)
 
     def refuse_label(self, table: Table) -> None:
-        """Raises BadInput for a table that is to be predicted, and holds what is predicted."""
+        """Raises UserError for a table that is to be predicted, and holds what is predicted."""
         if self.label in table.names:
-            raise BadInput(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
+            raise UserError(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
 
     def remarks(self, table: Table) -> list[str]:
         """Sentences about what of a new table cannot be used, or is read in another way than in training."""

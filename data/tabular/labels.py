@@ -10,7 +10,7 @@ import numpy as np
 from data.files import shown
 from data.tabular.spelling import PLAIN, is_mark_among_numbers
 from data.tabular.table import Column, Table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _FEWEST_ROWS_PER_CLASS = 2
 """On average: a column with more values than that are measurements, or names of the rows."""
@@ -36,7 +36,7 @@ class Labels:
 
 
 def class_labels(table: Table, name: str) -> Labels:
-    """Labels in the column of --label. Raises BadInput where it is missing, has no two classes, or is a quantity."""
+    """Labels in the column of --label. Raises UserError where it is missing, has no two classes, or is a quantity."""
     column = named_column(table, name, "--label")
     where = f"{table.where}: --label {name}"
     spelling = column.reading.spelling
@@ -50,7 +50,7 @@ def class_labels(table: Table, name: str) -> Labels:
     values = class_numbers(column, classes)
     num_labelled = int((values >= 0).sum())
     if num_labelled == 0:
-        raise BadInput(f"{where}: no row has a label; give a column with some")
+        raise UserError(f"{where}: no row has a label; give a column with some")
     if spelling is not None:
         _refuse_quantity(quantity, num_labelled, where)
     refuse_unless_classes(classes, num_labelled, where)
@@ -61,7 +61,7 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
     are_whole = all(map(float.is_integer, numbers))
     are_repeated = are_whole and num_labelled >= _FEWEST_ROWS_PER_NUMBER * len(numbers)
     if len(numbers) > (_MOST_NUMBERS if are_whole else _MOST_FRACTIONS) and not are_repeated:
-        raise BadInput(
+        raise UserError(
             f"{where}: is a quantity, {len(numbers):,} different numbers from {min(numbers):g} to {max(numbers):g} in "
             f"{num_labelled:,} rows, and only classes can be predicted, as there is no regression; make classes of it, "
             "such as intervals, or where the numbers are names of classes write them as text, such as c1"
@@ -69,14 +69,14 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
 
 
 def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
-    """Raises BadInput for one class, and for so many that they are none. where: as the message begins."""
+    """Raises UserError for one class, and for so many that they are none. where: as the message begins."""
     if len(classes) == 1:
-        raise BadInput(
+        raise UserError(
             f"{where}: all rows are of one class, {classes[0]!r} (NA and the like are no class); learning to tell "
             "classes apart takes two"
         )
     if num_labelled < _FEWEST_ROWS_PER_CLASS * len(classes):
-        raise BadInput(
+        raise UserError(
             f"{where}: has {len(classes):,} different values in {num_labelled:,} rows, too many for classes; give a "
             "column of classes, or make classes of it (of a number, intervals)"
         )
@@ -89,7 +89,7 @@ def class_numbers(column: Column, classes: Sequence[str]) -> np.ndarray:
 
 
 def named_column(table: Table, name: str, flag: str) -> Column:
-    """Raises BadInput, with the names that are meant perhaps, where there is no such column."""
+    """Raises UserError, with the names that are meant perhaps, where there is no such column."""
     column = table.column(name)
     if column is None:
         by_lower = {known.lower(): known for known in table.names}
@@ -97,5 +97,5 @@ def named_column(table: Table, name: str, flag: str) -> Column:
         known = f"perhaps {' or '.join(map(repr, near))} is meant" if near else f"there are {shown(table.names)}"
         if len(table.names) == 1:
             known = f"there is one alone, {table.names[0]!r}; separate columns by commas, semicolons or tabs"
-        raise BadInput(f"{table.where}: {flag} {name}: no such column; {known}")
+        raise UserError(f"{table.where}: {flag} {name}: no such column; {known}")
     return column

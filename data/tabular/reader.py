@@ -15,7 +15,7 @@ from data.csv_lines import Line, csv_table, is_number, reading_utf8
 from data.files import reading_errors
 from data.tabular.spelling import UNKNOWN, Likely
 from data.tabular.table import Column, Table, table_of_array
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, array_errors, require_regular
 
 MOST_COLUMNS = 1000
@@ -33,20 +33,20 @@ def read_table(path: Path, flag: str = "--data-dir") -> Table:
         .npz with X (n, m), numbers or texts, optionally y (n,), which becomes the column y, and names (m,) of columns.
     flag: by which the path was given, for messages.
 
-    Raises BadInput, naming file and line, for whatever cannot be read.
+    Raises UserError, naming file and line, for whatever cannot be read.
     """
     where = f"{flag} {path}"
     if not path.is_file():
-        raise BadInput(f"{where}: {'is a folder' if path.is_dir() else 'no such file'}; {_ADVICE}")
+        raise UserError(f"{where}: {'is a folder' if path.is_dir() else 'no such file'}; {_ADVICE}")
     table = _read_arrays(path, where) if path.suffix.lower() == ".npz" else _read_csv(path, where)
     if table.num_rows == 0:
-        raise BadInput(f"{where}: has column names, but no rows; give at least one")
+        raise UserError(f"{where}: has column names, but no rows; give at least one")
     return table
 
 
 def _check_width(num_columns: int, where: str) -> None:
     if num_columns > MOST_COLUMNS:
-        raise BadInput(
+        raise UserError(
             f"{where}: {num_columns:,} columns, where {MOST_COLUMNS:,} are the most: the time for a row grows with "
             "their square, as each is compared with all others; keep those that matter"
         )
@@ -70,7 +70,7 @@ def _opened(path: Path) -> IO[str]:
 def _parse_csv(file: IO[str], where: str) -> Table:
     line, header, lines, decimal_comma = csv_table(file, where)
     if not header:
-        raise BadInput(f"{where}: is empty; {_ADVICE}")
+        raise UserError(f"{where}: is empty; {_ADVICE}")
     names = _column_names(header, f"{where}, line {line}")
     columns = [_Texts() for _ in names]
     for rows in _blocks(lines, len(names), where):
@@ -96,7 +96,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     _check_width(len(fields), where)
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(is_number(name) for name in names):
-        raise BadInput(f"{where}: holds numbers where the names of the columns should be; add a line of names")
+        raise UserError(f"{where}: holds numbers where the names of the columns should be; add a line of names")
     return names
 
 
@@ -107,7 +107,7 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str) -> Iterator[lis
         for number, fields in some:
             if len(fields) != num_columns:
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
-                raise BadInput(
+                raise UserError(
                     f"{where}, line {number}: {len(fields)} fields, but the line of names has {num_columns}: "
                     f"{shown!r}; mend the line, or put quotes around values that hold the separator"
                 )
@@ -140,18 +140,18 @@ def _read_arrays(path: Path, where: str) -> Table:
         array = arrays.get(name)
         if array is not None and (array.ndim != num_dimensions or array.dtype.kind not in "fiubU"):
             wanted = "X (n, m) and y (n,) of numbers or texts, and names (m,) of texts"
-            raise BadInput(f"{where}: {name} is {array.dtype} of shape {array.shape}; give {wanted}")
+            raise UserError(f"{where}: {name} is {array.dtype} of shape {array.shape}; give {wanted}")
     values, labels = arrays["X"], arrays.get("y")
     num_rows, num_columns = values.shape
     _check_width(num_columns, where)
     names = [str(name).strip() for name in arrays.get("names", [f"x{i}" for i in range(num_columns)])]
     if len(names) != num_columns or num_columns == 0:
-        raise BadInput(f"{where}: X has {num_columns} columns, and there are {len(names)} names; give one for each")
+        raise UserError(f"{where}: X has {num_columns} columns, and there are {len(names)} names; give one for each")
     table = table_of_array(values, names, where)
     if labels is None:
         return table
     if len(labels) != num_rows:
-        raise BadInput(f"{where}: X has {num_rows} rows, and y {len(labels)}; give one label for each row")
+        raise UserError(f"{where}: X has {num_rows} rows, and y {len(labels)}; give one label for each row")
     return Table(where, (*table.columns, Column.of_values("y", labels)))
 
 
@@ -169,11 +169,11 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
         ):
             for part in archive.zip.infolist():
                 if part.file_size > MOST_WHOLE:
-                    raise BadInput(
+                    raise UserError(
                         f"{where}: {part.filename} takes {part.file_size:,} bytes; {MOST_WHOLE:,} are the most"
                     )
             if "X" not in archive:
-                raise BadInput(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
+                raise UserError(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
             arrays = {name: archive[name] for name in ("X", "y", "names") if name in archive}
             if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{odd[0]} is no array")
@@ -182,9 +182,9 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
                     array.tolist()  # refuses numbers that stand for no character
             return arrays
     except ValueError as error:
-        if isinstance(error, BadInput):
+        if isinstance(error, UserError):
             raise
         if not zipfile.is_zipfile(path):  # numpy takes text for pickled objects
-            raise BadInput(f"{where}: is no .npz; {_ADVICE}") from None
+            raise UserError(f"{where}: is no .npz; {_ADVICE}") from None
         found = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
-        raise BadInput(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None
+        raise UserError(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None

@@ -11,7 +11,7 @@ import numpy as np
 from data.tabular.labels import Labels, class_labels, named_column
 from data.tabular.spelling import is_plain
 from data.tabular.table import Column, Table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
 """With fewer, what looks like an id or a leak may be chance."""
@@ -62,13 +62,13 @@ def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> Labell
 
     label: the column that is to be predicted. drop: columns that are not to be learned from.
 
-    Raises BadInput where a column is not there, there are no two classes, or nothing is left to learn from.
+    Raises UserError where a column is not there, there are no two classes, or nothing is left to learn from.
     """
     labels = class_labels(table, label)
     for name in drop:
         named_column(table, name, "--drop")
     if label in drop:
-        raise BadInput(f"{table.where}: --drop {label}: is the column of --label; name another one")
+        raise UserError(f"{table.where}: --drop {label}: is the column of --label; name another one")
     rows = labels.values >= 0
     labels = replace(labels, values=labels.values[rows])
     features, reports, warnings = screened(table.without([label, *drop]), labels, rows)
@@ -97,7 +97,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
             warnings.append(_leak_warning(raw.name, labels.name))
     if not kept:
         reasons = "; ".join(f"{report.name}: {report.note}" for report in left_out[:_MOST_NAMES_SHOWN])
-        raise BadInput(f"{table.where}: no column is left to learn from ({reasons or 'there is none'}); give others")
+        raise UserError(f"{table.where}: no column is left to learn from ({reasons or 'there is none'}); give others")
     return Table(table.where, tuple(kept)), left_out + noted + plain, warnings
 
 

@@ -19,7 +19,7 @@ from data.tabular.spelling import (
     reading_of,
     spelling_like,
 )
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 LARGEST_NUMBER = 1e100
 """Numbers beyond, and infinite ones, count as missing: their squares have no sum in float64."""
@@ -150,7 +150,7 @@ class Table:
     def __post_init__(self) -> None:
         twice = {name for name in self.names if self.names.count(name) > 1}
         if twice:
-            raise BadInput(f"{self.where}: more than one column is named {sorted(twice)[0]!r}; rename all but one")
+            raise UserError(f"{self.where}: more than one column is named {sorted(twice)[0]!r}; rename all but one")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _MOST_SHOWN = 12
 
@@ -51,12 +51,12 @@ def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int
     """Puts adapters on linear layers of a model, freezes all else, and returns the names of these layers.
 
     targets: patterns as of file names, `*.query` for example; a layer is adapted if its name fits one. rank: at least
-    1. Raises BadInput for a pattern that fits no linear layer.
+    1. Raises UserError for a pattern that fits no linear layer.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for pattern in targets:
         if not any(fnmatchcase(name, pattern) for name in layers):
-            raise BadInput(
+            raise UserError(
                 f"LoRA target {pattern!r}: fits no linear layer; there are {', '.join(list(layers)[:_MOST_SHOWN])}, ..."
             )
     model.requires_grad_(False)

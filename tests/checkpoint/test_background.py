@@ -17,7 +17,7 @@ from trainer.checkpoint.background import THREAD_NAME, BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 ARGV = ["--task", WEIGHTED, "--num-threads", "1", "--device", "cpu", "--lr", "0.01", "--dropout", "0.1"]
 
@@ -106,7 +106,7 @@ def test_at_the_end_a_full_disk_is_an_error(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.ENOSPC
     saver.start(moment(1))
-    with pytest.raises(BadInput, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
+    with pytest.raises(UserError, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
         saver.finish()
     assert not [path for path in directory.path.iterdir() if path.suffix in (".tmp", ".pth")]
 
@@ -115,7 +115,7 @@ def test_any_other_error_reaches_whoever_waits(directory, gate):
     saver = BackgroundSaver(directory)
     gate.refusal = errno.EIO
     saver.start(moment(1))
-    with pytest.raises(BadInput, match=r"checkpoint_1.pth: Input/output error"):
+    with pytest.raises(UserError, match=r"checkpoint_1.pth: Input/output error"):
         saver.wait()
 
 

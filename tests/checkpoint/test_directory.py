@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.conftest import Crash, checkpoints, names, save
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, load
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 # --- which ones are kept, and under which names ------------------------------------------------------------------
 
@@ -210,7 +210,9 @@ def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
     for n in range(5):
         operations.clear()
         failures[n] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with pytest.raises(BadInput, match=r"--save-dir .* No space left on device: .* earlier checkpoints are intact"):
+        with pytest.raises(
+            UserError, match=r"--save-dir .* No space left on device: .* earlier checkpoints are intact"
+        ):
             save(directory, 2, best_epoch=2)
         failures.clear()
         assert not names(directory.path, "*.tmp"), n

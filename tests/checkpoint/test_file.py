@@ -20,7 +20,7 @@ from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpo
 from trainer.checkpoint.format import checksum_of
 from trainer.checkpoint.weights import compare
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 
 def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):
@@ -39,7 +39,7 @@ def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):
 def test_bare_weights_are_enough_to_start_with_but_not_to_go_on_from(tmp_path):
     torch.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "x.pth")
     assert read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]["weight"].shape == (3,)
-    with pytest.raises(BadInput, match=r"holds weights, but not the .* use --init-from"):
+    with pytest.raises(UserError, match=r"holds weights, but not the .* use --init-from"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 
@@ -68,7 +68,7 @@ def test_without_a_manifest_any_changed_bit_is_found_or_changes_nothing(opened):
         path.write_bytes(spoiled)
         try:
             assert_same_bits(intact, read_checkpoint(path, "x.pth"))
-        except BadInput as error:
+        except UserError as error:
             assert "damaged" in str(error), bit
             num_found += 1
     assert num_found > len(bits) / 2
@@ -89,7 +89,7 @@ def test_a_file_without_checksums_is_read(tmp_path):
 
 def test_code_in_a_checkpoint_is_refused(tmp_path):
     torch.save({"model": Malicious(tmp_path / "created")}, tmp_path / "x.pth")
-    with pytest.raises(BadInput, match=r"--init-from x.pth: refused"):
+    with pytest.raises(UserError, match=r"--init-from x.pth: refused"):
         read_checkpoint(tmp_path / "x.pth", "--init-from x.pth")
     assert not (tmp_path / "created").exists()
 
@@ -97,13 +97,13 @@ def test_code_in_a_checkpoint_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [{"position": {}}, [1, 2], {"model": 1}, {"model": {"weight": 1}}])
 def test_other_content_is_refused(content, tmp_path):
     torch.save(content, tmp_path / "x.pth")
-    with pytest.raises(BadInput, match=r"x.pth: is no checkpoint"):
+    with pytest.raises(UserError, match=r"x.pth: is no checkpoint"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 
 def test_arrays_of_numpy_are_refused_without_a_traceback(tmp_path):
     torch.save({"model": {"weight": np.zeros(3)}, "position": {}}, tmp_path / "x.pth")
-    with pytest.raises(BadInput, match="refused"):
+    with pytest.raises(UserError, match="refused"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 
@@ -166,7 +166,7 @@ def other_format(kind, path):
 def test_no_message_advises_to_load_unsafely(kind, tmp_path):
     """As torch's own does."""
     other_format(kind, tmp_path / "x.pth")
-    with pytest.raises(BadInput, match=r"^x.pth: refused, it is an archive of .*; nothing in it was run") as refusal:
+    with pytest.raises(UserError, match=r"^x.pth: refused, it is an archive of .*; nothing in it was run") as refusal:
         read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)
     assert "weights_only" not in str(refusal.value)
 
@@ -191,19 +191,19 @@ def test_an_entry_that_another_version_did_not_save(missing, opened, tmp_path):
     before = contents(directory.path, ("lock",))
     directory, said = opened()
     message = rf"^{path}: was written by another version of the trainer: {missing} is missing; .* --init-from"
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(UserError, match=message):
         directory.load_newest()
     assert said == [] and contents(directory.path, ("lock",)) == before
     assert read_checkpoint(path, "x", only_weights=True)["model"].keys() == state["model"].keys()
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path):
-    for state, flaw in [
+    for state, schema_error in [
         (state_at(1) | {"data_facts": {"x": object()}}, "data_facts.x <object object"),
         (state_at(1) | {"model": {"weight": torch.full((3,), torch.nan)}}, "model.weight holds NaN"),
         (state_at(1) | {"step": -1}, "step -1: must be a whole number"),
     ]:
-        with pytest.raises(BadInput, match=rf"nothing is saved, for it could not be read again: {flaw}"):
+        with pytest.raises(UserError, match=rf"nothing is saved, for it could not be read again: {schema_error}"):
             write_checkpoint(state, tmp_path / "x.pth")
         assert not list(tmp_path.iterdir())
 

@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.conftest import Crash, checkpoints, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, load
 from trainer.checkpoint.manifest import Entry, best_first
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import Position
 
 VALUES = (None, 0.1, 0.2, 0.3, 0.4, 0.5, -math.inf, math.nan)
@@ -124,7 +124,7 @@ class Life:
         self.open()
         try:
             state = self.directory.load_newest()
-        except BadInput:
+        except UserError:
             return False
         while self.known and not self.known[-1].intact:
             self.known.pop()

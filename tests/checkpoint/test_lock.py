@@ -25,7 +25,7 @@ from trainer.checkpoint.lock import Holder, JobName, Lock, LockTaken, take_lock
 from trainer.checkpoint.recovery import claim_temporary_files, set_aside
 from trainer.checkpoint.retention import Retention, evict
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.environment import job_of_launcher
 
 HOLD = (
@@ -103,7 +103,7 @@ def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp
 def test_a_living_holder_is_named_and_not_displaced(hold, tmp_path):
     holder, job = hold(), JobName("of the user: me")
     for take_over in (False, True):
-        with pytest.raises(BadInput, match=f"in use by process {holder.pid} on {socket.gethostname()}; wait for it"):
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}; wait for it"):
             take(tmp_path, take_over, job)
 
 
@@ -136,7 +136,7 @@ def test_a_dead_holder_whose_host_had_another_name_is_succeeded_at_once(hold, tm
 def test_two_pid_namespaces_keep_each_other_out(hold, tmp_path):
     """Their processes may have the same number, and do not see each other."""
     hold(*in_namespaces("--pid", "--fork", "--mount-proc", "--kill-child"))
-    with pytest.raises(BadInput, match=r"in use by process 1 on .*; wait for it"):
+    with pytest.raises(UserError, match=r"in use by process 1 on .*; wait for it"):
         take(tmp_path, take_over=True)
 
 
@@ -208,7 +208,7 @@ def test_a_lock_that_is_renewed_is_not_taken_over(by, left_elsewhere, impatient,
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(BadInput, match=f"in use by {ELSEWHERE}; wait for it or choose another folder"):
+        with pytest.raises(UserError, match=f"in use by {ELSEWHERE}; wait for it or choose another folder"):
             take(tmp_path)
     finally:
         until.set()
@@ -363,7 +363,7 @@ def test_a_checkpoint_that_vanishes_as_it_gets_its_name(is_taken_over, two_holde
 
     monkeypatch.setattr(holder.writer, "rename", lose)
     told = "was taken over by" if is_taken_over else "cannot write checkpoint_7.pth: No such file or directory"
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(UserError, match=told):
         holder.save(state_at(7))
     assert (tmp_path / "manifest.json").exists() and [entry.epoch for entry in holder.entries] == [1]
 
@@ -377,9 +377,9 @@ def test_a_lock_whose_file_cannot_be_closed_is_let_go_all_the_same(tmp_path):
 
     lock = Lock(tmp_path, Stale(), Holder("process 1 on here", token="0123"))
     lock.begin()
-    with pytest.raises(BadInput, match="the first message"):
+    with pytest.raises(UserError, match="the first message"):
         try:
-            raise BadInput("the first message")
+            raise UserError("the first message")
         finally:
             lock.release()
     assert (tmp_path / "lock").read_text() == ""

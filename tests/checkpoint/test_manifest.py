@@ -9,7 +9,7 @@ from tests.checkpoint.conftest import checkpoints, save
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.format import CHECKPOINT_NAME
 from trainer.checkpoint.manifest import unused_path
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import Position
 
 
@@ -79,7 +79,7 @@ def test_a_file_that_was_replaced_by_another_checkpoint_is_not_read(opened):
     first, second = save(directory, 1), save(directory, 2)
     second.unlink()
     second.write_bytes(first.read_bytes())
-    with pytest.raises(BadInput, match=r"x.pth: is damaged: its sha256 is not the one in .*manifest.json"):
+    with pytest.raises(UserError, match=r"x.pth: is damaged: its sha256 is not the one in .*manifest.json"):
         read_checkpoint(second, "x.pth")
     (directory.path / "manifest.json").unlink()
     assert read_checkpoint(second, "x.pth")["step"] == 10

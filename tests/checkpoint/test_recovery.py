@@ -10,7 +10,7 @@ from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, load, read_m
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.checkpoint.weights import load_best_weights
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 # --- damaged files -----------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def test_changed_bits_do_not_become_weights(manifest, opened):
     again, said = opened()
     assert again.load_newest()["step"] == 10
     assert any(f"{path}" in line and "damaged" in line for line in said)
-    with pytest.raises(BadInput, match="is damaged: the checksum of its part"):
+    with pytest.raises(UserError, match="is damaged: the checksum of its part"):
         read_checkpoint(path.with_suffix(".damaged") if manifest == "its own" else path, "x.pth")
 
 
@@ -131,7 +131,7 @@ def test_no_intact_checkpoint_left_is_said_each_time(opened):
     for _ in range(2):
         again, _ = opened()
         assert again.has_checkpoint
-        with pytest.raises(BadInput, match="no checkpoint in it is intact"):
+        with pytest.raises(UserError, match="no checkpoint in it is intact"):
             again.load_newest()
 
 
@@ -145,7 +145,7 @@ def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
             path.unlink()
     again, _ = opened()
     assert again.has_checkpoint
-    with pytest.raises(BadInput, match=r"no checkpoint in it is intact \(.*(missing|had some|damaged)\); start over"):
+    with pytest.raises(UserError, match=r"no checkpoint in it is intact \(.*(missing|had some|damaged)\); start over"):
         again.load_newest()
     again.start_over()
     assert not again.has_checkpoint

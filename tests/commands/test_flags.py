@@ -12,7 +12,7 @@ import torch
 from tests.conftest import TINY, WEIGHTED, contents
 from tests.helpers.weighted_task import Weighted
 from trainer.commands.parse import parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import flag_values, group_from_values
 from trainer.loading.cache import cached_arrays
 
@@ -142,7 +142,7 @@ def test_a_user_without_a_home_is_refused_only_where_something_is_cached(train, 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     train(tmp_path / "run", "--epochs", 1)
     task = Weighted(Weighted.Config(), 0, Path("~/.cache/lockstep"))
-    with pytest.raises(BadInput, match=r"--cache-dir ~/.cache/lockstep: this user has no home; name another folder"):
+    with pytest.raises(UserError, match=r"--cache-dir ~/.cache/lockstep: this user has no home; name another folder"):
         cached_arrays(task.cache_dir, "key", dict)
 
 

@@ -14,8 +14,8 @@ from trainer.api import fit
 from trainer.commands.flags import FromRun
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
-from trainer.common.errors import BadInput
-from trainer.common.given import whole
+from trainer.common.errors import UserError
+from trainer.common.validation import whole
 from trainer.config import flag, options
 from trainer.profiling.step import StepFlags
 from trainer.tasks import TASKS
@@ -224,7 +224,7 @@ class Reading(Weighted):
 
     def splits(self):
         if not self.config.file.exists():
-            raise BadInput(f"--file {self.config.file}: No such file or directory")
+            raise UserError(f"--file {self.config.file}: No such file or directory")
         return super().splits()
 
 

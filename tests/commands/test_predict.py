@@ -21,7 +21,7 @@ from tests.helpers.recordings import joined, save_recording, save_windows, windo
 from tests.helpers.uci_har_files import write_layout
 from trainer.cli import main
 from trainer.commands.predict import write_output
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.signals import STOP_SIGNALS
 
 MODEL = "--no-augmentation, --mode first, --hidden-dims 8"
@@ -239,12 +239,12 @@ def test_output_is_the_table_with_the_users_permissions(trained, windows, label,
 
 def test_a_disk_that_refuses(tmp_path):
     for name in ("x" * 255, "no/such/folder/x"):
-        with pytest.raises(BadInput, match=r"--output .*: cannot be written: "):
+        with pytest.raises(UserError, match=r"--output .*: cannot be written: "):
             write_output(tmp_path / name, "a table")
     output = tmp_path / "full.csv"
     output.write_text("precious")
     (tmp_path / f"full.csv.{os.getpid()}.tmp").symlink_to("/dev/full")
-    with pytest.raises(BadInput, match=r"--output .*full.csv: cannot be written: No space left"):
+    with pytest.raises(UserError, match=r"--output .*full.csv: cannot be written: No space left"):
         write_output(output, "a table")
     assert output.read_text() == "precious" and list(tmp_path.iterdir()) == [output]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.own_task import Spirals
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 
@@ -30,7 +30,7 @@ class Speaking(Spirals):
 
     def other_work(self):
         if self.config.num_points == 7:
-            raise BadInput("--num-points 7: cannot be written")
+            raise UserError("--num-points 7: cannot be written")
         if self.config.num_points != 8:
             return None
         Path("points.txt").write_text("eight")

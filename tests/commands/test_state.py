@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_rank_variables")
 HAPPENING = """
 import os, shutil, signal
 from pathlib import Path
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from tests.helpers.weighted_task import Weighted
 
 directory = Path({directory!r})
@@ -98,7 +98,7 @@ def test_preempted_by_a_signal_then_goes_on(happening, run_here, tmp_path):
 
 
 def test_refused_with_its_message(happening, run_here, tmp_path):
-    _, err = run_here(*happening("raise BadInput('the data ran away')"), status=2)
+    _, err = run_here(*happening("raise UserError('the data ran away')"), status=2)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["message"]) == ("refused", "the data ran away")
     assert (state["epoch"], state["step"]) == (1, STEPS_PER_EPOCH)
@@ -137,7 +137,7 @@ def test_a_kill_leaves_it_running(happening, command, tmp_path):
 def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path, monkeypatch):
     monkeypatch.setattr(Lock, "temporary", Lock.temporary)  # so that it is put back
     lock = "__import__('trainer.checkpoint.lock').checkpoint.lock.Lock"
-    statement = f"{lock}.temporary = lambda self, path: directory / 'gone' / 'a'; raise BadInput('the data ran away')"
+    statement = f"{lock}.temporary = lambda self, path: directory / 'gone' / 'a'; raise UserError('the data ran away')"
     _, err = run_here(*happening(statement), status=2)
     not_saved, refused = err.splitlines()
     assert not_saved.startswith("error: the state after the last optimizer step could not be saved: ")

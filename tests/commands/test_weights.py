@@ -9,7 +9,7 @@ from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.commands.weights import restore_weights, restore_what_fits, use_weights
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.base import SingleDevice
 from trainer.tasks import TASKS
 
@@ -83,7 +83,7 @@ def test_all_or_nothing():
         ({}, "is missing; .* and 4 more; try another"),
     ]
     for other, message in wrong:
-        with pytest.raises(BadInput, match=f"that is of another model: .*{message}"):
+        with pytest.raises(UserError, match=f"that is of another model: .*{message}"):
             restore_weights(model, other, ONE_DEVICE, "that", "try another")
         assert_same_bits(own, model.state_dict())
     restore_weights(model, weights, ONE_DEVICE, "that", "")

@@ -13,7 +13,7 @@ import pytest
 
 from data import files as module
 from data.files import DataFile, Source, shown, source_at
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 RNG = np.random.default_rng(0)
 VISIBLE = {
@@ -122,9 +122,9 @@ def test_forked_processes_do_not_share_their_place_in_a_zip(tmp_path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(source) -> None:
-    with pytest.raises(BadInput, match=rf"^--data-dir {source.path}(/|, )a/5.wav: .*; the data set is not complete$"):
+    with pytest.raises(UserError, match=rf"^--data-dir {source.path}(/|, )a/5.wav: .*; the data set is not complete$"):
         DataFile(source, "a/5.wav").read()
-    with pytest.raises(BadInput, match=r"nowhere: no such file or folder; give another$"):
+    with pytest.raises(UserError, match=r"nowhere: no such file or folder; give another$"):
         opened(source.path / "nowhere")
 
 
@@ -147,7 +147,7 @@ def test_damage_is_named(kind, tmp_path, monkeypatch) -> None:
     cut = [whole[:-length] for length in (1, 4, 9, len(whole) // 2, len(whole))]
     for content in [b"no archive", bytes(flipped), *cut]:
         path.write_bytes(content)
-        with pytest.raises(BadInput, match=rf"^--data-dir {path}(, a/1.wav)?: cannot be read or is damaged .*again$"):
+        with pytest.raises(UserError, match=rf"^--data-dir {path}(, a/1.wav)?: cannot be read or is damaged .*again$"):
             list(opened(path).contents(lambda name: True))
 
 
@@ -161,7 +161,7 @@ def test_damage_in_any_packing_is_named(packing, tmp_path) -> None:
         damaged = bytearray(whole)
         damaged[place : place + 4] = b"\xff" * 4
         path.write_bytes(damaged)
-        with pytest.raises(BadInput, match=rf"^--data-dir {path}(, ä.wav)?: cannot be read or is damaged .*again$"):
+        with pytest.raises(UserError, match=rf"^--data-dir {path}(, ä.wav)?: cannot be read or is damaged .*again$"):
             list(opened(path).contents(lambda name: True))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from examples.psmnist import PixelReader, read_idx
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 TASK = ["--task", "examples/psmnist.py:PermutedPixels", "--num-threads", 1]
 
@@ -55,7 +55,7 @@ def test_learns_to_tell_two_kinds_apart(run_here, mnist):
 )
 def test_damaged_files_are_named(mnist, break_it, reason):
     break_it(mnist / "t10k-labels-idx1-ubyte.gz")
-    with pytest.raises(BadInput, match=reason) as caught:
+    with pytest.raises(UserError, match=reason) as caught:
         read_idx(mnist, "t10k-labels-idx1-ubyte", 1)
     assert "https://" in str(caught.value)
 

@@ -13,7 +13,7 @@ from models.speech.ctc import greedy
 from models.speech.encoders import ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import SpeechRecogniser
-from trainer import BadInput
+from trainer import UserError
 
 SAMPLE_RATE = 8000
 SYMBOLS = list("abcdefg")
@@ -57,7 +57,7 @@ def test_channels_are_averaged_and_other_rates_refused(tmp_path):
     path = tmp_path / "a.wav"
     write_wav(path, np.array([[16384, 0], [-32768, -32768]]))
     assert read_wav(path, SAMPLE_RATE).tolist() == [0.25, -1]
-    with pytest.raises(BadInput, match="16 bits at 8000 Hz; the run takes 16 bits at 16000 Hz"):
+    with pytest.raises(UserError, match="16 bits at 8000 Hz; the run takes 16 bits at 16000 Hz"):
         read_wav(path, 16000)
 
 

@@ -14,7 +14,7 @@ import pytest
 from examples.tar_shards import MOST_MEMBER, TarFlags, TarSamples, TarShards, index_of, stripes, write_shard
 from tests.conftest import ROOT, assert_same_bits, largest_difference, load
 from tests.helpers import forks
-from trainer import BadInput, SampleKeys
+from trainer import SampleKeys, UserError
 from trainer.loading.order import split_global_batch
 
 SIZES = (7, 0, 12, 5, 9)
@@ -168,12 +168,12 @@ def damaged(folder, change):
     ids=["empty", "within a member", "between members", "header", "compressed"],
 )
 def test_a_damaged_shard_is_named(change, reason, tmp_path):
-    with pytest.raises(BadInput, match=rf"^--shards: .*train-0\.tar cannot be read or is damaged \(.*({reason})"):
+    with pytest.raises(UserError, match=rf"^--shards: .*train-0\.tar cannot be read or is damaged \(.*({reason})"):
         index_of(damaged(tmp_path, change))
 
 
 def test_a_sample_that_lacks_a_field_is_named(tmp_path):
-    with pytest.raises(BadInput, match=r"a\.tar cannot be read or is damaged \(x/2 has no \.cls\)"):
+    with pytest.raises(UserError, match=r"a\.tar cannot be read or is damaged \(x/2 has no \.cls\)"):
         index_of(tar_of(tmp_path / "a.tar", ("x/1.npy", PICTURE), ("x/1.cls", b"1"), ("x/2.npy", PICTURE)))
 
 
@@ -192,7 +192,7 @@ def test_a_damaged_sample_is_named(picture, label, reason, tmp_path):
     path = tar_of(tmp_path / "a.tar", ("1.npy", PICTURE), ("1.cls", b"1"), ("2.npy", picture), ("2.cls", label))
     samples = TarSamples([path], tmp_path / "cache")
     samples.__getitems__(SampleKeys(np.array([0]), 0))
-    with pytest.raises(BadInput, match=rf"^--shards: sample 1 of .*a\.tar is damaged \(.*{reason}"):
+    with pytest.raises(UserError, match=rf"^--shards: sample 1 of .*a\.tar is damaged \(.*{reason}"):
         samples.__getitems__(SampleKeys(np.array([0, 1]), 0))
 
 
@@ -205,7 +205,7 @@ def test_a_size_without_bounds_is_refused(kind, tmp_path):
     path.write_bytes(header.tobuf())
     os.truncate(path, (1 << 30) + 10240)
     tracemalloc.start()
-    with pytest.raises(BadInput, match=r"a\.tar cannot be read or is damaged \(.*107374"):
+    with pytest.raises(UserError, match=r"a\.tar cannot be read or is damaged \(.*107374"):
         index_of(path)
     assert tracemalloc.get_traced_memory()[1] < MOST_MEMBER / 64
     tracemalloc.stop()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.one_thread import on_one_thread
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.estimators.tabular import TabularClassifier
 from trainer.parallel.signals import StopRequest
 from trainer.tasks.tabular import SHIPPED
@@ -59,7 +59,7 @@ def test_what_is_saved_predicts_the_same(fitted, tmp_path):
     np.testing.assert_array_equal(loaded.predict_proba(x), fitted.predict_proba(x))
     assert loaded.get_params() == fitted.get_params()
     torch.save({"model": {}}, tmp_path / "other.pth")
-    with pytest.raises(BadInput, match="was not written by TabularClassifier"):
+    with pytest.raises(UserError, match="was not written by TabularClassifier"):
         TabularClassifier.load(tmp_path / "other.pth")
 
 
@@ -115,9 +115,9 @@ def test_weights_that_cannot_be_tuned_or_used(tmp_path):
     adapters = {"blocks.0.over_rows.query.lora_a": torch.zeros(2, 2)}
     torch.save(shipped | {"model": shipped["model"] | adapters}, tmp_path / "adapted.pth")
     torch.save({"model": shipped["model"]}, tmp_path / "alone.pth")
-    with pytest.raises(BadInput, match=r"adapted\.pth: holds adapters of another tuning"):
+    with pytest.raises(UserError, match=r"adapted\.pth: holds adapters of another tuning"):
         TabularClassifier("base", weights=tmp_path / "adapted.pth").fit(*moons(40, 0))
-    with pytest.raises(BadInput, match=r"alone\.pth: holds weights alone"):
+    with pytest.raises(UserError, match=r"alone\.pth: holds weights alone"):
         TabularClassifier(weights=tmp_path / "alone.pth").fit(*moons(40, 0))
 
 

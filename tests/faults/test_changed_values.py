@@ -17,9 +17,9 @@ from tests.faults.lives import FIRST_SEED
 from tests.faults.mutations import changed
 from tests.faults.test_corruption import copy_run
 from trainer.checkpoint.file import read_checkpoint, size_and_sum
-from trainer.checkpoint.format import CHECKSUM, flaw_of_checkpoint, flaw_of_manifest, sealed
+from trainer.checkpoint.format import CHECKSUM, schema_error_of_checkpoint, schema_error_of_manifest, with_checksum
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.environment import torchrun_agent
 
 ARGV = [
@@ -67,7 +67,7 @@ def originals(run_in, tmp_path):
 
 def rewrite_manifest(directory, change):
     file = directory / "manifest.json"
-    file.write_text(json.dumps(sealed({"checkpoints": change(json.loads(file.read_text())["checkpoints"])})))
+    file.write_text(json.dumps(with_checksum({"checkpoints": change(json.loads(file.read_text())["checkpoints"])})))
 
 
 def mutate(draw, directory, what):
@@ -181,25 +181,25 @@ NAMED = [
 
 
 def test_each_entry_is_named(state):
-    assert flaw_of_checkpoint(state, resumable=True) is None
-    for path, value, flaw in NAMED:
+    assert schema_error_of_checkpoint(state, resumable=True) is None
+    for path, value, schema_error in NAMED:
         other = node = copy.deepcopy(state)
         *parents, last = path.split(".")
         for parent in parents:
             node = node[parent]
         node[last] = value
-        assert flaw in (flaw_of_checkpoint(other, resumable=True) or ""), path
+        assert schema_error in (schema_error_of_checkpoint(other, resumable=True) or ""), path
 
 
 def test_moments_are_numbered(state):
     (own,) = state["optimizers"]["train"]
     own["state"][0] |= {"step": -1, "last": float("nan"), "best": torch.tensor(float("nan"))}  # as "not yet"
-    assert flaw_of_checkpoint(state, resumable=True) is None
+    assert schema_error_of_checkpoint(state, resumable=True) is None
     own["state"][2] = {}
     own["state"][40] = {}
-    assert "optimizers.train[0].state.40: is none of its" in flaw_of_checkpoint(state, resumable=True)
+    assert "optimizers.train[0].state.40: is none of its" in schema_error_of_checkpoint(state, resumable=True)
     own["param_groups"][0]["params"].reverse()
-    assert "must number its parameters from 0" in flaw_of_checkpoint(state, resumable=True)
+    assert "must number its parameters from 0" in schema_error_of_checkpoint(state, resumable=True)
 
 
 def test_moments_in_another_shape_are_refused(state, run_in, tmp_path):
@@ -219,7 +219,7 @@ def test_changed_values_without_a_checksum_raise_nothing_else(num, state):
     for seed in range(FIRST_SEED, FIRST_SEED + num):
         other, done = changed(random.Random(seed), state)
         try:
-            found += flaw_of_checkpoint(other, resumable=True) is not None
+            found += schema_error_of_checkpoint(other, resumable=True) is not None
         except Exception as error:
             raise AssertionError(f"seed {seed}: {done}") from error
     assert found > num / 2
@@ -227,18 +227,18 @@ def test_changed_values_without_a_checksum_raise_nothing_else(num, state):
 
 def test_another_value_of_the_right_kind_is_found_by_the_checksum(originals, tmp_path):
     file = originals[0]["killed"] / f"checkpoint_{NEWEST}.pth"
-    sealed = torch.load(file, weights_only=True)
-    assert CHECKSUM in sealed
-    sealed["lr_factor"] = 2.0
-    torch.save(sealed, tmp_path / "other.pth")
-    with pytest.raises(BadInput, match=r"other.pth: is damaged: its contents are not those that were saved"):
+    with_checksum = torch.load(file, weights_only=True)
+    assert CHECKSUM in with_checksum
+    with_checksum["lr_factor"] = 2.0
+    torch.save(with_checksum, tmp_path / "other.pth")
+    with pytest.raises(UserError, match=r"other.pth: is damaged: its contents are not those that were saved"):
         read_checkpoint(tmp_path / "other.pth", str(tmp_path / "other.pth"))
 
 
 def test_an_entry_of_the_manifest_is_named(originals):
     text = (originals[0]["killed"] / "manifest.json").read_text()
-    assert flaw_of_manifest(json.loads(text)) is None
+    assert schema_error_of_manifest(json.loads(text)) is None
     for entry in ({"step": -1}, {"best": 1}, {"value": "high"}, {"sha256": "x"}, {"more": 1}):
         content = json.loads(text)
         content["checkpoints"][1] |= entry
-        assert f"checkpoints[1].{next(iter(entry))}" in flaw_of_manifest(content)
+        assert f"checkpoints[1].{next(iter(entry))}" in schema_error_of_manifest(content)

@@ -27,7 +27,7 @@ from data.tabular.reader import read_table
 from tests.conftest import RANK_VARIABLES, WEIGHTED
 from trainer.cli import main
 from trainer.commands.flags import TRAINER_GROUPS
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import options
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.profiling.cli import COMMANDS
@@ -366,7 +366,7 @@ def test_what_is_to_be_labelled(tmp_path):
             try:
                 read(path)
                 said = "" if (what, suffix) in READABLE else "accepted"
-            except BadInput as error:
+            except UserError as error:
                 said = "" if path.name in str(error) else str(error)
             except Exception as error:
                 said = repr(error)

@@ -25,13 +25,13 @@ from trainer.commands.state import STATE
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 REFUSES = """
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from tests.helpers.weighted_task import Weighted
 
 class Refuses(Weighted):
     def on_epoch_start(self, objective, epoch, progress):
         if epoch == 1:
-            raise BadInput("the data ran away")
+            raise UserError("the data ran away")
 """
 
 # Linux lets a user give a process, and all that it starts, a host name of its own.

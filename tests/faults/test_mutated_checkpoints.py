@@ -21,7 +21,7 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.commands.build import assemble_run, build_task, prepare_training
 from trainer.commands.parse import parse
 from trainer.commands.resume import resume, take_weights
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.base import SingleDevice
 
 ARGV = [
@@ -190,12 +190,12 @@ def outcome_of(run, file):
     """Read in both ways, and loaded as by a resume."""
     try:
         read_checkpoint(file, "x.pth", only_weights=True)
-    except BadInput as error:
+    except UserError as error:
         assert str(error).startswith("x.pth: ") and "weights_only" not in str(error)
     try:
         state = read_checkpoint(file, "x.pth")
         take_weights(run, state)
         resume(run, state)
-    except BadInput:
+    except UserError:
         return "refused"
     return "went on"

@@ -14,7 +14,7 @@ from data.har.windows import WindowFormat
 from data.speech.reader import load_corpus, read_recordings
 from tests.data.speech.conftest import riff
 from tests.helpers.mutations import mutations
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 LONGEST_S = 5.0
 """That reading one file may take, on a loaded machine."""
@@ -52,7 +52,7 @@ def read_or_refused(read, path, content) -> bool:
     try:
         read(path)
         return True
-    except BadInput as refused:
+    except UserError as refused:
         assert "\n" not in str(refused), refused
         return False
     finally:

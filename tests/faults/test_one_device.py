@@ -13,7 +13,7 @@ from tests.conftest import ROOT, assert_same_bits, load
 from tests.faults.faulty_group import TINY
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.diagnosis import Diagnosis
-from trainer.parallel.errors import EXIT_AGAIN
+from trainer.parallel.errors import EXIT_RESTART
 
 RUN = [*TINY[:-4], "--save-dir"]  # no checkpoint but at the end of the epochs
 
@@ -98,7 +98,7 @@ def test_a_killed_worker_is_a_lost_process(run_here, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_FAULT", "workers forward 0")
     monkeypatch.setenv("LOCKSTEP_FAULT_NOTE", str(tmp_path / "note"))
     argv = [*RUN, tmp_path / "run", "--num-workers", 1]
-    out, err = run_here(*argv, status=EXIT_AGAIN)
+    out, err = run_here(*argv, status=EXIT_RESTART)
     (line,) = err.splitlines()
     assert re.fullmatch(
         r"error: lost its data-loading process \d+ in forward at optimizer step 3 by a signal: Killed; the same .*",

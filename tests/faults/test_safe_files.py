@@ -22,7 +22,7 @@ from tests.helpers.uci_har_files import write_layout
 from tests.helpers.weighted_task import Network, Weighted
 from trainer.checkpoint.file import size_and_sum
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import cached_arrays
 
 TINY = ["--task", WEIGHTED, "--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
@@ -137,7 +137,7 @@ def test_a_task_that_comes_with_the_run(place, trained, run_here, tmp_path):
     for path in trained.glob("*.pth"):
         torch.save(load(path) | {"task": f"{file}:Weighted"}, path)
     tell_the_manifest(trained, "made to fit")
-    with pytest.raises(BadInput, match=r"no file is executed because a run names it: .* as task="):
+    with pytest.raises(UserError, match=r"no file is executed because a run names it: .* as task="):
         trainer.load(trained)
     assert isinstance(trainer.load(trained, Weighted), Network)
     for more in (["--predict", trained / "metrics.jsonl"], ["--export", tmp_path / "x.pt2"], ["--eval-only"], []):
@@ -158,7 +158,7 @@ def test_cached_arrays(content, tmp_path):
         array = np.empty(1, object)
         array[0] = Malicious(created)
         np.save(file, array, allow_pickle=True)
-    with pytest.raises(BadInput, match="is damaged"):
+    with pytest.raises(UserError, match="is damaged"):
         cached_arrays(tmp_path / "cache", "key", dict)
     assert not created.exists()
 
@@ -207,7 +207,7 @@ def test_interactions_behind_a_link_in_an_archive(nothing_written, tmp_path):
     secret.parent.mkdir()
     secret.write_text("1 1 1\n1 2 2\n2 1 1\n")
     archive = write_zip(nothing_written / "data.zip", {"u.data": str(secret).encode()}, link="u.data")
-    with pytest.raises(BadInput, match=r"u.data, line 1"):
+    with pytest.raises(UserError, match=r"u.data, line 1"):
         load_interactions(archive, 1, tmp_path / "cache")
 
 
@@ -224,7 +224,7 @@ def test_har_behind_a_link_in_an_archive(nothing_written, tmp_path):
     secret.write_bytes(members["train/y_train.txt"])
     members["train/y_train.txt"] = str(secret).encode()
     archive = write_zip(nothing_written / "data.zip", members, link="train/y_train.txt")
-    with pytest.raises(BadInput, match=r"y_train.txt, line 1"):
+    with pytest.raises(UserError, match=r"y_train.txt, line 1"):
         load_uci_har(archive, tmp_path / "cache")
 
 

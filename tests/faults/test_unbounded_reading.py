@@ -26,7 +26,7 @@ from models.speech.language_model import read_arpa
 from tests.checkpoint.conftest import state_at
 from tests.conftest import TINY, load
 from trainer.checkpoint.file import read_checkpoint
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 MEMORY = 200 << 20
 """Bytes that a refusal may take, where what is refused unpacks to 3 GB."""
@@ -67,7 +67,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_one_line_of_3_gb(name, tmp_path):
     (tmp_path / name).write_bytes(ONE_LINE)
-    with pytest.raises((BadInput, OSError), match="has a line of more than 1,048,576 characters"):
+    with pytest.raises((UserError, OSError), match="has a line of more than 1,048,576 characters"):
         LINES[name](tmp_path / name)
 
 
@@ -85,15 +85,15 @@ def test_a_device(run_here, tmp_path):
 
 def test_each_reader_of_what_is_to_be_labelled(pipe, tmp_path):
     (tmp_path / "x.wav").symlink_to("/dev/zero")
-    with pytest.raises(BadInput, match=r"x.wav: is no file, but a device or a pipe"):
+    with pytest.raises(UserError, match=r"x.wav: is no file, but a device or a pipe"):
         read_recordings(tmp_path / "x.wav", 8000)
-    with pytest.raises(BadInput, match="is no file, but a device or a pipe"):
+    with pytest.raises(UserError, match="is no file, but a device or a pipe"):
         read_new_windows(pipe)
 
 
 def test_sound_that_a_manifest_names(tmp_path):
     (tmp_path / "all.jsonl").write_text('{"audio_path": "/dev/zero", "text": "zero"}\n')
-    with pytest.raises(BadInput, match="is no file, but a device or a pipe"):
+    with pytest.raises(UserError, match="is no file, but a device or a pipe"):
         load_corpus(tmp_path / "all.jsonl", tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_unpacks_to_anything(train, tmp_path):
             new.writestr(part, old.read(part))
     read_checkpoint(stored, "x")
     for verified in (False, True):  # a run brings its own checksums
-        with pytest.raises(BadInput, match="a part of it is compressed"):
+        with pytest.raises(UserError, match="a part of it is compressed"):
             read_checkpoint(packed, "x", verified=verified)
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_declares_more_than_it_holds(kind, little_time_and_mem
             for only_weights in (False, True):
                 try:
                     read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=only_weights)
-                except BadInput as error:
+                except UserError as error:
                     assert str(error).startswith("x.pth: is "), error
                     refused += 1
     assert refused >= 10
@@ -256,9 +256,9 @@ def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
         packed = tarred(gzip.compress(content), "train.txt.gz") if "gz in" in kind else tarred(content)
         (tmp_path / "x.tar.gz").write_bytes(packed)
         source = TarGz(tmp_path / "x.tar.gz")
-    with pytest.raises(BadInput, match="is larger than 1 MiB, the most that is read of such a file"):
+    with pytest.raises(UserError, match="is larger than 1 MiB, the most that is read of such a file"):
         source.files[0].read()
-    with pytest.raises(BadInput, match="is larger than 1 MiB"):
+    with pytest.raises(UserError, match="is larger than 1 MiB"):
         [*source.contents(lambda name: True)]
 
 
@@ -278,12 +278,12 @@ def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
                     member.size = len(member_content)
                     archive.addfile(member, BytesIO(member_content))
         (tmp_path / name).write_bytes(file.getvalue())
-        with pytest.raises(BadInput, match="is larger than 1 MiB"):
+        with pytest.raises(UserError, match="is larger than 1 MiB"):
             load_corpus(tmp_path / name, tmp_path, unreadable="refuse")
 
 
 def test_an_alphabet_is_no_library(tmp_path):
     with (tmp_path / "alphabet").open("wb") as file:
         file.truncate(3 << 30)
-    with pytest.raises(BadInput, match="is larger than 64 MiB"):
+    with pytest.raises(UserError, match="is larger than 64 MiB"):
         Alphabet.from_file(tmp_path / "alphabet", "characters")

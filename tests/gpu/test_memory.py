@@ -29,15 +29,15 @@ def test_the_rehearsal_finds_what_fits(tmp_path, cache_dir):
 @on_imagined_gpus()
 def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
     """As if others had taken memory after the rehearsal."""
-    rehearse = build.rehearse
+    dry_run = build.dry_run
 
     def then_memory_gets_short(of_run):
-        rehearse(of_run)
+        dry_run(of_run)
         GPUS.limit_memory(ROOM)
 
-    build.rehearse = then_memory_gets_short
+    build.dry_run = then_memory_gets_short
     tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
-    build.rehearse = rehearse
+    build.dry_run = dry_run
     GPUS.limit_memory(2**30)
     tiny(cache_dir, tmp_path / "roomy", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
     assert "Out of memory in backward at optimizer step 1 with 48 samples per forward" in GPUS.printed()
@@ -58,13 +58,13 @@ def test_an_evaluation_that_finds_no_room_goes_on_with_less(tmp_path, cache_dir)
 @pytest.mark.slow
 @on_imagined_gpus()
 def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
-    rehearse = build.rehearse
+    dry_run = build.dry_run
 
     def without_memory(of_run):
         GPUS.limit_memory(GPUS.memory_in_use() + KIB)
-        rehearse(of_run)
+        dry_run(of_run)
 
-    build.rehearse = without_memory
+    build.dry_run = without_memory
     run(cache_dir, "--task", WEIGHTED, *WIDE, "--device", "cuda", "--save-dir", tmp_path, status=2)
     assert "with a single sample per forward" in GPUS.printed()
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.signals import LeftAtOnce
 
 FAULTY_BATCH = 3
@@ -100,7 +100,7 @@ def close_generator():
 
 
 def refuse():
-    raise BadInput("the data ran away")
+    raise UserError("the data ran away")
 
 
 def fail_as_a_gpu():

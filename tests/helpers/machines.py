@@ -14,7 +14,7 @@ import trainer.checkpoint.lock
 from tests.checkpoint.conftest import state_at
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 STALE_S, RENEW_S = 0.2, 0.03
 
@@ -76,7 +76,7 @@ def _live(name: str, folder: Path, seed: int, until: float, mutant: str, notes: 
     trainer.checkpoint.directory.flush_path = lambda path: None
     while time.monotonic() < until:
         directory = RunDirectory(folder, Retention(3), lambda line: None)
-        with suppress(BadInput):
+        with suppress(UserError):
             directory.acquire()
             _note(notes[1], "x")
             step = directory.load_newest()["step"] if directory.has_checkpoint else 0

@@ -15,7 +15,7 @@ import torch
 from tests.conftest import ROOT, TINY, assert_same_bits, load, read_metrics
 from tests.helpers import forks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import Batch, BatchLoader, Workers
 from trainer.loading.order import SampleKeys, evaluation_keys
 
@@ -73,13 +73,13 @@ def test_an_evaluation_between_two_training_batches_disturbs_nothing(num_workers
 
 class CutShort(Sequences):
     def __getitems__(self, keys):
-        raise BadInput("part-3.tar: is cut short; fetch it again")
+        raise UserError("part-3.tar: is cut short; fetch it again")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_refusal_arrives_as_it_was_said(num_workers):
     loader = BatchLoader(CutShort(4, 0, True), Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers))
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(UserError) as refusal:
         list(loader(evaluation_keys(4, (0, 1), 2)))
     assert str(refusal.value) == "part-3.tar: is cut short; fetch it again"
     loader.close()
@@ -161,7 +161,7 @@ import resource
 from pathlib import Path
 import numpy as np
 from trainer.loading.batches import BatchLoader, Workers
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.cache import cached_arrays
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -84,16 +84,16 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_complete(tmp_path) -> N
 
 def test_a_failing_build_passes_through_and_can_be_repeated(tmp_path) -> None:
     def broken() -> dict[str, np.ndarray]:
-        raise BadInput("the user's data is wrong")
+        raise UserError("the user's data is wrong")
 
-    with pytest.raises(BadInput, match="the user's data is wrong"):
+    with pytest.raises(UserError, match="the user's data is wrong"):
         cached_arrays(tmp_path, "key", broken)
     assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"--cache-dir .*file"):
+    with pytest.raises(UserError, match=r"--cache-dir .*file"):
         cached_arrays(tmp_path / "file" / "cache", "key", small)
 
 
@@ -102,7 +102,7 @@ def write_with_little_room(cache_dir: Path, results) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     try:
         cached_arrays(cache_dir, "key", lambda: {"x": np.zeros(100_000)})
-    except BadInput as error:
+    except UserError as error:
         results.put(str(error))
 
 
@@ -129,5 +129,5 @@ def test_an_entry_that_lost_a_file_is_built_anew(lost, tmp_path) -> None:
 def test_a_damaged_entry_is_named(tmp_path) -> None:
     cached_arrays(tmp_path, "key", small)
     (tmp_path / "key" / "x.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(BadInput, match=r"--cache-dir.*key.*delete"):
+    with pytest.raises(UserError, match=r"--cache-dir.*key.*delete"):
         cached_arrays(tmp_path, "key", fail)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
-from trainer import BadInput, SampleKeys, from_dataset, random_bits
+from trainer import SampleKeys, UserError, from_dataset, random_bits
 from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import EpochOrder, split_global_batch
 from trainer.loading.torch_datasets import require_keyed
@@ -170,7 +170,7 @@ def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
     ],
 )
 def test_items_that_cannot_become_a_batch_are_refused(items, names, message):
-    with pytest.raises(BadInput) as raised:
+    with pytest.raises(UserError) as raised:
         from_dataset(items, seed=0, names=names).__getitems__(SampleKeys(np.arange(len(items)), 0))
     assert str(raised.value).startswith("from_dataset(list")
     assert message in str(raised.value)
@@ -191,16 +191,16 @@ class Unsized(Dataset):
 
 
 def test_data_sets_without_numbered_samples_are_refused():
-    with pytest.raises(BadInput, match=r"from_dataset\(Stream\): an IterableDataset has no numbered samples"):
+    with pytest.raises(UserError, match=r"from_dataset\(Stream\): an IterableDataset has no numbered samples"):
         from_dataset(Stream(), seed=0)
-    with pytest.raises(BadInput, match="it has no `__len__`"):
+    with pytest.raises(UserError, match="it has no `__len__`"):
         from_dataset(Unsized(), seed=0)
-    with pytest.raises(BadInput, match="it has no `__getitem__`"):
+    with pytest.raises(UserError, match="it has no `__getitem__`"):
         from_dataset({1, 2}, seed=0)
 
 
 def test_samples_that_are_no_dictionary_need_a_collate():
-    with pytest.raises(BadInput, match=r"Task.collate: `__getitems__` returned a tuple, not a dictionary of arrays"):
+    with pytest.raises(UserError, match=r"Task.collate: `__getitems__` returned a tuple, not a dictionary of arrays"):
         collate((torch.zeros(2), torch.zeros(2)), SampleKeys(np.arange(2), 0))
 
 
@@ -208,10 +208,10 @@ def test_a_data_set_of_torch_alone_is_no_keyed_one():
     tensors = TensorDataset(torch.zeros(3))
     stack = StackDataset(tensors)
     for dataset in (tensors, Subset(tensors, [0, 1]), stack, ConcatDataset([tensors, tensors]), [1, 2]):
-        with pytest.raises(BadInput, match=r"train: .* has no `__getitems__\(keys\)`; return trainer.from_dataset"):
+        with pytest.raises(UserError, match=r"train: .* has no `__getitems__\(keys\)`; return trainer.from_dataset"):
             require_keyed(dataset, "train")
         require_keyed(from_dataset(dataset, seed=0, names=("x",)), "train")
-    with pytest.raises(BadInput, match="train: an IterableDataset"):
+    with pytest.raises(UserError, match="train: an IterableDataset"):
         require_keyed(Stream(), "train")
 
 
@@ -231,7 +231,7 @@ class Keyed(Noisy):
 
 def test_a_batch_by_a_list_of_numbers_is_no_batch_by_keys():
     before = torch.get_rng_state()
-    with pytest.raises(BadInput, match=r"train: InBatches has no `__getitems__\(keys\)`; return trainer.from_dataset"):
+    with pytest.raises(UserError, match=r"train: InBatches has no `__getitems__\(keys\)`; return trainer.from_dataset"):
         require_keyed(InBatches(), "train")
     require_keyed(Keyed(), "train")
     assert torch.equal(torch.get_rng_state(), before)

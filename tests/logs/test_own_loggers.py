@@ -70,7 +70,7 @@ def run_with(tmp_path):
         calls = [(log.say, "It begins.")]
         for epoch in range(1, 4):
             calls += [
-                (log.start_stretch, Position(epoch - 1), 3, 8, 0), (log.advance, 8),
+                (log.start_segment, Position(epoch - 1), 3, 8, 0), (log.advance, 8),
                 (log.step, epoch, Position(epoch - 1, 0, 8), {"train/loss": 0.5, "learning_rate": 1.0}),
                 (log.end_training,), (log.report, epoch, Position(epoch), float(epoch), {"val/loss": 0.25}),
                 (log.pictures, epoch, {"val/dots": np.zeros((2, 3, 3), np.uint8)}),

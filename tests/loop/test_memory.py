@@ -18,7 +18,7 @@ from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loading.order import SampleKeys
-from trainer.loop.memory import recut, rehearse
+from trainer.loop.memory import dry_run, resplit
 from trainer.loop.memory_limit import MEMORY, MemoryLimit
 from trainer.loop.plan import BatchFlags
 from trainer.loop.windows import WeightedBatch, evaluation_batches
@@ -171,8 +171,8 @@ def test_recut_keeps_every_sample_once_and_its_weight():
     batch = {"x": torch.arange(7), "weight": torch.tensor([1.0, 2, 0, 0, 5, 6, 7])}
     placeholder = WeightedBatch({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0, num_samples=0)
     window = [WeightedBatch(batch, 21.0, num_samples=7), placeholder]
-    assert all(kept is whole for kept, whole in zip(recut(window, 7), window, strict=True))
-    parts = recut(window, 2)
+    assert all(kept is whole for kept, whole in zip(resplit(window, 7), window, strict=True))
+    parts = resplit(window, 2)
     assert [each.batch["x"].tolist() for each in parts] == [[0, 1], [2, 3], [4, 5], [6], [9]]
     assert [each.weight for each in parts] == [3.0, 0.0, 11.0, 7.0, 0.0]
     assert [each.num_samples for each in parts] == [2, 2, 2, 1, 0]
@@ -240,7 +240,7 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12", "--fit", "4", "--tight-in", "backward")
     before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
     state = torch.get_rng_state()
-    rehearse(run)
+    dry_run(run)
     (batches,) = run.batches
     assert (batches.batch_size, batches.grad_accum_steps, batches.global_batch_size) == (3, 4, 12)
     assert run.memory_limit.batch_size == 3
@@ -270,12 +270,12 @@ def test_libraries_that_find_no_room_count(message, tmp_path, monkeypatch):
         return forward(self, batch, phase)
 
     monkeypatch.setattr(type(run.learner.objective), "forward", short_of_memory)
-    rehearse(run)
+    dry_run(run)
     assert run.memory_limit.batch_size == 3
     message = "CUDA error: an illegal memory access was encountered"
     run.batches = tuple(replace(split, micro_batch_size=12) for split in run.batches)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        rehearse(run)
+        dry_run(run)
 
 
 def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
         return np.arange(count)
 
     monkeypatch.setattr(type(run.task), "largest_samples", largest_samples)
-    rehearse(run)
+    dry_run(run)
     assert set(epochs) == {6}
 
 
@@ -306,7 +306,7 @@ def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, 
         return forward(self, batch, phase)
 
     monkeypatch.setattr(type(run.learner.objective), "forward", short_of_memory)
-    rehearse(run)
+    dry_run(run)
     assert [split.batch_size for split in run.batches] == [1, 1]
     assert [split.global_batch_size for split in run.batches] == [1, 2]
 
@@ -318,7 +318,7 @@ def rehearse_in_process(environment, folder, fails_early):
     run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
     if environment.rank == 1 and fails_early:
         fail_before_the_first_forward(run)
-    rehearse(run)
+    dry_run(run)
     run.learner.nets["train"](a_batch(run, environment.rank))["loss"].backward()
     gradient = torch.cat([p.grad.flatten() for p in run.learner.objective.parameters()])
     torch.save({"batch_size": run.batches[0].batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")

@@ -15,7 +15,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
 from trainer.loading.order import EpochOrder, Position
-from trainer.loop.batch_norm import RunningStatistics
+from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.plan import PlannedStep
 from trainer.loop.precision import SCALE_FLOOR, Precision
@@ -396,7 +396,7 @@ def test_sums_of_steps_that_do_not_count_are_left_out():
 
 def test_running_statistics_are_undone():
     norm = nn.BatchNorm1d(2)
-    statistics = RunningStatistics(nn.Sequential(norm))
+    statistics = Buffers(nn.Sequential(norm))
     norm(torch.randn(8, 2))
     good = norm.running_mean.clone()
     statistics.keep()

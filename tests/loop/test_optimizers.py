@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.optimizers import build_optimizers, completed_groups, hidden_matrices
 from trainer.loop.precision import Precision, _step_on_device
@@ -119,7 +119,7 @@ def test_muon_takes_the_matrices_of_the_blocks_that_a_task_names():
 
 def test_muon_needs_a_hidden_matrix():
     task = Tokens(TokenFlags(), seed=0, cache_dir=None)
-    with pytest.raises(BadInput, match="--optimizer muon: trains hidden matrices, and this model has none"):
+    with pytest.raises(UserError, match="--optimizer muon: trains hidden matrices, and this model has none"):
         hidden_matrices(task, nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 2)))
 
 
@@ -222,7 +222,7 @@ def own(make):
     ],
 )  # fmt: skip
 def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message):
-    with pytest.raises(BadInput) as raised:
+    with pytest.raises(UserError) as raised:
         built(task_type, **flags)
     assert message in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
@@ -231,7 +231,7 @@ def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message)
 def test_nccl_carries_no_sparse_gradients():
     parallel = Distributed.__new__(Distributed)  # one that needs neither a GPU nor others to meet
     parallel.backend, parallel._flags = "nccl", MultiDeviceFlags(multi_gpu="ddp")
-    with pytest.raises(BadInput, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
+    with pytest.raises(UserError, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
         parallel.wrap(nn.Sequential(nn.Embedding(2, 2, sparse=True)))
 
 

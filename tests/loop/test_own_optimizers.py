@@ -5,7 +5,7 @@ import torch
 
 from tests.conftest import assert_same_bits, load
 from tests.helpers.shaped_task import Shaped
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.torch_optimizers import take_step
 from trainer.tasks import TASKS
 
@@ -125,7 +125,7 @@ class Broken(torch.optim.SGD):
 @pytest.mark.parametrize("optimizer_type", [NeedsClosure, CallsClosure])
 def test_one_that_needs_the_loss_itself_is_refused_at_the_first_step(optimizer_type):
     optimizer = optimizer_type([torch.zeros(1)])
-    with pytest.raises(BadInput, match=f"^Task.build_optimizers: {optimizer_type.__name__} evaluates the loss itself"):
+    with pytest.raises(UserError, match=f"^Task.build_optimizers: {optimizer_type.__name__} evaluates the loss itself"):
         take_step(optimizer)
 
 

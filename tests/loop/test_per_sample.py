@@ -13,7 +13,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.scored_task import Points, Scored
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
 from trainer.loop.per_sample import PerSampleOutputs, in_order, joined
 from trainer.parallel.base import SingleDevice
@@ -180,12 +180,12 @@ def test_rows_must_be_those_of_the_batch():
     for values in (torch.zeros(2, 3), torch.tensor(1.0)):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(3), {"x": PerSample(values)})
-        with pytest.raises(BadInput, match=r"PerSample 'x': .* for a batch of 3 samples; it must return a row for"):
+        with pytest.raises(UserError, match=r"PerSample 'x': .* for a batch of 3 samples; it must return a row for"):
             outputs.gathered(SingleDevice(CPU), 3)
 
 
 def test_rows_must_be_alike():
-    with pytest.raises(BadInput, match=r"PerSample 'x': .* rows of the shape \(3,\) and of \(4,\)"):
+    with pytest.raises(UserError, match=r"PerSample 'x': .* rows of the shape \(3,\) and of \(4,\)"):
         joined([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
 
 
@@ -195,7 +195,7 @@ def test_all_batches_must_have_the_same_ones():
     for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(2), first)
-        with pytest.raises(BadInput, match=r"PerSample '[xy]': the objective returned it for some batches only"):
+        with pytest.raises(UserError, match=r"PerSample '[xy]': the objective returned it for some batches only"):
             outputs.add(torch.arange(2), second)
 
 
@@ -204,13 +204,13 @@ def test_the_name_of_the_number_of_loss_terms_is_taken():
         forward = run.learner.objective.forward
         run.learner.objective.forward = lambda batch: forward(batch) | {"weight": torch.tensor(1.0)}
 
-    with pytest.raises(BadInput, match="returns 'weight', which is the trainer's own name"):
+    with pytest.raises(UserError, match="returns 'weight', which is the trainer's own name"):
         evaluated(SingleDevice(CPU), change=weighs)
 
 
 def test_index_must_name_every_sample():
     share = torch.tensor([0, 0, 2]), {"x": torch.zeros(3)}
-    with pytest.raises(BadInput, match=r"names 2 of the 3 samples"):
+    with pytest.raises(UserError, match=r"names 2 of the 3 samples"):
         in_order([share], 3)
 
 

@@ -15,7 +15,7 @@ from tests.conftest import ROOT, assert_messages, assert_same_bits, load
 from tests.helpers.hoarding_task import Hoarder
 from tests.helpers.shaped_task import Plus, Shaped, ShapedObjective
 from trainer.commands.describe import digest_of_data, facts_of_data
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.json_numbers import alike
 from trainer.loop.contract import check_tensors
 from trainer.tasks import TASKS
@@ -277,7 +277,7 @@ REFUSED_BUFFERS = {
 def test_buffers_that_no_checkpoint_holds_are_refused_when_they_are_built(kind):
     model = Plus(None)
     model.register_buffer("odd", REFUSED_BUFFERS[kind]())
-    with pytest.raises(BadInput, match=r"Mine.build_objective: odd .*register"):
+    with pytest.raises(UserError, match=r"Mine.build_objective: odd .*register"):
         check_tensors(model, "Mine.build_objective")
     model = Plus(None)
     model.register_buffer("odd", REFUSED_BUFFERS[kind](), persistent=False)
@@ -343,7 +343,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
 )
 def test_other_facts_are_refused_by_name(fact, problem):
     task = type("Mine", (), {"describe_data": lambda self: {"m": fact}})()
-    with pytest.raises(BadInput, match=rf"^Mine.describe_data: {problem}"):
+    with pytest.raises(UserError, match=rf"^Mine.describe_data: {problem}"):
         facts_of_data(task)
 
 
@@ -356,7 +356,7 @@ def test_facts_without_an_end_or_a_name_are_refused():
         ([1], "must be a mapping"),
         ({1: 2}, "must be a mapping"),
     ]:
-        with pytest.raises(BadInput, match=rf"^Mine.describe_data: returned .*{problem}"):
+        with pytest.raises(UserError, match=rf"^Mine.describe_data: returned .*{problem}"):
             facts_of_data(type("Mine", (), {"describe_data": lambda self, told=told: told})())
 
 
@@ -365,7 +365,7 @@ def test_a_digest_is_a_text():
         return digest_of_data(type("Mine", (), {"data_digest": lambda self: value})())
 
     assert [digest(value) for value in (None, "x", 5, b"\x00")] == [None, "x", "5", "00"]
-    with pytest.raises(BadInput, match=r"^Mine.data_digest: returned \[1\]"):
+    with pytest.raises(UserError, match=r"^Mine.data_digest: returned \[1\]"):
         digest([1])
 
 

@@ -3,7 +3,7 @@ import typing
 
 import pytest
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.schedule import LearningRate, Schedule, device_scaling_factor, lr_factor
 
 SCHEDULES = typing.get_args(Schedule)
@@ -75,7 +75,7 @@ def test_a_task_s_factor_ends_with_the_steps_that_it_was_told_of():
 @pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
 def test_a_factor_that_is_none_is_refused(factor):
     rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: factor)
-    with pytest.raises(BadInput, match=rf"lr_factor\(2, 7\) is {factor}; it must be a finite number, at least 0"):
+    with pytest.raises(UserError, match=rf"lr_factor\(2, 7\) is {factor}; it must be a finite number, at least 0"):
         rate.at(1, 2)
 
 

@@ -39,9 +39,9 @@ TASKS = {
     "weighted": (Weighted, WeightedFlags(), "train"),
     "har": (HarTask, HarFlags(dropout=0.0, hidden_dims=(8,)), "train"),
     "seqrec": (SeqrecTask, SeqrecFlags(**SEQREC, mhc=True, mhc_sinkhorn_iters=3), "train"),
-    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", time=False), "train"),
+    "seqrec-bce": (SeqrecTask, SeqrecFlags(**SEQREC, loss="bce", no_time=True), "train"),
     "seqrec-sampled": (
-        SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, time=False), "train"
+        SeqrecTask, SeqrecFlags(**SEQREC, loss="sampled", num_negatives=20, no_time=True), "train"
     ),
     "kgat-cf": (KgatTask, KgatFlags(**KGAT), "cf"),
     "kgat-kg": (KgatTask, KgatFlags(**KGAT), "kg"),

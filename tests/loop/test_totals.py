@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.domains_task import DOMAINS
 from tests.helpers.forks import ROOT, run_group
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.totals import FOLD_EVERY, Totals, add_sums, share_of
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.data_parallel import SummedReplicas
@@ -56,7 +56,7 @@ def test_what_a_step_that_is_left_out_alone_has_is_zero():
 def test_another_shape_is_refused_and_what_was_added_stays(num_before):
     totals = Totals()
     total_of([{"loss": 1.0, "places": [1, 2, 3]}] * num_before, totals)
-    with pytest.raises(BadInput, match=r"'places' in the shape \(4,\), and returned it in the shape \(3,\) before"):
+    with pytest.raises(UserError, match=r"'places' in the shape \(4,\), and returned it in the shape \(3,\) before"):
         total_of([{"loss": 1.0, "places": [1, 2, 3, 4]}], totals)
     assert totals.unreduced()["places"].tolist() == [num_before, 2 * num_before, 3 * num_before]
 
@@ -64,7 +64,7 @@ def test_another_shape_is_refused_and_what_was_added_stays(num_before):
 def test_another_shape_than_in_the_checkpoint_is_refused():
     """One of a single number would be added to all places."""
     goes_on = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_DEVICE)
-    with pytest.raises(BadInput, match=r"\(1,\), and returned it in the shape \(2,\)"):
+    with pytest.raises(UserError, match=r"\(1,\), and returned it in the shape \(2,\)"):
         total_of([{"places": [7.0]}], goes_on)
 
 
@@ -73,14 +73,14 @@ def test_micro_batches_of_a_step_have_their_names_together():
     add_sums(sums, {"loss": torch.tensor(1.0), "cats": torch.tensor(2)})
     add_sums(sums, {"loss": torch.tensor(1.0), "dogs": torch.tensor(3)})
     assert sums == {"loss": 2.0, "cats": 2, "dogs": 3}
-    with pytest.raises(BadInput, match="'cats'"):
+    with pytest.raises(UserError, match="'cats'"):
         add_sums(sums, {"cats": torch.tensor([2])})
 
 
 def test_replicas_have_their_names_together():
     parts = [{"loss": torch.tensor(1.0), "cats": torch.tensor(2)}, {"loss": torch.tensor(1.0), "dogs": torch.tensor(3)}]
     assert SummedReplicas.gather(None, parts, "cpu") == {"loss": 2.0, "cats": 2, "dogs": 3}
-    with pytest.raises(BadInput, match="'cats'"):
+    with pytest.raises(UserError, match="'cats'"):
         SummedReplicas.gather(None, [*parts, {"cats": torch.zeros(2)}], "cpu")
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.conftest import load
 from tests.helpers.shaped_task import NUM_FEATURES, Plus, Points, Shaped
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder
 from trainer.loop.contract import check_tensors
 from trainer.tasks import TASKS
@@ -120,7 +120,7 @@ class WithExtraState(nn.Linear):
     ],
 )
 def test_what_a_checkpoint_cannot_hold_is_refused(build, message):
-    with pytest.raises(BadInput, match=f"^Mine.build_objective: {message}"):
+    with pytest.raises(UserError, match=f"^Mine.build_objective: {message}"):
         check_tensors(build(), "Mine.build_objective")
 
 

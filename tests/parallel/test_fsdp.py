@@ -14,12 +14,12 @@ from tests.helpers import forks
 from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
 from trainer.checkpoint.weights import TrainedRun
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.precision import Precision
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.fsdp import Sharded, built_as_outline, outline_of, refuse_what_cannot_be_cut
-from trainer.parallel.outline import without_weights
+from trainer.parallel.fsdp import Sharded, built_as_outline, meta_state_of, refuse_what_cannot_be_cut
+from trainer.parallel.meta_state import without_weights
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
@@ -237,7 +237,7 @@ def test_a_compiled_run_that_goes_on_is_identical(more, start):
 )
 def test_refuses_what_cannot_be_divided(more, message):
     model = Words(PiecesFlags(**more))
-    with pytest.raises(BadInput, match=f"^--multi-gpu fsdp: .*{message}"):
+    with pytest.raises(UserError, match=f"^--multi-gpu fsdp: .*{message}"):
         refuse_what_cannot_be_cut(PiecesObjective(model), list(model.blocks))
 
 
@@ -249,7 +249,7 @@ class Spun(torch.nn.Module):
 
 
 def test_refuses_complex_parameters_beside_real_ones():
-    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: turn and length are exchanged together"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: turn and length are exchanged together"):
         refuse_what_cannot_be_cut(PiecesObjective(Spun()), [])
 
 
@@ -257,7 +257,7 @@ def test_refuses_complex_parameters_beside_real_ones():
 def test_refuses_hooks_of_parameters_which_would_be_lost(register):
     model = Words(PiecesFlags())
     getattr(model.second.bias, register)(lambda gradient: None)
-    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: second.bias has a hook for its gradient"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: second.bias has a hook for its gradient"):
         refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
@@ -266,14 +266,14 @@ def test_refuses_hooks_that_come_after_the_model_is_cut():
     optimizer = torch.optim.SGD([weight])
     Sharded.check_optimizers(None, [optimizer])
     weight.register_hook(lambda gradient: None)
-    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: a parameter of shape \(2, 3\) has a hook"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: a parameter of shape \(2, 3\) has a hook"):
         Sharded.check_optimizers(None, [optimizer])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_refuses_torchscript():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 2)))
-    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: 1 is made by torch\.jit\.script"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: 1 is made by torch\.jit\.script"):
         refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
@@ -283,14 +283,14 @@ def test_takes_ties_within_a_unit():
 
 
 def test_refuses_other_processes_than_shards():
-    with pytest.raises(BadInput, match="--shard-size 2: the 3 processes of this run cannot be divided"):
+    with pytest.raises(UserError, match="--shard-size 2: the 3 processes of this run cannot be divided"):
         Sharded(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
 
 
 def test_refuses_an_own_optimizer_of_whole_matrices():
     """torch 2.8 has no Muon."""
     muon = type("Muon", (torch.optim.SGD,), {})([torch.zeros(2, 2)])
-    with pytest.raises(BadInput, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):
         Sharded.check_optimizers(None, [muon])
 
 
@@ -302,7 +302,7 @@ def test_an_outline_has_no_content_where_a_task_allows_that(eager):
     def build():
         return PiecesObjective(Words(PiecesFlags(eager=eager)))
 
-    objective = built_as_outline(build, outline_of(build()))
+    objective = built_as_outline(build, meta_state_of(build()))
     assert {value.is_meta for value in objective.state_dict().values()} == {not eager}
 
 
@@ -321,7 +321,7 @@ def test_an_outline_has_content_where_the_model_keeps_tensors_of_which_the_main_
         objective.register_buffer("mean", torch.ones(3) * 2)
         return objective
 
-    objective = built_as_outline(build, outline_of(build()))
+    objective = built_as_outline(build, meta_state_of(build()))
     assert {value.is_meta for value in objective.state_dict().values()} == {keep is None}
 
 

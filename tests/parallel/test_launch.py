@@ -29,7 +29,7 @@ from trainer.parallel import launch as launching
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_AGAIN
+from trainer.parallel.errors import EXIT_RESTART
 
 # Three steps of 10, 10 and 4 samples.
 TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
@@ -413,7 +413,7 @@ class LacksMemory:
     def __call__(self, environment):
         with self.path.open("a") as file:
             file.write("started\n")
-        return 0 if len(self.path.read_text().splitlines()) == 3 else EXIT_AGAIN
+        return 0 if len(self.path.read_text().splitlines()) == 3 else EXIT_RESTART
 
 
 class LosesRank:
@@ -433,7 +433,7 @@ class LosesRank:
             while not died.exists():
                 time.sleep(0.01)
             time.sleep(0.5)  # the launcher is to see the death first
-            return EXIT_AGAIN
+            return EXIT_RESTART
         return 0
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.helpers import forks
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.step_results import GROUP_SIZE
@@ -189,7 +189,7 @@ def test_a_gpu_is_given_time(monkeypatch):
     parallel.wrong = 1
     numbers = lockstep.numbers_to_add(10 + sent[-1])
     with pytest.raises(
-        BadInput, match=r"after optimizer step 70 \(after step 60 they were the same\) weight and 1 more"
+        UserError, match=r"after optimizer step 70 \(after step 60 they were the same\) weight and 1 more"
     ):
         lockstep.compare([numbers[0] * 2 + 1, *(2 * number for number in numbers[1:])])
 

@@ -10,7 +10,7 @@ from tests.conftest import REFUSAL, TINY, contents
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, free_port
 from trainer.commands.flags import TRAINER_GROUPS
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import options
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences, within
@@ -33,7 +33,7 @@ def test_which_flags_may_differ_between_ranks():
 
 def test_a_difference_is_named_with_both_values():
     stated = [{"--seed": 0, "--ks": (5, 10), "--lr": 0.1}, {"--seed": 0, "--ks": (5, 20), "--lr": None}]
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UserError) as refused:
         refuse_differences(stated, "do something")
     assert str(refused.value) == (
         "rank 1 of 2 differs from rank 0: --ks 5 20, not 5 10; --lr (none), not 0.1; do something"
@@ -42,7 +42,7 @@ def test_a_difference_is_named_with_both_values():
 
 def test_of_many_differences_a_few_are_named():
     stated = [{f"--flag-{k}": rank > 1 for k in range(20)} for rank in range(300)]
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UserError) as refused:
         refuse_differences(stated, "do something")
     message = str(refused.value)
     assert message.startswith("rank 2 of 300 differs from rank 0 (as do 297 more ranks): --flag-0 True, not False; ")
@@ -67,7 +67,7 @@ def come(tmp_path):
             try:
                 store = dist.FileStore(str(tmp_path / "store"), -1)
                 _claim_rank(store, environment, time.monotonic() + within_s)
-            except (BadInput, RuntimeError) as error:
+            except (UserError, RuntimeError) as error:
                 ends[k] = error
 
         threads = [threading.Thread(target=claim, args=pair) for pair in enumerate(environments)]
@@ -88,12 +88,12 @@ def test_all_meet(come):
 def test_a_second_process_of_a_rank_is_refused_at_once_and_the_others_meet(come):
     first, second, third = come(RankEnvironment(0, 2), RankEnvironment(1, 2), RankEnvironment(1, 2), within_s=60)
     assert first is second is None
-    assert isinstance(third, BadInput) and str(third).startswith("rank 1 of 2: another process has come to ")
+    assert isinstance(third, UserError) and str(third).startswith("rank 1 of 2: another process has come to ")
 
 
 def test_a_rank_that_does_not_come_is_named(come):
     ends = come(RankEnvironment(0, 3), RankEnvironment(1, 3), RankEnvironment(1, 3), within_s=1.2)
-    assert [type(end) for end in ends] == [RuntimeError, RuntimeError, BadInput]
+    assert [type(end) for end in ends] == [RuntimeError, RuntimeError, UserError]
     assert str(ends[0]) == "rank 2 did not come, and several processes came as rank 1"
 
 
@@ -109,7 +109,7 @@ def test_what_torch_waits_for_without_an_end_is_given_up():
         within(0.05, forever.wait)
     forever.set()
     assert within(60, lambda: 7) == 7
-    with pytest.raises(BadInput, match="no"):
+    with pytest.raises(UserError, match="no"):
         within(60, lambda: refuse_differences([{"a": 1}, {"a": 2}], "no"))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.conftest import assert_same_bits
 from tests.helpers.stateful_task import KINDS, WIDTH, build
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.forward_state import ForwardState
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.module_state import WholeState, leaving_no_trace, persistent_buffers
@@ -248,7 +248,10 @@ def test_torchscript_changes_its_buffers_in_place(compiled):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_torchscript_that_replaces_a_buffer_is_refused():
     model = torch.jit.script(Replacing())
-    with pytest.raises(BadInput, match=r"^mean: a forward of TorchScript replaces"), leaving_no_trace(model) as changes:
+    with (
+        pytest.raises(UserError, match=r"^mean: a forward of TorchScript replaces"),
+        leaving_no_trace(model) as changes,
+    ):
         model(torch.rand(4, 3))
         changes()
     assert not model.mean.any()

@@ -10,7 +10,7 @@ import torch
 
 from tests.parallel.test_launch import free_port
 from tests.profiling.conftest import CPU, TORCHRUN
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
@@ -92,7 +92,7 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
     monkeypatch.setattr(Distributed, "gather", lost)
-    with pytest.raises(BadInput, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
+    with pytest.raises(UserError, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
         Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()
 

@@ -35,7 +35,7 @@ def slow(function, seconds):
 
 def test_clock_leaves_the_run_as_it_was(run):
     parallel, plain = run.parallel, run.parallel.activity
-    run.log.start_stretch = slow(run.log.start_stretch, 0.05)
+    run.log.start_segment = slow(run.log.start_segment, 0.05)
     started = time.perf_counter()
     with watched(run) as clock:
         train_steps(run, 3)

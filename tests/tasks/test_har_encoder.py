@@ -6,7 +6,7 @@ import torch
 
 from tests.conftest import load, read_metrics
 from trainer.commands.parse import parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 from trainer.tasks.har import HarFlags, HarTask
 from trainer.tasks.har_encoder import encode, features_of
@@ -66,8 +66,8 @@ def test_a_frozen_encoder_is_in_eval_mode_in_training(trained, cache_dir):
 
 
 def test_features_computed_once_give_what_the_whole_network_gives(trained, cache_dir):
-    once = frozen_task(cache_dir, trained, augmentation=False)
-    each_time = HarTask(HarFlags(mode="first", hidden_dims=(8,), augmentation=False), 0, cache_dir)
+    once = frozen_task(cache_dir, trained, no_augmentation=True)
+    each_time = HarTask(HarFlags(mode="first", hidden_dims=(8,), no_augmentation=True), 0, cache_dir)
     torch.manual_seed(0)
     objective = once.build_objective().eval()
     once.initialise(objective)
@@ -83,7 +83,7 @@ def test_features_computed_once_give_what_the_whole_network_gives(trained, cache
 
 
 def test_features_do_not_depend_on_how_they_are_batched(trained, cache_dir, monkeypatch):
-    task = frozen_task(cache_dir, trained, augmentation=False)
+    task = frozen_task(cache_dir, trained, no_augmentation=True)
     objective = task.build_objective().eval()
     task.initialise(objective)
     dataset = task._windows["val"]
@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run_here, train
 
 def test_features_of_less_precision_are_taken(trained, cache_dir):
     """As convolutions in TF32 on a GPU would compute them: the weights say whose they are, not their digits."""
-    task = frozen_task(cache_dir, trained, augmentation=False)
+    task = frozen_task(cache_dir, trained, no_augmentation=True)
     objective = task.build_objective().eval()
     task.initialise(objective)
     task.check_weights(objective)
@@ -136,9 +136,9 @@ def test_other_files_are_refused(trained, tmp_path, cache_dir):
     plain = {name.removeprefix("network."): value for name, value in weights.items()}
     attempt(plain, mode="first")
     attempt({n.removeprefix("encoder."): v for n, v in plain.items() if n.startswith("encoder.")}, mode="first")
-    with pytest.raises(BadInput, match=r"--encoder-path .*weights.pth: its layers.0.weight has shape .* --mode"):
+    with pytest.raises(UserError, match=r"--encoder-path .*weights.pth: its layers.0.weight has shape .* --mode"):
         attempt(weights, mode="early")
-    with pytest.raises(BadInput, match=r"--encoder-path .*: holds no encoder of harnet"):
+    with pytest.raises(UserError, match=r"--encoder-path .*: holds no encoder of harnet"):
         attempt({"other": torch.zeros(2)}, mode="first")
 
 

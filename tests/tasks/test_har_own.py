@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import load
 from trainer import load as load_run
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 NAMES = ["when", "heart", "acc_x", "acc_y", "acc_z", "person", "label"]
 RATE, WINDOW = 20, 40
@@ -150,7 +150,7 @@ def test_what_other_data_are_is_said(files, says, make_task, tmp_path):
         (tmp_path / "data" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "data" / name).write_text("1 2 3\n")
     for more in ((), ("--rate", 100)):
-        with pytest.raises(BadInput) as refused:
+        with pytest.raises(UserError) as refused:
             make_task("--data-dir", tmp_path / "data", *more).splits()
         assert str(refused.value).startswith(f"--data-dir {tmp_path / 'data'}: ") and says in str(refused.value)
 

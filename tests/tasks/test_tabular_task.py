@@ -11,7 +11,7 @@ import torch
 from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 from trainer.loop.precision import of_dtype
 from trainer.parallel.base import SingleDevice
@@ -212,7 +212,7 @@ def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_
     task.data_facts = {"classes": ["0.0", "1.0"], "columns": ["size", "colour", "weight"]}
     assert len(task.new_data(new_rows)) == 200
     task.data_facts = {"classes": ["0.5", "1.0"], "columns": ["size", "colour", "weight"]}
-    with pytest.raises(BadInput, match="has other columns or classes"):
+    with pytest.raises(UserError, match="has other columns or classes"):
         task.new_data(new_rows)
 
 
@@ -280,7 +280,7 @@ def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
 
 def test_a_model_in_parts_takes_no_table(table, make_task):
     task = make_task("--task", "tabular", "--data-dir", str(table), "--label", "kind", "--tune", "lora")
-    with pytest.raises(BadInput, match="rows of a table"):
+    with pytest.raises(UserError, match="rows of a table"):
         task.build_objective().call_equally()
 
 

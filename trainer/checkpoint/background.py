@@ -47,7 +47,7 @@ class BackgroundSaver:
             raise error
 
     def finish(self) -> None:
-        """Returns when everything is on the disk. Raises BadInput when it cannot be, for lack of room too."""
+        """Returns when everything is on the disk. Raises UserError when it cannot be, for lack of room too."""
         self.wait()
         self._no_room = None
         self._write()

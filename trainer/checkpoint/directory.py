@@ -21,7 +21,7 @@ from trainer.checkpoint.records import RESULTS, as_json, read_config, read_json
 from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints, put_in_place, set_aside
 from trainer.checkpoint.retention import Retention, evict, update_links
 from trainer.checkpoint.snapshot import state_bytes
-from trainer.common.errors import BadInput, DiskError, reason
+from trainer.common.errors import DiskError, UserError, reason
 from trainer.common.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_disk_errors
 from trainer.loading.order import Position
 
@@ -63,7 +63,7 @@ class RunDirectory:
         job: JobName | None = None,
         creates: bool = True,
     ) -> None:
-        """Creates, locks and repairs the directory. Raises BadInput when it cannot be used.
+        """Creates, locks and repairs the directory. Raises UserError when it cannot be used.
 
         take_over_lock, job: see `take_lock`. agents: the torchrun agents of this job. If one of them started the
         attempt before too, the job goes on without the node that left its lock. creates: without it the directory of a
@@ -73,7 +73,7 @@ class RunDirectory:
             if creates:
                 self.path.mkdir(parents=True, exist_ok=True)
             elif not (self.path / KERNEL_LOCK).exists():
-                raise BadInput(f"--save-dir {self.path}: {FOLDER_GONE}; run the same command again")
+                raise UserError(f"--save-dir {self.path}: {FOLDER_GONE}; run the same command again")
             config = read_config(self.path, self._say)
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
@@ -108,26 +108,26 @@ class RunDirectory:
             self._lock = None
 
     def write_json(self, name: str, content: Any) -> None:
-        """Replaces a file of it as a whole, durably. Raises BadInput when the disk refuses, or LockTaken."""
+        """Replaces a file of it as a whole, durably. Raises UserError when the disk refuses, or LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot write {name}"):
             self.writer.replace_text(self.path / name, as_json(content))
 
     def delete(self, name: str) -> None:
-        """Deletes a file of it that may be there. Raises BadInput when the disk refuses, or LockTaken."""
+        """Deletes a file of it that may be there. Raises UserError when the disk refuses, or LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot delete {name}"):
             self.writer.delete(self.path / name)
 
     def require_space(self, num_bytes: int) -> None:
-        """Raises BadInput when the file system has no room for one checkpoint."""
+        """Raises UserError when the file system has no room for one checkpoint."""
         free = shutil.disk_usage(self.path).free
         if free < num_bytes:
-            raise BadInput(
+            raise UserError(
                 f"--save-dir {self.path}: a checkpoint needs about {_size(num_bytes)} and {_size(free)} are free; "
                 "free some space or choose another folder"
             )
 
     def start_over(self) -> None:
-        """Moves everything of the previous run to a folder `previous-N`. Raises BadInput when it cannot."""
+        """Moves everything of the previous run to a folder `previous-N`. Raises UserError when it cannot."""
         with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             stay = (LOCK, KERNEL_LOCK)
             old = [p for p in self.path.iterdir() if p.name not in stay and not p.name.startswith("previous-")]
@@ -154,7 +154,7 @@ class RunDirectory:
     def load_newest(self) -> dict[str, Any]:
         """The newest checkpoint that is intact; newer ones that are damaged are named and set aside.
 
-        Raises BadInput when there is none, and then changes nothing.
+        Raises UserError when there is none, and then changes nothing.
         """
         damaged: list[Entry] = []
         for entry in reversed(self.entries):
@@ -168,7 +168,7 @@ class RunDirectory:
                 return state
             damaged.append(entry)
         reasons = self._lost or [f"{entry.file} is damaged" for entry in damaged]
-        raise BadInput(
+        raise UserError(
             f"--save-dir {self.path}: no checkpoint in it is intact ({', '.join(reasons)}); start over with --fresh, "
             "or name an intact file with --resume-from"
         )
@@ -183,7 +183,7 @@ class RunDirectory:
     def save(self, state: dict[str, Any]) -> Path:
         """Writes one checkpoint and points `last`, and if it is the best, `best` to it.
 
-        Raises BadInput when the disk refuses, NoRoom when it is full, LockTaken when another process has taken over;
+        Raises UserError when the disk refuses, NoRoom when it is full, LockTaken when another process has taken over;
         what was there before stays.
         """
         path = unused_path(self.path, Position(**state["position"]))
@@ -210,7 +210,7 @@ class RunDirectory:
         return path
 
     def mark_final(self) -> None:
-        """Points `final` to the newest checkpoint: the run is about to end. Raises BadInput.
+        """Points `final` to the newest checkpoint: the run is about to end. Raises UserError.
 
         Its metrics are on the disk then, since nobody will write them again.
         """
@@ -266,7 +266,7 @@ class RunDirectory:
         return DiskError(f"{problem}; see to the file system, or choose another folder, and run the same command again")
 
     def _tidy(self) -> None:
-        """After a save. Raises BadInput."""
+        """After a save. Raises UserError."""
         try:
             try:
                 self._update_links()

@@ -18,14 +18,14 @@ from trainer.checkpoint.format import (
     CHECKSUM,
     RESUMABLE,
     checksum_of,
-    flaw_of_checkpoint,
-    flaw_of_weights,
     is_as_written,
+    schema_error_of_checkpoint,
+    schema_error_of_weights,
 )
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
-from trainer.checkpoint.readable import flaw_of_saving
+from trainer.checkpoint.readable import error_of_saving
 from trainer.checkpoint.records import IF_UNREADABLE
-from trainer.common.errors import BadInput, DiskError, UnfitState
+from trainer.common.errors import DiskError, UnfitState, UserError
 from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
 
 FOLDER_ATTRIBUTE = 0x10
@@ -34,7 +34,7 @@ MOST_BEYOND = 16 << 20
 """Bytes by which tensors may exceed their file, as views of the same memory do."""
 
 
-class OtherVersion(BadInput):
+class OtherVersion(UserError):
     """A checkpoint is whole, and lacks what this version of the trainer goes on from."""
 
 
@@ -42,7 +42,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     """Loads a checkpoint's tensors and plain values; never executes code from it.
 
     label: what a message calls the file. only_weights: its `model` entry is enough, or a state dict that would be that
-    entry. verified: its sha256 is known and right, so that those of its parts need no look. Raises BadInput when it is
+    entry. verified: its sha256 is known and right, so that those of its parts need no look. Raises UserError when it is
     damaged, holds anything else, lacks what is needed, or has an entry that no run writes; DiskError when it cannot be
     read.
     """
@@ -51,35 +51,35 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         state = {"model": state}
     if not isinstance(state, dict) or not _are_weights(state.get("model")):
         also = ", and is no state dict either" if only_weights else ""
-        raise BadInput(f"{label}: is no checkpoint: it has no entry `model` with the weights{also}")
+        raise UserError(f"{label}: is no checkpoint: it has no entry `model` with the weights{also}")
     missing = [] if only_weights else [name for name in RESUMABLE if name not in state]
     if missing and not is_as_written(state):
-        raise BadInput(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
+        raise UserError(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
     if not only_weights or _is_of_run(state):
-        wrong = flaw_of_checkpoint(state, resumable=not only_weights)
+        wrong = schema_error_of_checkpoint(state, resumable=not only_weights)
     else:
-        wrong = flaw_of_weights(state["model"])
+        wrong = schema_error_of_weights(state["model"])
     if wrong is not None and is_as_written(state):
-        if only_weights and flaw_of_weights(state["model"]) is None:
+        if only_weights and schema_error_of_weights(state["model"]) is None:
             return state  # the rest of it is another version's business
         raise OtherVersion(
             f"{label}: was written by another version of the trainer: {wrong}; go on with that version, or begin with "
             "its weights alone by --init-from"
         )
     if wrong is not None:
-        raise BadInput(f"{label}: is damaged: {wrong}")
+        raise UserError(f"{label}: is damaged: {wrong}")
     return state
 
 
 def _loaded(path: Path, label: str, verified: bool) -> Any:
-    """Content of a file of any kind. Raises BadInput; DiskError when it cannot be read."""
+    """Content of a file of any kind. Raises UserError; DiskError when it cannot be read."""
     with refusing_disk_errors(label):
         require_regular(path)
         return read_again(partial(_load, path, label, verified))
 
 
 def _load(path: Path, label: str, verified: bool) -> Any:
-    """Content of a file. Raises BadInput for a damaged one, OSError when it cannot be read."""
+    """Content of a file. Raises UserError for a damaged one, OSError when it cannot be read."""
     with opened(path) as file:
         try:
             _refuse_odd_archive(file)
@@ -91,7 +91,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             _refuse_more_than_its_file(state, path.stat().st_size)
         except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
-            raise BadInput(f"{label}: {_refusal_of(error)}") from None
+            raise UserError(f"{label}: {_refusal_of(error)}") from None
     return state
 
 
@@ -140,7 +140,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
-    """Tensors in memory that make up a tensor; none of kinds that `trainer.checkpoint.kinds.tensor` refuses."""
+    """Tensors in memory that make up a tensor; none of kinds that `trainer.checkpoint.schema.tensor` refuses."""
     if value.is_meta or value.is_nested:
         return []
     if value.layout == torch.sparse_coo:
@@ -214,12 +214,12 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
 def write_checkpoint(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Writes a file, with the checksum of its entries, and flushes it to disk; returns its `size_and_sum`.
 
-    Raises OSError, RuntimeError; BadInput, and writes nothing, for a state that would be refused when it is read.
+    Raises OSError, RuntimeError; UserError, and writes nothing, for a state that would be refused when it is read.
     """
     state = {name: value for name, value in state.items() if name != CHECKSUM}
-    flaw = flaw_of_saving(state)
-    if flaw is not None:
-        raise UnfitState(f"{path.parent}: nothing is saved, for it could not be read again: {flaw}")
+    wrong = error_of_saving(state)
+    if wrong is not None:
+        raise UnfitState(f"{path.parent}: nothing is saved, for it could not be read again: {wrong}")
     state[CHECKSUM] = checksum_of(state)
     # Given a path instead of a file, torch writes with the interpreter held, and stops training.
     with path.open("wb") as file:
@@ -277,20 +277,20 @@ class CheckpointReader:
         path = self._folder / entry.file
         try:
             with refusing_disk_errors(f"--save-dir {self._folder}: cannot read {entry.file}", IF_UNREADABLE):
-                flaw = self._flaw(entry)
-            if flaw is None:
+                wrong = self._damage(entry)
+            if wrong is None:
                 return read_checkpoint(path, str(path), verified=True)
-            self._say(f"{path} is damaged: {flaw}.")
+            self._say(f"{path} is damaged: {wrong}.")
         except (OtherVersion, DiskError):
             raise
-        except BadInput as error:
+        except UserError as error:
             self._say(str(error))
         return None
 
     def is_intact(self, entry: Entry) -> bool:
         """Whether it is one that can be read: others count as damaged where nothing depends on it."""
         try:
-            return self._flaw(entry) is None
+            return self._damage(entry) is None
         except OSError:
             return False
 
@@ -298,7 +298,7 @@ class CheckpointReader:
         """Takes note that a file was just written with this checksum."""
         self._verified[entry.file] = stamp(self._folder / entry.file)
 
-    def _flaw(self, entry: Entry) -> str | None:
+    def _damage(self, entry: Entry) -> str | None:
         """Raises OSError when that cannot be told."""
         path = self._folder / entry.file
         try:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.kinds import (
+from trainer.checkpoint.schema import (
     Kind,
     anything,
     brief,
     by_name,
     each,
     either,
-    first_flaw,
+    first_schema_error,
     number,
     optional,
     plain,
@@ -130,7 +130,7 @@ ENTRY = record(
 # --- whole files -------------------------------------------------------------------------------------------------
 
 
-def flaw_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
+def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
     """What is wrong with a checkpoint, by the name of an entry; None for nothing.
 
     resumable: a run may go on from it; otherwise only entries that are there count.
@@ -142,33 +142,33 @@ def flaw_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
         fields = record({"model": _WEIGHTS}, {**core, **others, "config": record({"--seed": _COUNT}, _CONFIG)})
     together = [_consistent_steps, _consistent_sizes, _position_in_plan] if resumable else []
     together += [_numbered_moments] if "optimizers" in state else []
-    return first_flaw((fields, *map(_of_state, together), _sealed(checksum_of)), state)
+    return first_schema_error((fields, *map(_of_state, together), _has_checksum(checksum_of)), state)
 
 
-def flaw_of_weights(weights: Mapping[str, Any]) -> str | None:
+def schema_error_of_weights(weights: Mapping[str, Any]) -> str | None:
     """The first flaw of a state dict, or None."""
-    return first_flaw([_WEIGHTS], weights)
+    return first_schema_error([_WEIGHTS], weights)
 
 
 def is_as_written(state: Mapping[str, Any]) -> bool:
     """Whether a checkpoint holds what a run has saved, by the checksum of its own contents."""
-    return CHECKSUM in state and first_flaw([_sealed(checksum_of)], state) is None
+    return CHECKSUM in state and first_schema_error([_has_checksum(checksum_of)], state) is None
 
 
-def flaw_of_config(content: dict[str, Any]) -> str | None:
+def schema_error_of_config(content: dict[str, Any]) -> str | None:
     """The same of config.json."""
     others = {**_IF_KNOWN, CHECKSUM: text(), "torchrun_agents": each(text()), "command_line": each(text())}
     fields = record(_FACTS, others)
-    return first_flaw((fields, _of_state(_consistent_sizes), _sealed(json_checksum)), content)
+    return first_schema_error((fields, _of_state(_consistent_sizes), _has_checksum(json_checksum)), content)
 
 
-def flaw_of_manifest(content: Any) -> str | None:
+def schema_error_of_manifest(content: Any) -> str | None:
     """The same of manifest.json."""
     fields = record({"checkpoints": each(ENTRY)}, {CHECKSUM: text()})
-    return first_flaw((fields, _of_state(_one_entry_a_file), _sealed(json_checksum)), content)
+    return first_schema_error((fields, _of_state(_one_entry_a_file), _has_checksum(json_checksum)), content)
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON is to hold, with its checksum."""
     return {**content, CHECKSUM: json_checksum(content)}
 
@@ -217,7 +217,7 @@ def _of_state(require: Callable[[Mapping[str, Any]], None]) -> Kind:
     return lambda name, value: require(value)
 
 
-def _sealed(checksum: Callable[[Mapping[str, Any]], str]) -> Kind:
+def _has_checksum(checksum: Callable[[Mapping[str, Any]], str]) -> Kind:
     def require(name: str, content: Any) -> None:
         if CHECKSUM in content and content[CHECKSUM] != checksum(content):
             raise ValueError("its contents are not those that were saved: their checksum is another one")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, flush_path, read_whole, require_regular, written_as_a_whole
 from trainer.common.process import boot_of_kernel, own_name
 
@@ -93,7 +93,7 @@ class Writer:
         flush_path(path.parent)
 
 
-class LockTaken(BadInput):
+class LockTaken(UserError):
     """Another process has taken the directory over: this one must not write to it any more."""
 
 
@@ -168,7 +168,7 @@ def take_lock(
     take_over: without waiting, from a holder that does not demonstrably live. job: of this process; an earlier start
     of it is not waited for either. say: gets a line before it waits.
 
-    Raises BadInput when another process has it, OSError when the file system refuses.
+    Raises UserError when another process has it, OSError when the file system refuses.
     """
     with ExitStack() as unless_taken:
         if (folder / KERNEL_LOCK).exists():
@@ -200,9 +200,9 @@ def _close(file: IO[str]) -> None:
         file.close()
 
 
-def _in_use(folder: Path, holder: Holder) -> BadInput:
+def _in_use(folder: Path, holder: Holder) -> UserError:
     who = holder.who or "another process"
-    return BadInput(f"--save-dir {folder}: in use by {who}; wait for it or choose another folder")
+    return UserError(f"--save-dir {folder}: in use by {who}; wait for it or choose another folder")
 
 
 def _is_renewed(path: Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.checkpoint.format import flaw_of_manifest, sealed
+from trainer.checkpoint.format import schema_error_of_manifest, with_checksum
 from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.records import read_json
 from trainer.common.files import MOST_WHOLE
@@ -61,17 +61,17 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
     content = read_json(path, say, MOST_WHOLE)
     if not content:
         return []
-    flaw = flaw_of_manifest(content)
-    if flaw is None:
+    schema_error = schema_error_of_manifest(content)
+    if schema_error is None:
         return [Entry(**entry) for entry in content["checkpoints"]]
-    say(f"{path} is damaged: {flaw}.")
+    say(f"{path} is damaged: {schema_error}.")
     return []
 
 
 def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None:
     """Replaces the file as a whole, durably. Raises OSError, LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
-    writer.replace_text(path, json.dumps(sealed(content), indent=2) + "\n")
+    writer.replace_text(path, json.dumps(with_checksum(content), indent=2) + "\n")
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.format import flaw_of_config
+from trainer.checkpoint.format import schema_error_of_config
 from trainer.common.errors import DiskError
 from trainer.common.files import MOST_RECORD, NO_FILE, read_whole
 from trainer.common.json_numbers import without_nan
@@ -47,8 +47,8 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
     """
     path = folder / CONFIG
     content = read_json(path, say)
-    flaw = flaw_of_config(content) if content else None
-    if flaw is not None:
-        say(f"{path} is damaged: {flaw}.")
+    schema_error = schema_error_of_config(content) if content else None
+    if schema_error is not None:
+        say(f"{path} is damaged: {schema_error}.")
         return {}
     return content

@@ -11,7 +11,7 @@ from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, read_manifest, unused_path
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.checkpoint.retention import LINKS, link
-from trainer.common.errors import BadInput, DiskError
+from trainer.common.errors import DiskError, UserError
 from trainer.common.files import flush_path
 
 
@@ -95,7 +95,7 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
             state = read_checkpoint(path, str(path))
         except DiskError:
             raise
-        except BadInput as error:
+        except UserError as error:
             say(str(error))
             what = "of another version of the trainer" if isinstance(error, OtherVersion) else "damaged"
             lost.append(f"{path.name} is {what}")

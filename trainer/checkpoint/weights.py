@@ -14,7 +14,7 @@ from trainer.checkpoint.file import CheckpointReader, read_checkpoint, read_sett
 from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
 from trainer.checkpoint.recovery import find_checkpoints
 from trainer.checkpoint.retention import LINKS
-from trainer.common.errors import BadInput, printable
+from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors
 from trainer.loading.order import Position
 
@@ -37,7 +37,7 @@ class TrainedRun:
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
     """The first checkpoint file that is given, by flag; without any the best weights of the run directory.
 
-    Raises BadInput.
+    Raises UserError.
     """
     for name, path in files.items():
         if path is not None:
@@ -52,7 +52,7 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """The best intact checkpoint of a run directory; the newest where there was no validation.
 
-    Takes no lock and changes nothing. say: gets a line for whatever is damaged. Raises BadInput.
+    Takes no lock and changes nothing. say: gets a line for whatever is damaged. Raises UserError.
     """
     entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)
@@ -62,8 +62,8 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
             return state
     runs = [] if entries else runs_within(folder)
     if runs:
-        raise BadInput(f"--save-dir {folder}: holds several runs; name one, such as --save-dir {runs[0]}")
-    raise BadInput(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
+        raise UserError(f"--save-dir {folder}: holds several runs; name one, such as --save-dir {runs[0]}")
+    raise UserError(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
 
 
 def runs_within(folder: Path) -> list[Path]:
@@ -93,7 +93,7 @@ def _best_first(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def holds_run(folder: Path, say: Callable[[str], None]) -> bool:
-    """Whether a folder holds a checkpoint, be it damaged. say: see `load_best_weights`. Raises BadInput."""
+    """Whether a folder holds a checkpoint, be it damaged. say: see `load_best_weights`. Raises UserError."""
     return bool(_entries(folder, say))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.format import sealed
+from trainer.checkpoint.format import with_checksum
 from trainer.checkpoint.records import CONFIG, RESULTS, as_json, read_config
 from trainer.commands.code_identity import code_digests, identify_code
 from trainer.commands.describe import describe_environment, describe_run, digest_of_data, facts_of_data
@@ -31,7 +31,7 @@ from trainer.commands.resume import (
     take_weights,
 )
 from trainer.commands.weights import initialise
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.order import SampleKeys
@@ -53,7 +53,7 @@ from trainer.loop.contract import (
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
-from trainer.loop.memory import refusing_lack_of_memory, rehearse
+from trainer.loop.memory import dry_run, refusing_lack_of_memory
 from trainer.loop.memory_limit import MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
@@ -74,7 +74,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
-    """The devices of this process. Raises BadInput."""
+    """The devices of this process. Raises UserError."""
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device))
     if flags.multi.multi_gpu == "dp":
@@ -103,7 +103,7 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
 
 
 def require_same_data(task: Task, parallel: Parallel, data_facts: Mapping[str, Any], digest: str | None) -> None:
-    """Raises BadInput, on all processes, where their data sets are not the same, as far as the task tells."""
+    """Raises UserError, on all processes, where their data sets are not the same, as far as the task tells."""
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
     facts = {**sizes, **data_facts, "data_digest": digest}
@@ -133,7 +133,7 @@ def set_up_torch(flags: Flags, parallel: Parallel) -> None:
 
 
 def build_task(flags: Flags) -> Task:
-    """The task with its data loaded. Raises BadInput."""
+    """The task with its data loaded. Raises UserError."""
     assert flags.task_type is not None
     # A task that divides its data by a generator that it does not seed shall do so alike on all processes and again.
     random.seed(flags.run.seed)
@@ -147,7 +147,7 @@ def build_task(flags: Flags) -> Task:
         for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
             require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
             if len(dataset) == 0:
-                raise BadInput(f"--task {flags.run.task}: its data set {name} is empty")
+                raise UserError(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
     if patience and not validation_sets(splits):
         raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
@@ -156,22 +156,22 @@ def build_task(flags: Flags) -> Task:
 
 @contextmanager
 def refusing_sizes(what: str, advice: str) -> Iterator[None]:
-    """Makes a BadInput of what torch and numpy say when a tensor or an array would be larger than any memory."""
+    """Makes a UserError of what torch and numpy say when a tensor or an array would be larger than any memory."""
     try:
         yield
-    except BadInput:
+    except UserError:
         raise
     except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, MemoryError | OverflowError) and TOO_LARGE.search(str(error)) is None:
             raise
         reason = (str(error).splitlines() or ["out of memory"])[0]
-        raise BadInput(f"{what} would be larger than the memory of this machine ({reason}); {advice}") from None
+        raise UserError(f"{what} would be larger than the memory of this machine ({reason}); {advice}") from None
 
 
 def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> tuple[Run, list[str]]:
     """A run at its start or where it goes on, and what the user should know about that; nothing is written yet.
 
-    All processes call it; a BadInput is raised on all of them.
+    All processes call it; a UserError is raised on all of them.
     """
     state = parallel.load_on_main(lambda: choose_start(directory, flags))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
@@ -210,7 +210,7 @@ def open_run(
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
-        rehearse(run)
+        dry_run(run)
     source = flags.checkpoint.resume_from
     if source is not None and run.parallel.on_main(lambda: _is_to_take_over(run, flags)):
         take_over(run, source)
@@ -224,11 +224,11 @@ def _is_to_take_over(run: Run, flags: Flags) -> bool:
 def prepare_training(run: Run, flags: Flags) -> None:
     """Spreads the model over the run's devices, for each phase by what it trains, and makes the optimizers.
 
-    All processes call it, with weights that they have alike. Raises BadInput for what does not keep the contract.
+    All processes call it, with weights that they have alike. Raises UserError for what does not keep the contract.
     """
     task, learner = run.task, run.learner
     check_same_parameters(learner.objective, run.parallel, f"--task {run.facts['task']}")
-    with run.parallel.whole(learner.objective):
+    with run.parallel.unsharded(learner.objective):
         task.check_weights(learner.objective)
     prepare_blocks(flags.blocks, task, learner.objective)
     groups = {
@@ -247,7 +247,7 @@ def prepare_training(run: Run, flags: Flags) -> None:
             check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
                 try_phase(learner, run.parallel, phase, example)
-    settle_recomputed(learner.objective, learner.batch_norm.others.changes.values())
+    settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
 
 
 def assemble_run(
@@ -314,7 +314,7 @@ def assemble_run(
 
 
 def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: Sequence[BackgroundLogger]) -> None:
-    """Records what is about to run, and opens its log. Raises BadInput when there is no room for checkpoints."""
+    """Records what is about to run, and opens its log. Raises UserError when there is no room for checkpoints."""
     directory = run.directory
     weights = sum(value.nbytes for value in run.learner.objective.state_dict().values())
     moments = sum(p.nbytes for several in run.learner.optimizers.values() for p in moments_of(several))
@@ -323,7 +323,7 @@ def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: 
         directory.start_over()
     directory.delete(RESULTS)
     # As it will be read: with texts for names, and lists for tuples.
-    directory.write_json(CONFIG, sealed(json.loads(as_json(facts))))
+    directory.write_json(CONFIG, with_checksum(json.loads(as_json(facts))))
     with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
         run.log = RunLog(_logged(run), run.task.headline, loggers)
 
@@ -346,10 +346,10 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
         objective = task.build_objective()
         if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
             account = f"must return an Objective with a model: it returned a {type(objective).__name__}"
-            raise BadInput(f"--task {flags.run.task}: build_objective {account}")
+            raise UserError(f"--task {flags.run.task}: build_objective {account}")
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
-            raise BadInput(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
+            raise UserError(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
         check_blocks(task, objective.model)
         check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))

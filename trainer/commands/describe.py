@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.kinds import brief
 from trainer.checkpoint.records import as_json
+from trainer.checkpoint.schema import brief
 from trainer.commands.flags import Flags
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD
 from trainer.common.json_numbers import plain
 from trainer.loop.run import Run
@@ -46,7 +46,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Model: {run.learner.num_parameters} parameters.",
         *run.task.remarks(),
         *run.lockstep.remarks(),
-        *run.learner.batch_norm.others.remarks(world_size),
+        *run.learner.buffers.forward_state.remarks(world_size),
     ]
     scaled = run.learning_rate.peak
     if scaled != flags.learning.lr:
@@ -73,7 +73,7 @@ def describe_batches(run: Run) -> list[str]:
 
 
 def facts_of_data(task: Task) -> dict[str, Any]:
-    """Facts of `describe_data`, in values that a checkpoint and config.json can hold. Raises BadInput."""
+    """Facts of `describe_data`, in values that a checkpoint and config.json can hold. Raises UserError."""
     told: Any = task.describe_data()
     try:
         if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
@@ -84,15 +84,15 @@ def facts_of_data(task: Task) -> dict[str, Any]:
             raise ValueError(f"returned {num_bytes:,} bytes: must be at most {MOST_RECORD // 2:,}")
     except (ValueError, RecursionError) as error:
         problem = "returned lists in lists, nested too deeply" if isinstance(error, RecursionError) else error
-        raise BadInput(f"{type(task).__name__}.describe_data: {problem}") from None
+        raise UserError(f"{type(task).__name__}.describe_data: {problem}") from None
     return facts
 
 
 def digest_of_data(task: Task) -> str | None:
-    """The task's `data_digest`, as text. Raises BadInput."""
+    """The task's `data_digest`, as text. Raises UserError."""
     digest: Any = task.data_digest()
     if isinstance(digest, bytes | bytearray):
         return digest.hex()
     if digest is not None and not isinstance(digest, str | int):
-        raise BadInput(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a text, or None")
+        raise UserError(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a text, or None")
     return None if digest is None else f"{digest}"

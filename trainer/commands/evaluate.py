@@ -100,7 +100,7 @@ def _write_results(
 
 
 def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
-    """`--eval-only`: prints validation and test scores; writes nothing. Raises BadInput."""
+    """`--eval-only`: prints validation and test scores; writes nothing. Raises UserError."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say))
@@ -110,11 +110,11 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
             refuse_other_data(run, state, f"the checkpoint ({label})")
         hint = "leave out the flags that change the model" if trained.comes_with_task else undo_hint(run, state)
         use_weights(run, state["model"], f"the checkpoint ({label})", hint)
-        with parallel.whole(run.learner.objective):
+        with parallel.unsharded(run.learner.objective):
             task.check_weights(run.learner.objective)
         lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *notes_on_data(run, state)]
         lines += [] if trained.comes_with_task else notes_on_flags(run, state)
-        sums = validate(run) | ({"test": evaluate(run, "test")} if flags.run.test else {})
+        sums = validate(run) | ({"test": evaluate(run, "test")} if not flags.run.no_test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
     if parallel.is_main:
         say("\n".join(lines))
@@ -125,7 +125,7 @@ def ensemble_metrics(
 ) -> dict[str, float] | None:
     """Test metrics of the task's ensemble of these runs, each with the weights that it is used with.
 
-    None where the task has no ensemble. Raises BadInput for a run without weights, StopRequested if asked to stop
+    None where the task has no ensemble. Raises UserError for a run without weights, StopRequested if asked to stop
     meanwhile.
     """
     device = pick_device(flags.devices.device)

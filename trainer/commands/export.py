@@ -22,7 +22,7 @@ from trainer.commands.describe import facts_of_data
 from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
 from trainer.logs.console import say
@@ -43,7 +43,7 @@ Answer = Callable[[Exported], Sequence[Tensor]]
 
 @torch.no_grad()
 def export_model(flags: Flags, parallel: Parallel) -> None:
-    """`--export`. Raises BadInput, with nothing written, also where the program answers otherwise than the model."""
+    """`--export`. Raises UserError, with nothing written, also where the program answers otherwise than the model."""
     path = flags.exporting.export
     assert path is not None
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped_weights(flags), say)
@@ -67,7 +67,7 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
         content, answer = _FORMATS[path.suffix](program, about)
         difference = None if answer is None else max(largest_difference(call, answer(call)) for call in calls)
     if difference is not None and not difference <= _TOLERANCE[dtype]:
-        raise BadInput(
+        raise UserError(
             f"--export {path}: not written, for what was exported differs from the model by {difference:.1e} of its "
             "largest answer"
         )
@@ -100,7 +100,7 @@ def example_batches(task: Task) -> Iterator[Batch]:
 
 
 def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
-    """The call that the objective's forward makes of its model. Raises BadInput where it makes none."""
+    """The call that the objective's forward makes of its model. Raises UserError where it makes none."""
     model, calls = objective.model, []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -110,7 +110,7 @@ def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
     with model.register_forward_hook(record, with_kwargs=True):
         objective(batch)
     if not calls:
-        raise BadInput(
+        raise UserError(
             f"--export: {type(objective).__name__}.forward does not call its `model` as a whole; say what to export by "
             f"{type(task).__name__}.exported"
         )
@@ -197,12 +197,12 @@ _FORMATS = {".pt2": _as_pt2, ".onnx": _as_onnx}
 
 @contextmanager
 def _refusing_failures(what: str) -> Iterator[None]:
-    """Makes a BadInput of whatever torch raises about a model that it cannot export; there is no common kind."""
+    """Makes a UserError of whatever torch raises about a model that it cannot export; there is no common kind."""
     try:
         yield
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"{what}: {reason}; another form of it can be given by `Task.exported`") from error
+        raise UserError(f"{what}: {reason}; another form of it can be given by `Task.exported`") from error
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import torch
 
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, with_origins
-from trainer.common.errors import BadInput, printable
+from trainer.common.errors import UserError, printable
 from trainer.common.files import require_regular
-from trainer.common.given import whole
-from trainer.common.own_class import split_name
+from trainer.common.user_class import split_name
+from trainer.common.validation import whole
 from trainer.config import FlagGroup, Option, flag, flag_name, flag_values, options
 from trainer.loop.blocks import BlockFlags
 from trainer.loop.learning_flags import LearningFlags
@@ -68,8 +68,8 @@ class RunFlags(FlagGroup):
         None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS",
         local=True, from_record="refused",
     )  # fmt: skip
-    test: bool = flag(
-        True, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
+    no_test: bool = flag(
+        False, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
         "settings",
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ class RunFlags(FlagGroup):
         for logger in self.logger or ():
             try:
                 split_name(logger, "--logger")
-            except BadInput as error:
+            except UserError as error:
                 found.append(str(error))
         return found
 
@@ -248,19 +248,19 @@ class Flags:
     """The names of flags that the command line or a file states, were it their default."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
 
-    def refusal(self, problem: str) -> BadInput:
+    def refusal(self, problem: str) -> UserError:
         """Of what only the data show to be wrong."""
-        return BadInput(with_origins(problem, self.origins))
+        return UserError(with_origins(problem, self.origins))
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Has a BadInput say which file or run a flag is from that it names."""
+        """Has a UserError say which file or run a flag is from that it names."""
         try:
             yield
-        except BadInput as error:
+        except UserError as error:
             if (told := with_origins(str(error), self.origins)) == str(error):
                 raise
-            raise BadInput(told) from None
+            raise UserError(told) from None
 
     def values(self) -> dict[str, Any]:
         """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""

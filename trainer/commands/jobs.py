@@ -21,7 +21,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_since_last_start, differences
 from trainer.commands.state import read_state
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.json_numbers import with_nan
 from trainer.config import refuse, shown
 from trainer.logs.console import say
@@ -82,11 +82,11 @@ class Job:
         return read_state(self.directory) == "paused"
 
     def refuse_another_run(self) -> None:
-        """Raises BadInput when the folder holds a run with another seed, or one that holds out something else."""
+        """Raises UserError when the folder holds a run with another seed, or one that holds out something else."""
         for name, values in self.changed.items():
             if name == "--seed" or name in self.hold_out:
                 then, now = map(shown, values)
-                raise BadInput(
+                raise UserError(
                     f"--save-dir {self.directory}: holds a run with {name} {then}, not {now}; choose another "
                     "--save-dir, or start over with --fresh"
                 )
@@ -119,7 +119,7 @@ class Job:
 
 
 def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]], run_alone: RunAlone) -> list[Job]:
-    """Every run that is asked for, fold by fold. Raises BadInput for a command line that a run would refuse.
+    """Every run that is asked for, fold by fold. Raises UserError for a command line that a run would refuse.
 
     argv: the whole command line; what differs is appended, since of a flag given twice the last one counts. folds: the
     flags that hold out each fold; empty without folds.

@@ -10,7 +10,7 @@ from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
 from trainer.commands.flags import TRAINER_GROUPS, Flags, FromRun, RunFlags, contradictions
 from trainer.commands.trained import find_record, ships_weights
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import MultiDeviceFlags
@@ -137,7 +137,7 @@ def _choose_task(
     try:
         of_record = source is not None and source.is_record and ":" in name
         return name, task_type or (known_task(name) if of_record else find_task(name)), []
-    except BadInput as error:
+    except UserError as error:
         return name, None, [str(error)]
 
 
@@ -176,24 +176,24 @@ def _take_from_run(
 
 
 def _check_config(task_name: str, task_type: type[Task], group_types: Sequence[type]) -> None:
-    """Raises BadInput for flags of a task that are none, or the trainer's own."""
+    """Raises UserError for flags of a task that are none, or the trainer's own."""
     if not dataclasses.is_dataclass(getattr(task_type, "Config", None)):
-        raise BadInput(f"--task {task_name}: {task_type.__name__} has no `Config`, the dataclass of its flags")
+        raise UserError(f"--task {task_name}: {task_type.__name__} has no `Config`, the dataclass of its flags")
     try:
         own = options(task_type.Config)
     except TypeError as error:
-        raise BadInput(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
+        raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
     taken = sorted(options(*group_types).keys() & own.keys())
     if taken:
         names = ", ".join(flag_name(name) for name in taken)
-        raise BadInput(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
+        raise UserError(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
     missing = ", ".join(sorted(task_type.__abstractmethods__))
     if missing:
-        raise BadInput(f"--task {task_name}: {task_type.__name__} must have {missing}; see Task in trainer/task.py")
+        raise UserError(f"--task {task_name}: {task_type.__name__} must have {missing}; see Task in trainer/task.py")
 
 
 def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
-    """Raises BadInput for a mistake in the task."""
+    """Raises UserError for a mistake in the task."""
     try:
         if not isinstance(task_type.defaults, Mapping):
             raise TypeError("must be a mapping of fields to values")
@@ -201,7 +201,7 @@ def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
             raise TypeError("task is what chooses these defaults")
         return checked_defaults([group for group in TRAINER_GROUPS if group is not ConfigFlags], task_type.defaults)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{task_type.__name__}.defaults: {error}") from None
+        raise UserError(f"{task_type.__name__}.defaults: {error}") from None
 
 
 def _own_folder(task_name: str, task_type: type[Task]) -> Path:

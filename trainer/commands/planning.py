@@ -40,7 +40,7 @@ def arrange_batches(
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
-    """Length, phases and global batches. Raises BadInput for a data set that `--drop-last` leaves nothing of."""
+    """Length, phases and global batches. Raises UserError for a data set that `--drop-last` leaves nothing of."""
     given, has_validation = flags.run, bool(validation_sets(task.splits()))
     return Plan(
         given.epochs,
@@ -53,7 +53,7 @@ def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
 
 
 def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
-    """The samples of a phase in global batches. Raises BadInput."""
+    """The samples of a phase in global batches. Raises UserError."""
     name = task.phases[phase]
     num_samples = task.num_samples(name)
     batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
@@ -73,7 +73,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
-    """The schedule. Raises BadInput for a warm-up longer than the run, and a floor above the peak."""
+    """The schedule. Raises UserError for a warm-up longer than the run, and a floor above the peak."""
     learning = flags.learning
     peak = learning.lr * factor
     if learning.min_lr > peak * (1 + 1e-9) and not flags.checkpoint.eval_only:
@@ -92,7 +92,7 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
 
 
 def build_warmup(flags: Flags, plan: Plan) -> float:
-    """Its length in the unit of the schedule. Raises BadInput for one longer than the run."""
+    """Its length in the unit of the schedule. Raises UserError for one longer than the run."""
     epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
     per_epoch: float = plan.steps_per_epoch
     if epochs is None and num_steps is None:

@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
-from trainer.common.errors import BadInput, printable
+from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.common.streams import outlived, to_stderr
 from trainer.config import flag_name
@@ -33,7 +33,7 @@ Table = Iterator[Mapping[str, Sequence[Any]]]
 
 
 def label_new_data(flags: Flags, parallel: Parallel) -> None:
-    """`--predict`. Without `--output` standard output belongs to the table. Raises BadInput."""
+    """`--predict`. Without `--output` standard output belongs to the table. Raises UserError."""
     path, output, given = flags.prediction.predict, flags.prediction.output, flags.checkpoint
     assert path is not None
     run = find_run(flags, {"--resume-from": given.resume_from}, shipped_weights(flags), to_stderr)
@@ -43,7 +43,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     dataset = task.new_data(path)
     require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
-        raise BadInput(f"--predict {path}: holds nothing to label")
+        raise UserError(f"--predict {path}: holds nothing to label")
     for remark in [*run.remarks, *flags.from_run.remarks, *task.remarks()]:
         to_stderr(remark)
     precision = choose_precision(flags.precision, parallel.device)
@@ -65,16 +65,16 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
 
 
 def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
-    """Raises BadInput where the table would replace a file of the run, or one that it was trained on."""
+    """Raises UserError where the table would replace a file of the run, or one that it was trained on."""
     target, given = output.resolve(), f"--output {output}"
     is_in_run = (run.folder / MANIFEST).exists() and run.folder.resolve() in target.parents
     if is_in_run and target.suffix.lower() != ".csv":
-        raise BadInput(f"{given}: might replace a file of the run in this folder; name a .csv, or a file elsewhere")
+        raise UserError(f"{given}: might replace a file of the run in this folder; name a .csv, or a file elsewhere")
     for field in fields(task.config):
         path = getattr(task.config, field.name)
         if isinstance(path, Path) and path.resolve() in (target, *target.parents):
             harm = "would overwrite" if path.resolve() == target else "would lie in"
-            raise BadInput(f"{given}: {harm} {flag_name(field.name)} {path} of the run; name another file")
+            raise UserError(f"{given}: {harm} {flag_name(field.name)} {path} of the run; name another file")
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ def _harmless(value: Any) -> Any:
 
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:
-    """Writes the file that a flag names, as a whole or not at all. Raises BadInput when the file system refuses."""
+    """Writes the file that a flag names, as a whole or not at all. Raises UserError when the file system refuses."""
     path = path.resolve()  # what a link points to is replaced, not the link
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with (

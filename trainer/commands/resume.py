@@ -12,7 +12,7 @@ from trainer.checkpoint.records import read_config
 from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.json_numbers import alike
 from trainer.config import flag_values, shown
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
@@ -57,7 +57,7 @@ def starts_over(directory: RunDirectory, flags: Flags) -> bool:
 
 
 def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None:
-    """The checkpoint to go on from, or None. Raises BadInput.
+    """The checkpoint to go on from, or None. Raises UserError.
 
     `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
     """
@@ -102,9 +102,9 @@ def choose_run_id(directory: RunDirectory, flags: Flags, state: Mapping[str, Any
 
 
 def take_weights(run: Run, state: Mapping[str, Any]) -> None:
-    """Those of a checkpoint to go on from. Raises BadInput when it does not fit."""
+    """Those of a checkpoint to go on from. Raises UserError when it does not fit."""
     if not is_same_task(state["task"], run.facts["task"]):
-        raise BadInput(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
+        raise UserError(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
     _refuse_another_optimizer(state["config"], run.facts["config"])
     _refuse_other_phases(run, state)
     refuse_other_data(run, state, "the checkpoint", to_train=True)
@@ -113,7 +113,7 @@ def take_weights(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, to_train: bool = False) -> None:
-    """Raises BadInput where the task tells other facts of its data than those that the weights were trained on.
+    """Raises UserError where the task tells other facts of its data than those that the weights were trained on.
 
     to_train: the weights are trained further; then facts that only the new data have count too.
     """
@@ -122,7 +122,7 @@ def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, to_train:
     different = sorted(name for name in names if not alike(then.get(name), now.get(name)))
     if different:
         name = different[0]
-        raise BadInput(
+        raise UserError(
             f"the training data have other {name} than those that {source} was trained on: "
             f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; "
             f"{_advice_on_data(run, state, to_train)}"
@@ -154,10 +154,10 @@ def _beginning(value: Any) -> str:
 
 
 def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """Goes on from a checkpoint whose weights are taken; returns what the user should know. Raises BadInput."""
+    """Goes on from a checkpoint whose weights are taken; returns what the user should know. Raises UserError."""
     changed = changed_flags(state["config"], run.facts["config"])
     if list(state["model"]) != list(run.learner.objective.model.state_dict()):
-        raise BadInput(
+        raise UserError(
             "the model has its parameters in another order than at the checkpoint, whose moments would go to others; "
             "make them in that order, or begin with the weights alone by --init-from"
         )
@@ -169,7 +169,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
         notes.append(f"Resuming after optimizer step {run.progress.step}: {where}.")
     if sizes != state["phase_sizes"]:
         if not position.at_epoch_start:
-            raise BadInput(
+            raise UserError(
                 f"an epoch has {sizes} samples and the checkpoint in mid-epoch is of one with {state['phase_sizes']}; "
                 f"{_advice_on_epochs(run, state, changed)}"
             )
@@ -224,7 +224,7 @@ def _forget_best_of_other_data(run: Run, state: Mapping[str, Any]) -> list[str]:
 def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
     then, now = len(state["phase_sizes"]), len(run.task.phases)
     if then != now:
-        raise BadInput(
+        raise UserError(
             f"--task {run.facts['task']}: has {now} phases, and the checkpoint is of one with {then}: undo the change "
             "of the task, or choose another --save-dir"
         )
@@ -233,7 +233,7 @@ def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
 def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     before, name = then["--optimizer"], now["--optimizer"]
     if name != before:
-        raise BadInput(
+        raise UserError(
             f"--optimizer {name}: the checkpoint holds the moments of {before}; go on with that one, or begin with the "
             "weights alone: --init-from, in another --save-dir"
         )

@@ -17,7 +17,7 @@ from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.commands.train import own_job
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.json_numbers import with_nan, without_nan
 from trainer.common.streams import to_stderr
 from trainer.logs.console import Progress, SummaryTable, say
@@ -30,14 +30,14 @@ SUMMARY = "summary.json"
 
 
 def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int:
-    """Trains what is not finished; returns the exit status. Raises BadInput."""
+    """Trains what is not finished; returns the exit status. Raises UserError."""
     for remark in flags.from_run.remarks:
         say(remark)
     # Before any run starts: a mistake in the data is one message then, and all of them find the data in the cache.
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
-        raise BadInput(
+        raise UserError(
             f"{several.as_given}: these flags train nothing, of which several runs could be made; leave it out"
         )
     folds = task.fold_flags(several.folds) if several.folds else []
@@ -47,7 +47,9 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     try:
         directory.acquire(flags.checkpoint.take_over_lock, job=own_job(flags.checkpoint))
         if directory.has_checkpoint:
-            raise BadInput(f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs")
+            raise UserError(
+                f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs"
+            )
         for job in jobs if not flags.checkpoint.fresh else []:
             job.refuse_another_run()
         return SeveralRuns(flags, task, jobs, slots, directory).train()
@@ -138,7 +140,7 @@ class SeveralRuns:
             scored = before.get("ensemble")
             return summary | {"ensemble": scored and with_nan(scored)}
         ensemble = None
-        if self.flags.several.folds == 0 and self.flags.run.test:
+        if self.flags.several.folds == 0 and not self.flags.run.no_test:
             ensemble = ensemble_metrics(self.flags, self.task, [job.directory for job in self.jobs], stop)
         return summary | {"ensemble": ensemble}
 

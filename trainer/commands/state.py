@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, read_json
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.memory_limit import MEMORY
 from trainer.loop.rescue import rescue
 from trainer.loop.run import Run
@@ -42,21 +42,23 @@ class RunState:
         self._run: Run | None = None
 
     def enter(self, state: State, run: Run, message: str | None = None) -> None:
-        """All processes call it. A file that says "finished" already stays. Raises BadInput when the disk refuses."""
+        """All processes call it. A file that says "finished" already stays. Raises UserError when the disk refuses."""
         self._run = run
         self._parallel.on_main(lambda: self._write(state, message))
 
-    def end_badly(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """As far as the disk allows, so that the reason is not hidden; nothing where there is no run to speak of.
 
         After a failure with what may be left of the last steps.
         """
-        status = EXIT_BAD_INPUT if isinstance(error, BadInput) else error.status if isinstance(error, Failure) else None
+        status = (
+            EXIT_BAD_INPUT if isinstance(error, UserError) else error.status if isinstance(error, Failure) else None
+        )
         state: State = "refused" if status == EXIT_BAD_INPUT else "failed"
         is_stop = status == EXIT_INTERRUPTED
         run, parallel = self._run, self._parallel
-        if run is not None and isinstance(error, BadInput | Failure):
-            if isinstance(error, Failure) and is_stop and parallel.saves_alone and not parallel.tells_signal:
+        if run is not None and isinstance(error, UserError | Failure):
+            if isinstance(error, Failure) and is_stop and parallel.has_full_state and not parallel.exits_with_signal:
                 error.status = EXIT_FINISHED
             rescue(run, error)
         if not self._directory.is_held:
@@ -65,11 +67,11 @@ class RunState:
             state, self._run.stop.signal_number = "preempted", signal.SIGINT
         path = self._directory.path
         # Of whatever else ends it, such as the second Ctrl-C, there is nothing to tell.
-        message = str(error) or None if isinstance(error, BadInput | Failure) and state != "preempted" else None
-        with suppress(BadInput):
+        message = str(error) or None if isinstance(error, UserError | Failure) and state != "preempted" else None
+        with suppress(UserError):
             if self._run is not None or self._directory.has_checkpoint or (path / CONFIG).exists():
                 self._write(state, message)
-        with suppress(BadInput):
+        with suppress(UserError):
             if isinstance(error, Failure) and error.memory_limit is not None:
                 self._directory.write_json(MEMORY, dict(error.memory_limit))
 
@@ -77,7 +79,7 @@ class RunState:
         """Another process failed, and this one is stuck. Called by another thread than the one that trains."""
         if self._run is not None:
             self._run.saver.end()  # what is being saved is to be complete
-        self.end_badly(failure)
+        self.record_failure(failure)
 
     def _is_saved(self, run: Run) -> bool:
         """Whether the newest checkpoint is of the last step."""
@@ -116,5 +118,5 @@ def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed
     except BaseException as error:  # the second Ctrl-C too, which does not wait for a save
-        state.end_badly(error)
+        state.record_failure(error)
         raise

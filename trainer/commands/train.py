@@ -27,7 +27,7 @@ from trainer.task import Task
 
 
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
-    """Trains in `--save-dir`; returns the exit status. Raises BadInput.
+    """Trains in `--save-dir`; returns the exit status. Raises UserError.
 
     0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
     128 + n: stopped by signal n.
@@ -75,7 +75,7 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     if run.parallel.on_main(lambda: brings_another_run(run.directory, flags)):
         return False
     results = run.parallel.on_main(lambda: read_json(path / RESULTS))
-    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or not flags.run.test)
+    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or flags.run.no_test)
     if is_finished and run.parallel.on_main(lambda: better_can_be_scored(run, results)):
         return False
     if is_finished and run.parallel.is_main:
@@ -106,7 +106,7 @@ def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> in
     state.enter("running", run)
     try:
         train(run)
-        score(run, flags.run.test)
+        score(run, not flags.run.no_test)
     except TimeIsUp:
         state.enter("paused", run, _time_is_up(run))
         run.log.say(f"{_time_is_up(run)}. Everything is saved.")
@@ -120,4 +120,4 @@ def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> in
     if len(agents) > 1:
         # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
         run.stop.await_own()
-    return run.stop.exit_status if run.parallel.tells_signal else EXIT_FINISHED
+    return run.stop.exit_status if run.parallel.exits_with_signal else EXIT_FINISHED

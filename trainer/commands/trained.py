@@ -15,7 +15,7 @@ from trainer.commands.config_files import ConfigFile
 from trainer.commands.flags import Flags, RunFlags, recorded_values
 from trainer.commands.resume import changed_flags
 from trainer.commands.weights import restore_weights
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.streams import to_stderr
 from trainer.config import flag_name, group_from_values, refuse, shown
 from trainer.loop.precision import PrecisionFlags, module_in_dtype
@@ -32,7 +32,7 @@ def find_run(
     """The weights of `find_weights`, or the shipped ones of a task unless `--save-dir` is given and holds a run.
 
     So what happens to lie in a default folder does not decide. say: gets a line for whatever is damaged. Raises
-    BadInput.
+    UserError.
     """
     folder, other = flags.checkpoint.save_dir, ""
     if shipped is None or any(path is not None for path in files.values()):
@@ -82,13 +82,13 @@ def shipped_weights(flags: Flags) -> Path | None:
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
     """The task with the seed and the flags that the run was trained with, but for those that are given anew.
 
-    Raises BadInput.
+    Raises UserError.
     """
     config = {**run.state["config"], **anew}
     try:
         task = task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir)
     except ValueError as error:
-        raise BadInput(f"{run.label}: {error}") from None
+        raise UserError(f"{run.label}: {error}") from None
     task.data_facts = run.state.get("data_facts", {})
     return task
 
@@ -97,16 +97,16 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """The task that the run was trained with, from what its checkpoint recorded.
 
     The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
-    takes anew (`Task.predict_flags`). Raises BadInput.
+    takes anew (`Task.predict_flags`). Raises UserError.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights, but not of which model; give the checkpoint of a run"
-        raise BadInput(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
+        raise UserError(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
     name, config, nothing = run.state["task"], run.state["config"], "no such flag"
     assert flags.task_type is not None
     if not is_same_task(flags.run.task, name):
         advice = "leave it out" if "--task" in flags.given else f"add --task {name}"
-        raise BadInput(f"--task {flags.run.task}: {run.label} were trained with {name}; {advice}")
+        raise UserError(f"--task {flags.run.task}: {run.label} were trained with {name}; {advice}")
     stated = {flag: value for flag, value in recorded_values(flags.task).items() if flag in flags.given}
     anew = {flag: stated.pop(flag) for flag in map(flag_name, flags.task_type.predict_flags) if flag in stated}
     refuse(
@@ -122,7 +122,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
 def trained_objective(
     task: Task, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, source: str, hint: str
 ) -> Objective:
-    """A task's objective with these weights. source, hint: see `restore_weights`. Raises BadInput."""
+    """A task's objective with these weights. source, hint: see `restore_weights`. Raises UserError."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
     restore_weights(objective.model, weights, SingleDevice(device), source, hint)
     return objective
@@ -131,12 +131,12 @@ def trained_objective(
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     """The model of a run directory with its best weights, in eval mode on the CPU.
 
-    task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises BadInput.
+    task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises UserError.
     """
     run = find_weights(folder, {}, to_stderr)
     task_type = task_type or known_task(run.state["task"])
     if task_type is None:
-        raise BadInput(
+        raise UserError(
             f"--task {run.state['task']}: {run.label} were trained with this task, and no file is executed because a "
             "run names it: give the class, as task="
         )
@@ -144,7 +144,7 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
 
 
 def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
-    """The model of a run with its weights, in eval mode on the CPU. task_type: its class. Raises BadInput."""
+    """The model of a run with its weights, in eval mode on the CPU. task_type: its class. Raises UserError."""
     config = run.state["config"]
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)

@@ -10,7 +10,7 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.checkpoint.weights import WeightComparison, compare
 from trainer.commands.flags import Flags
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 
@@ -20,29 +20,29 @@ def restore_weights(
 ) -> None:
     """Gives a model all of its weights. All processes of the run that have the model call it.
 
-    source: what a message calls the weights. hint: what to do when they are of another model, which is a BadInput.
+    source: what a message calls the weights. hint: what to do when they are of another model, which is a UserError.
     """
     comparison = compare(model, weights)
     differences = comparison.differences
     if differences:
         shown = "; ".join(differences[:3])
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise BadInput(f"{source} is of another model: {shown}{more}; {hint}")
+        raise UserError(f"{source} is of another model: {shown}{more}; {hint}")
     parallel.load_weights(comparison.fitting, model)
 
 
 def restore_what_fits(
     model: nn.Module, weights: Mapping[str, Tensor], parallel: Parallel, source: str
 ) -> WeightComparison:
-    """Gives a model what it can take, and says what that is. Raises BadInput where it is nothing."""
+    """Gives a model what it can take, and says what that is. Raises UserError where it is nothing."""
     comparison = compare(model, weights)
     if not comparison.fitting:
         if comparison.unlike:
             what = "; ".join([*comparison.unlike.values()][:2])
-            raise BadInput(
+            raise UserError(
                 f"{source}: nothing in it fits the model: {what}; give the flags and data it was trained with"
             )
-        raise BadInput(
+        raise UserError(
             f"{source}: nothing in it fits the model: the file has {_first(weights)}, the model "
             f"{_first(model.state_dict())}; rename the weights in the file"
         )
@@ -68,7 +68,7 @@ def go_on_with_weights(run: Run, state: Mapping[str, Any], source: str, hint: st
 def initialise(run: Run, flags: Flags) -> list[str]:
     """Begins with fresh weights, or those of a file if the flags name one; returns what the user should know.
 
-    Raises BadInput when they do not fit.
+    Raises UserError when they do not fit.
     """
     notes = _take_from_file(run, flags.checkpoint)
     run.learner.ema.restart()
@@ -93,7 +93,7 @@ def _take_from_file(run: Run, given: CheckpointFlags) -> list[str]:
         comparison = compare(model, weights)
         if comparison.unlike or comparison.unknown:
             first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
-            raise BadInput(
+            raise UserError(
                 f"{label} are of another model: {first}; leave out the flags that change the model, or name other "
                 "weights by --init-from"
             )

@@ -16,15 +16,19 @@ def shown_line(text: str) -> str:
     return printable(text)
 
 
-class BadInput(ValueError):
+class UserError(ValueError):
     """A mistake in what the user gave; the message names the value, the reason and the flag to change."""
 
 
-class UnfitState(BadInput):
+BadInput = UserError
+"""The name of `UserError` in tasks that were written before it."""
+
+
+class UnfitState(UserError):
     """The state of a run cannot be saved: it diverged, its ranks drifted apart, or no resume could read it."""
 
 
-class DiskError(BadInput):
+class DiskError(UserError):
     """The file system refused, or could not read what is there: what a file holds is not known."""
 
 
@@ -45,4 +49,4 @@ def reason(error: BaseException) -> str:
     told = lines[0]
     if "Last error:" in lines[1:-1]:  # of NCCL: the cause stands below it
         told = f"{told}: {lines[lines.index('Last error:') + 1].strip()}"
-    return shown_line(told if isinstance(error, BadInput) else f"{type(error).__name__}: {told}".removesuffix(": "))
+    return shown_line(told if isinstance(error, UserError) else f"{type(error).__name__}: {told}".removesuffix(": "))

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from trainer.common.errors import BadInput, DiskError
-from trainer.common.given import shortened
+from trainer.common.errors import DiskError, UserError
+from trainer.common.validation import shortened
 
 T = TypeVar("T")
 
@@ -117,11 +117,11 @@ def _damage_of_zip() -> Iterator[None]:
 def array_errors() -> Iterator[None]:
     """Around numpy.load and reading what it returns. Raises ValueError, of one line, for all that is no array.
 
-    An OSError and a BadInput stay what they are.
+    An OSError and a UserError stay what they are.
     """
     try:
         yield
-    except (OSError, BadInput):
+    except (OSError, UserError):
         raise
     except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
         raise ValueError(shortened((str(error) or "it is empty").splitlines()[0])) from None
@@ -180,7 +180,7 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
-    """Makes a DiskError, which is a BadInput, of what the file system says.
+    """Makes a DiskError, which is a UserError, of what the file system says.
 
     what: the flag with its value, and what fails. numbers: of the errors that are meant; None means all.
     """

@@ -31,7 +31,7 @@ from trainer.checkpoint.records import read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.state import STATE
 from trainer.commands.trained import model_of
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import written_as_a_whole
 from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
@@ -133,7 +133,7 @@ class TabularClassifier:
     # --- learning and predicting ---------------------------------------------------------------------------------
 
     def fit(self, X: Any, y: Any) -> "TabularClassifier":  # noqa: N803
-        """Learns from rows with known classes. Raises BadInput, a ValueError, where nothing can be learned."""
+        """Learns from rows with known classes. Raises UserError, a ValueError, where nothing can be learned."""
         self._check_parameters()
         table = _table(X)
         classes, labels = _classes(y, table.num_rows)
@@ -216,10 +216,10 @@ class TabularClassifier:
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularClassifier":
-        """What `save` wrote. Raises BadInput."""
+        """What `save` wrote. Raises UserError."""
         state = read_checkpoint(Path(path), str(path), only_weights=True)
         if not {"params", "encoding", "context"} <= state.keys():
-            raise BadInput(f"{path}: was not written by TabularClassifier.save")
+            raise UserError(f"{path}: was not written by TabularClassifier.save")
         loaded = cls(**state["params"])
         class_type = np.dtype(state["class_type"])
         loaded.classes_ = np.array(state["classes"], np.int64 if class_type.kind in _TIMES else None).astype(class_type)
@@ -237,7 +237,7 @@ class TabularClassifier:
         path = SHIPPED if self.weights is None else Path(self.weights)
         run = find_weights(path.parent, {"weights": path}, say)
         if "config" not in run.state:
-            raise BadInput(
+            raise UserError(
                 f"weights {path}: holds weights alone; give a checkpoint of --task tabular, such as best.pth"
             )
         return run
@@ -280,7 +280,7 @@ class TabularClassifier:
             return {}
         state = self._untuned().state
         if any("lora_" in name for name in state["model"]):
-            raise BadInput(
+            raise UserError(
                 f"weights {self.weights}: holds adapters of another tuning; give the weights that it began with"
             )
         config = state["config"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 Batch = dict[str, Tensor]
@@ -67,7 +67,7 @@ Request = tuple[int, SampleKeys]
 """What travels to a worker: the data set that is meant, by its number, and one key. One batch travels back."""
 
 
-class _NumberedBatches(Dataset[Batch | BadInput]):
+class _NumberedBatches(Dataset[Batch | UserError]):
     """The batches of several data sets as items of one.
 
     A refusal is an item too: torch would send an exception on as one of its traceback. Whatever else is raised in a
@@ -77,11 +77,11 @@ class _NumberedBatches(Dataset[Batch | BadInput]):
     def __init__(self) -> None:
         self.of_dataset: list[_Batches] = []
 
-    def __getitem__(self, request: Request) -> Batch | BadInput:
+    def __getitem__(self, request: Request) -> Batch | UserError:
         number, keys = request
         try:
             return self.of_dataset[number][keys]
-        except BadInput as refusal:
+        except UserError as refusal:
             return refusal
         except BaseException as error:
             if isinstance(error, Exception) or get_worker_info() is None:
@@ -110,7 +110,7 @@ class Workers:
         self._pin_memory = pin_memory
         self._batches = _NumberedBatches()
         self._source = _RequestSource()
-        self._processes: DataLoader[Batch | BadInput] | None = None
+        self._processes: DataLoader[Batch | UserError] | None = None
         if num_workers > 0:
             self._processes = DataLoader(
                 self._batches,
@@ -184,8 +184,8 @@ class BatchLoader:
         self._workers.close()
 
 
-def _or_raise(batch: Batch | BadInput) -> Batch:
-    if isinstance(batch, BadInput):
+def _or_raise(batch: Batch | UserError) -> Batch:
+    if isinstance(batch, UserError):
         raise batch
     return batch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import array_errors, flush_path, refusing_disk_errors
 
 Arrays = dict[str, np.ndarray]
@@ -29,7 +29,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     key: names content and format version; a valid file name.
     build: returns arrays under names that are valid file names. What it raises passes through.
 
-    An entry that lacks something, as after old files were cleaned away, is built anew. Raises BadInput when the folder
+    An entry that lacks something, as after old files were cleaned away, is built anew. Raises UserError when the folder
     cannot be written to, is full, or holds an entry that cannot be read.
     """
     entry = cache_dir / key
@@ -52,7 +52,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
                 for name in _names(entry)
             }
     except (OSError, ValueError) as error:
-        raise BadInput(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
+        raise UserError(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
 
 
 def key_of(name: str, *identity: object) -> str:

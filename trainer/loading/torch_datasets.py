@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys
@@ -47,28 +47,28 @@ def from_dataset(
     names: of the parts of an item that is a tuple, or of the one value that it is; dictionaries and named tuples have
         names already.
 
-    Raises BadInput, also when the first batch is made, for what cannot become a dictionary of tensors.
+    Raises UserError, also when the first batch is made, for what cannot become a dictionary of tensors.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
-        raise BadInput(_iterable(f"from_dataset({kind})"))
+        raise UserError(_iterable(f"from_dataset({kind})"))
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
-            raise BadInput(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
+            raise UserError(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
     return _KeyedItems(dataset, collate or default_collate, seed, names)
 
 
 def require_keyed(dataset: Any, where: str) -> None:
-    """Raises BadInput for a data set that cannot be asked for samples by their keys. where: what to call it."""
+    """Raises UserError for a data set that cannot be asked for samples by their keys. where: what to call it."""
     if isinstance(dataset, IterableDataset):
-        raise BadInput(_iterable(where))
+        raise UserError(_iterable(where))
     if not hasattr(type(dataset), "__getitems__") or _takes_lists(dataset):
-        raise BadInput(
+        raise UserError(
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
             "trainer.from_dataset(dataset, seed=self.seed) instead"
         )
     if not hasattr(dataset, "__len__"):
-        raise BadInput(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")
+        raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")
 
 
 def _takes_lists(dataset: Any) -> bool:
@@ -127,7 +127,7 @@ class _KeyedItems:
         try:
             return default_collate(items)
         except (RuntimeError, TypeError) as error:
-            raise BadInput(
+            raise UserError(
                 f"from_dataset({type(self.dataset).__name__}): its items cannot be stacked into a batch ({error}); "
                 "give `collate`, a function that makes one of a list of items"
             ) from None
@@ -136,13 +136,13 @@ class _KeyedItems:
         where = f"from_dataset({type(self.dataset).__name__}, names={self.names})"
         own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
         if own_names is not None and self.names is not None:
-            raise BadInput(f"{where}: its items have names already, {', '.join(own_names)}; leave `names` out")
+            raise UserError(f"{where}: its items have names already, {', '.join(own_names)}; leave `names` out")
         if isinstance(batch, Mapping):
             return dict(batch)
         parts = batch if isinstance(batch, tuple | list) else (batch,)
         names = self.names or own_names or ()
         if len(names) != len(parts):
-            raise BadInput(f'{where}: its items have {len(parts)} part(s); name each, as in names=("image", "label")')
+            raise UserError(f'{where}: its items have {len(parts)} part(s); name each, as in names=("image", "label")')
         return dict(zip(names, parts, strict=True))
 
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from trainer.common.errors import BadInput
-from trainer.common.own_class import find_class
+from trainer.common.errors import UserError
+from trainer.common.user_class import find_class
 from trainer.logs.logger import LoggedRun, Logger, Record
 from trainer.task import Picture
 
@@ -20,14 +20,14 @@ THREAD_NAME = "logger of the user's own"
 
 
 def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
-    """The loggers that `--logger` names. Raises BadInput for one that cannot be imported or made."""
+    """The loggers that `--logger` names. Raises UserError for one that cannot be imported or made."""
     loggers = []
     for value in values:
         logger_type = find_class(value, "--logger", Logger, comes_first=False)
         try:
             loggers.append(BackgroundLogger(logger_type(), f"--logger {value}"))
         except Exception as error:
-            raise BadInput(f"--logger {value}: cannot be made: {_in_one_line(error)}") from None
+            raise UserError(f"--logger {value}: cannot be made: {_in_one_line(error)}") from None
     return loggers
 
 

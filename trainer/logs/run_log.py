@@ -31,7 +31,7 @@ class SilentLog:
     def _ignore(self, *arguments: object) -> None:
         pass
 
-    say = say_of_ranks = start_stretch = advance = step = end_training = report = _ignore
+    say = say_of_ranks = start_segment = advance = step = end_training = report = _ignore
     pictures = result = flush = close = _ignore
 
 
@@ -74,7 +74,7 @@ class RunLog:
         """The items, with a bar on the console if going through them takes seconds."""
         return progress_bar(items, description)
 
-    def start_stretch(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
+    def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
         """Opens the epoch's progress bar, or opens it again after a report within the epoch.
 
         epochs: of the run, None if it is counted in steps. consumed: of the epoch's samples, those trained on before.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
 from trainer.parallel.module_state import (
     ABSENT,
@@ -52,11 +52,11 @@ class BlockFlags(FlagGroup):
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
-    """Does what the flags say with a model that is about to be trained. Raises BadInput."""
+    """Does what the flags say with a model that is about to be trained. Raises UserError."""
     blocks = task.blocks(objective.model)
     if flags.grad_checkpointing:
         if not blocks:
-            raise BadInput(
+            raise UserError(
                 f"--grad-checkpointing: {type(task).__name__} names no blocks for this model; leave it out, or say by "
                 "Task.blocks which parts of the model may be computed twice"
             )
@@ -83,7 +83,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     """Before training: tells recomputed blocks what forwards change, of which alone each then keeps copies.
 
-    changes: in the whole objective, as forwards that tried it have shown. Raises BadInput for what cannot be put back.
+    changes: in the whole objective, as forwards that tried it have shown. Raises UserError for what cannot be put back.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -98,8 +98,8 @@ def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
         type(block).changing = {(path_of[id(change.module)], change.name) for change in own}
 
 
-def _not_alike(what: str, why: str) -> BadInput:
-    return BadInput(
+def _not_alike(what: str, why: str) -> UserError:
+    return UserError(
         f"--grad-checkpointing: forwards change {what}, {why}, so that the backward cannot compute a block a second "
         "time as it was the first time; leave the flag out, or leave that block out of Task.blocks"
     )
@@ -210,18 +210,18 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def refusing_compilation() -> Iterator[None]:
-    """Around the first calls of compiled modules: makes a BadInput of what the compiler raises."""
+    """Around the first calls of compiled modules: makes a UserError of what the compiler raises."""
     import torch._dynamo
 
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        raise BadInput(f"--compile: torch cannot compile the model: {lines[0]}; leave it out") from error
+        raise UserError(f"--compile: torch cannot compile the model: {lines[0]}; leave it out") from error
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_GRADIENT_OF_GRADIENTS):
             raise
-        raise BadInput(
+        raise UserError(
             "--compile: the objective computes a gradient within its forward, as for a gradient penalty, and torch "
             "cannot differentiate what it has compiled a second time; leave it out"
         ) from error

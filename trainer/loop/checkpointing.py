@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.kinds import not_finite
-from trainer.checkpoint.readable import flaw_of_saving, outline_of
+from trainer.checkpoint.readable import error_of_saving, meta_state_of
+from trainer.checkpoint.schema import not_finite
 from trainer.common.errors import UnfitState
 from trainer.loading.order import Position
 from trainer.loop.progress import Best, Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
-from trainer.parallel.parts import own_parts
+from trainer.parallel.parts import local_shards
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """Copies this moment, and writes it as a checkpoint while training goes on. All processes call it.
 
-    value: the monitored metric, None where there was no validation. Raises BadInput if the checkpoint before could not
+    value: the monitored metric, None where there was no validation. Raises UserError if the checkpoint before could not
     be written, unless for lack of room: then it says so, and tries again; and if the processes have drifted apart. What
     is to be on the disk now needs `finish_saving`.
     """
@@ -57,29 +57,29 @@ def try_saving(run: Run) -> None:
     def refuse_on_main() -> None:
         model, optimizers = run.learner.objective.model.state_dict(), run.learner.optimizers
         refuse_another_model(run, model)
-        _refuse_non_finite(run, dict(zip(model, own_parts([*model.values()]), strict=True)))
+        _refuse_non_finite(run, dict(zip(model, local_shards([*model.values()]), strict=True)))
         state = {
             "model": model,
             "optimizers": {phase: [state_of_optimizer(each) for each in own] for phase, own in optimizers.items()},
         }
-        flaw = flaw_of_saving(outline_of(state), resumable=False)
-        if flaw is not None:
+        wrong = error_of_saving(meta_state_of(state), resumable=False)
+        if wrong is not None:
             raise UnfitState(
-                f"after optimizer step {run.progress.step} no checkpoint can hold the state of the run: {flaw}"
-                f"{_of_whom(run, flaw)}; make it a dense tensor, a number, a text, or a list or mapping of these"
+                f"after optimizer step {run.progress.step} no checkpoint can hold the state of the run: {wrong}"
+                f"{_of_whom(run, wrong)}; make it a dense tensor, a number, a text, or a list or mapping of these"
             )
 
     run.parallel.on_main(refuse_on_main)
 
 
-def _of_whom(run: Run, flaw: str) -> str:
+def _of_whom(run: Run, wrong: str) -> str:
     """The optimizer that an entry of a checkpoint is of, if any, for a message."""
     named = {
         f"optimizers.{phase}[{index}]": type(optimizer).__name__
         for phase, several in run.learner.optimizers.items()
         for index, optimizer in enumerate(several)
     }
-    return next((f" (of {kind}.state_dict())" for place, kind in named.items() if flaw.startswith(place)), "")
+    return next((f" (of {kind}.state_dict())" for place, kind in named.items() if wrong.startswith(place)), "")
 
 
 def refuse_another_model(run: Run, weights: Mapping[str, Tensor]) -> None:
@@ -120,7 +120,7 @@ def report_saving(run: Run) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Returns when everything saved is on the disk. All processes call it. Raises BadInput if it cannot be."""
+    """Returns when everything saved is on the disk. All processes call it. Raises UserError if it cannot be."""
     run.parallel.on_main(run.saver.finish)
 
 
@@ -128,7 +128,7 @@ def state_of(
     run: Run, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
     """What a checkpoint holds of the run. state: weights and moments."""
-    buffers = run.learner.batch_norm.others.saved()
+    buffers = run.learner.buffers.forward_state.saved()
     return state | {
         **({"other_buffers": buffers} if buffers else {}),
         "scaler": run.learner.precision.scaler.state_dict(),
@@ -174,7 +174,7 @@ def _refuse_non_finite(run: Run, weights: Mapping[str, Tensor]) -> None:
 def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
     learner, step = run.learner, state["step"]
-    learner.batch_norm.others.restore(state.get("other_buffers", {}))
+    learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
     run.parallel.load_moments(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():

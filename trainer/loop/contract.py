@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.readable import flaw_of_model
-from trainer.common.errors import BadInput, printable
+from trainer.checkpoint.readable import error_of_model
+from trainer.common.errors import UserError, printable
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
@@ -27,7 +27,7 @@ from trainer.task import PerSample, Task, validation_sets
 
 
 def check_task(task: Task) -> None:
-    """Raises BadInput for what a task alone shows to be wrong, without its model."""
+    """Raises UserError for what a task alone shows to be wrong, without its model."""
     check_phases(task)
     check_monitor(task)
     check_headline(task)
@@ -35,58 +35,58 @@ def check_task(task: Task) -> None:
 
 
 def check_phases(task: Task) -> None:
-    """Raises BadInput for phases that cannot be trained."""
+    """Raises UserError for phases that cannot be trained."""
     name, phases, turns = type(task).__name__, task.phases, task.turns
     are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)
     if not are_names or not phases or len(set(phases)) < len(phases):
-        raise BadInput(f'{name}.phases {phases!r}: must be names, as ("train",), at least one and no two alike')
+        raise UserError(f'{name}.phases {phases!r}: must be names, as ("train",), at least one and no two alike')
     if turns and (len(turns) != len(phases) or min(turns) < 1):
-        raise BadInput(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
+        raise UserError(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
 
 
 def check_monitor(task: Task) -> None:
-    """Raises BadInput for a `monitor` that cannot be judged by; whether there is such a metric, only a score tells."""
+    """Raises UserError for a `monitor` that cannot be judged by; whether there is such a metric, only a score tells."""
     monitor: Any = getattr(task, "monitor", None)
     is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
     if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
         name = type(task).__name__
-        raise BadInput(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
+        raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
 
 
 def check_headline(task: Task) -> None:
-    """Raises BadInput for names that no metric of a split has."""
+    """Raises UserError for names that no metric of a split has."""
     headline: Any = task.headline
     if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(name)) for name in headline):
         name = type(task).__name__
-        raise BadInput(f"{name}.headline {headline!r}: must be metrics without their split, as ('loss', 'accuracy')")
+        raise UserError(f"{name}.headline {headline!r}: must be metrics without their split, as ('loss', 'accuracy')")
 
 
 def check_splits(task: Task) -> None:
-    """Raises BadInput for data sets that are not there, or that nothing would use."""
+    """Raises UserError for data sets that are not there, or that nothing would use."""
     name, splits = type(task).__name__, task.splits()
     if not isinstance(splits, Mapping):
-        raise BadInput(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
+        raise UserError(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
     for split in ("train", "test"):
         if split not in splits:
-            raise BadInput(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'} and no {split!r}")
+            raise UserError(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'} and no {split!r}")
     for split in splits:
         if not (isinstance(split, str) and re.fullmatch("train|test|val(/[^/]+)?", split)):
-            raise BadInput(
+            raise UserError(
                 f"{name}.splits: returns {split!r}: must be 'train', 'test', 'val' or 'val/NAME', without another slash"
             )
     validated, (metric, _) = validation_sets(splits), task.monitor
     if validated and metric.startswith("val/") and not any(metric.startswith(f"{split}/") for split in validated):
-        raise BadInput(f"{name}.monitor {metric!r}: must be of one of the validation sets {', '.join(validated)}")
+        raise UserError(f"{name}.monitor {metric!r}: must be of one of the validation sets {', '.join(validated)}")
 
 
 def check_batch(task: Task, batch: Batch, size: int) -> None:
-    """Raises BadInput when `collate` breaks the rule on batches. size: samples that it was given.
+    """Raises UserError when `collate` breaks the rule on batches. size: samples that it was given.
 
     DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
     """
     problem = _problem_of_batch(batch, size)
     if problem is not None:
-        raise BadInput(f"{type(task).__name__}.collate {problem}; see Task.collate in trainer/task.py")
+        raise UserError(f"{type(task).__name__}.collate {problem}; see Task.collate in trainer/task.py")
 
 
 def _problem_of_batch(batch: object, size: int) -> str | None:
@@ -108,39 +108,39 @@ def _problem_of_batch(batch: object, size: int) -> str | None:
 
 
 def check_blocks(task: Task, model: nn.Module) -> None:
-    """Raises BadInput for `blocks` that are no part of the model, or overlap."""
+    """Raises UserError for `blocks` that are no part of the model, or overlap."""
     name, own = f"{type(task).__name__}.blocks", set(model.modules())
     seen: set[nn.Module | Tensor] = set()
     for block in task.blocks(model):
         kind = type(block).__name__
         if block not in own:
-            raise BadInput(f"{name}: names a {kind} that is no submodule of the model")
+            raise UserError(f"{name}: names a {kind} that is no submodule of the model")
         parts: set[nn.Module | Tensor] = {*block.modules(), *block.parameters()}
         if parts & seen:
-            raise BadInput(f"{name}: names a {kind} that shares modules or parameters with another block")
+            raise UserError(f"{name}: names a {kind} that shares modules or parameters with another block")
         seen |= parts
 
 
 def check_tensors(model: nn.Module, where: str) -> None:
-    """Raises BadInput for a model whose parameters have no shape yet, or of which a checkpoint cannot hold all."""
+    """Raises UserError for a model whose parameters have no shape yet, or of which a checkpoint cannot hold all."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
-        raise BadInput(f"{where}: {lazy[0]} has no shape before a first forward; do one in it, on a batch of zeros")
+        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; do one in it, on a batch of zeros")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
-            raise BadInput(
+            raise UserError(
                 f"{where}: {name} is a {type(value).__name__}, where a checkpoint holds tensors; make it one"
             )
-    flaw = None if torch.get_default_device().type == "meta" else flaw_of_model(model.state_dict())
-    if flaw is not None:
-        raise BadInput(
-            f"{where}: {flaw}; give it another type, or register a buffer with persistent=False, as what is made again "
-            "with the model"
+    wrong = None if torch.get_default_device().type == "meta" else error_of_model(model.state_dict())
+    if wrong is not None:
+        raise UserError(
+            f"{where}: {wrong}; give it another type, or register a buffer with persistent=False, as what is made "
+            "again with the model"
         )
 
 
 def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) -> None:
-    """Raises BadInput where a process has other parameters, or in another order: gradients are exchanged by place."""
+    """Raises UserError where a process has other parameters, or in another order: gradients are exchanged by place."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if parallel.agrees(own):
         return
@@ -149,14 +149,14 @@ def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) 
     if rank is None:
         return
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
-    raise BadInput(
+    raise UserError(
         f"{where}: build_objective makes other parameters on rank {rank} than on rank 0, or makes "
         f"them in another order, as from a set: {found} where rank 0 has {expected}"
     )
 
 
 def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
-    """A forward and a backward of a phase that change nothing. Raises BadInput unless they are what training needs.
+    """A forward and a backward of a phase that change nothing. Raises UserError unless they are what training needs.
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
@@ -170,19 +170,19 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
         parallel.draws_on_host |= _places_in_generators() != drawn
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
-            raise BadInput(
+            raise UserError(
                 f"{_training_forward(objective, phase)} returns a loss that depends on none of the parameters of "
                 "`param_groups`; see Objective in trainer/task.py"
             )
         if changed := _changed(parameters, objective.named_parameters()):
-            raise BadInput(
+            raise UserError(
                 f"{_training_forward(objective, phase)} changes {changed[0]}, a parameter, which each process would do "
                 "by its own samples; do it in after_step; see Objective in trainer/task.py"
             )
-        learner.batch_norm.others.learn(changes())
-        learner.batch_norm.others.settle(objective, parallel)
+        learner.buffers.forward_state.learn(changes())
+        learner.buffers.forward_state.settle(objective, parallel)
         (sums["loss"] * 0).backward()
-    parallel.settle(net)
+    parallel.build_buckets(net)
 
 
 def _places_in_generators() -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def _changed(before: Mapping[str, tuple[Tensor, int]], now: Iterable[tuple[str, 
 def check_single_samples(
     learner: Learner, parallel: Parallel, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises BadInput where a forward of training gets a single sample and a batch norm, now wrapped, refuses that.
+    """Raises UserError where a forward of training gets a single sample and a batch norm, now wrapped, refuses that.
 
     A batch norm over more than the samples, such as BatchNorm2d, takes it. All processes call it.
     """
@@ -235,7 +235,7 @@ def check_single_samples(
         advice = (
             "leave that step out by --drop-last, or take another --batch-size" if only_the_rest else "take another one"
         )
-        raise BadInput(
+        raise UserError(
             f"--batch-size {split.batch_size}: {step} of an epoch, of {refused[-1]} sample(s), leaves one alone in a "
             f"forward, and a batch norm of the model takes at least two; {advice}"
         ) from None
@@ -260,10 +260,10 @@ def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[Callable[[],
 
 
 def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
-    """Raises BadInput for what a forward in training returned that cannot be trained on."""
+    """Raises UserError for what a forward in training returned that cannot be trained on."""
     problem = _problem_of_sums(sums)
     if problem is not None:
-        raise BadInput(f"{_training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
+        raise UserError(f"{_training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
 
 
 def _training_forward(objective: nn.Module, phase: str) -> str:
@@ -283,27 +283,27 @@ def _problem_of_sums(sums: object) -> str | None:
 
 
 def check_outputs(objective: nn.Module, outputs: object) -> None:
-    """Raises BadInput for what an objective returns in eval mode that is neither a sum nor an output per sample."""
+    """Raises UserError for what an objective returns in eval mode that is neither a sum nor an output per sample."""
     name = f"{type(objective).__name__}.forward in eval mode"
     if not isinstance(outputs, dict):
-        raise BadInput(f"{name}: must return a dict of tensors, sums all of them, not a {type(outputs).__name__}")
+        raise UserError(f"{name}: must return a dict of tensors, sums all of them, not a {type(outputs).__name__}")
     for key, value in outputs.items():
         if key == "weight":
-            raise BadInput(f"{name}: returns 'weight', which is the trainer's own name for the number of loss terms")
+            raise UserError(f"{name}: returns 'weight', which is the trainer's own name for the number of loss terms")
         if not isinstance(value, Tensor | PerSample):
-            raise BadInput(f"{name}: returns a {type(value).__name__} for {key!r}: must be a tensor, a sum")
+            raise UserError(f"{name}: returns a {type(value).__name__} for {key!r}: must be a tensor, a sum")
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """What that method returned, if it is numbers by name. Raises BadInput."""
+    """What that method returned, if it is numbers by name. Raises UserError."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
-        raise BadInput(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
+        raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
     for metric, value in metrics.items():
         if not isinstance(value, int | float):
-            raise BadInput(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
+            raise UserError(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise BadInput(f"{name}: returns a whole number for {metric!r} that is too large for a float")
+            raise UserError(f"{name}: returns a whole number for {metric!r} that is too large for a float")
     return {
         printable(str(metric)): value if type(value) in (int, float) else float(value)
         for metric, value in metrics.items()
@@ -311,8 +311,8 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:
-    """The metric that says what is best. Raises BadInput where there is no such metric."""
+    """The metric that says what is best. Raises UserError where there is no such metric."""
     name, _ = task.monitor
     if printable(name) not in metrics:
-        raise BadInput(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")
+        raise UserError(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")
     return metrics[printable(name)]

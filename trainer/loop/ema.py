@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.common.errors import BadInput
-from trainer.parallel.parts import own_parts
+from trainer.common.errors import UserError
+from trainer.parallel.parts import local_shards
 
 
 class ExponentialMovingAverage:
@@ -46,16 +46,16 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leaves averaging to the optimizers that keep an average themselves. Raises BadInput."""
+        """Leaves averaging to the optimizers that keep an average themselves. Raises UserError."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self._decay > 0:
-            raise BadInput(
+            raise UserError(
                 f"--ema-decay {self._decay:g}: {type(self._averaging[0]).__name__} keeps an average of the weights "
                 "itself, which is what is evaluated; leave it out"
             )
         if len(set(params)) < len(params):
-            raise BadInput(
+            raise UserError(
                 f"Task.build_optimizers: two phases train a parameter by {type(self._averaging[-1]).__name__}, and the "
                 "weights to evaluate are those of one optimizer; take another one in all phases but one"
             )
@@ -68,7 +68,7 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def _update(self, applied: bool | Tensor, phase: str, trained: Sequence[nn.Parameter]) -> None:
         updates = self._updates.get(phase, 0)
-        average, params = own_parts([self._average[p] for p in trained]), own_parts(trained)
+        average, params = local_shards([self._average[p] for p in trained]), local_shards(trained)
         if isinstance(applied, Tensor):
             if not isinstance(updates, Tensor):
                 updates = torch.full((), updates, dtype=torch.float64, device=applied.device)

@@ -24,7 +24,7 @@ def start_evaluation(run: Run) -> None:
     if type(objective).start_evaluation is Objective.start_evaluation:
         return
     run.parallel.activity.enter("the start of the evaluation")
-    with run.parallel.whole(objective), run.learner.precision.autocast(run.parallel.device.type):
+    with run.parallel.unsharded(objective), run.learner.precision.autocast(run.parallel.device.type):
         objective.start_evaluation()
 
 
@@ -34,7 +34,7 @@ def evaluate(run: Run, split: str) -> Sums:
 
     On the main process outputs per sample are among them, (n, ...) in order of index.
 
-    Raises StopRequested if the run was asked to stop meanwhile; BadInput for outputs that cannot be put together.
+    Raises StopRequested if the run was asked to stop meanwhile; UserError for outputs that cannot be put together.
     """
     learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
     run.parallel.sync_buffers(learner.objective)

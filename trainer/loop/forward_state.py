@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.base import Parallel
 from trainer.parallel.module_state import ABSENT, Change, Entry, State, buffers_of, is_plain, named_modules
 
@@ -16,7 +16,7 @@ Kind = tuple[torch.Size, torch.dtype]
 
 
 class ForwardState:
-    """A part of `RunningStatistics`, for buffers and plain attributes of any meaning; most models have none.
+    """A part of `Buffers`, for buffers and plain attributes of any meaning; most models have none.
 
     The forward that tries a phase shows which entries change (`learn`). There are three kinds.
 
@@ -55,7 +55,7 @@ class ForwardState:
     # --- before training ---------------------------------------------------------------------------------------------
 
     def learn(self, changes: Iterable[Change]) -> None:
-        """changes: by a forward that tried a phase. Raises BadInput for a persistent buffer that changed its shape."""
+        """changes: by a forward that tried a phase. Raises UserError for a persistent buffer that changed its shape."""
         for change in changes:
             entry, key = change.entry, (id(change.module), change.name)
             if change.is_persistent:
@@ -149,7 +149,7 @@ class ForwardState:
     def agree(self, parallel: Parallel) -> None:
         """After the last backward of a step, which may read what the forward left. All processes call it.
 
-        Raises BadInput for a persistent buffer that has another shape than in a new model.
+        Raises UserError for a persistent buffer that has another shape than in a new model.
         """
         for known in self._persistent:
             path, buffers, name, last, shape = known
@@ -216,7 +216,7 @@ class ForwardState:
             what = f"removes {path}, a persistent buffer"
         else:
             what = f"gives {path}, a persistent buffer, the shape {shape} in place of {before}"
-        raise BadInput(
+        raise UserError(
             f"{self._name} {what}: a checkpoint of it would fit no new model; register it with persistent=False, or in "
             "its final shape in build_objective"
         )

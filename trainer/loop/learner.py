@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from trainer.loop.batch_norm import RunningStatistics
+from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.last_step import LastStep
 from trainer.loop.precision import Precision
@@ -33,12 +33,12 @@ class Learner:
     nets: dict[str, nn.Module] = field(default_factory=dict)
     params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
-    batch_norm: RunningStatistics = field(init=False)
+    buffers: Buffers = field(init=False)
     last_step: LastStep = field(init=False)
     _phase: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self.batch_norm = RunningStatistics(self.objective)
+        self.buffers = Buffers(self.objective)
         self.last_step = LastStep(self.device)
 
     @property

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UnfitState
-from trainer.loop.arrival import Arrival
 from trainer.loop.fingerprint import Fingerprint, num_words
+from trainer.loop.host_copy import Arrival
 from trainer.loop.step_results import GROUP_SIZE
 from trainer.parallel.base import Parallel
 from trainer.parallel.module_state import persistent_buffers
-from trainer.parallel.parts import own_parts
+from trainer.parallel.parts import local_shards
 
 LIMBS, LIMB_BITS = 4, 16
 MOST_NAMED = 4
@@ -47,7 +47,7 @@ class Lockstep:
 
     def __init__(self, objective: nn.Module, parallel: Parallel, every: int) -> None:
         self._objective, self._parallel, self._every = objective, parallel, every
-        self._num_copies = parallel.world_size // parallel.num_parts
+        self._num_copies = parallel.world_size // parallel.shard_size
         self._delay = 0 if parallel.device.type == "cpu" else GROUP_SIZE
         self._taken: deque[tuple[int, Arrival]] = deque()
         self._sent: deque[int] = deque()
@@ -105,14 +105,14 @@ class Lockstep:
             for name, tensor in named.items()
             if name not in self._left_out and tensor.layout == torch.strided
         }
-        return dict(zip(kept, own_parts([*kept.values()]), strict=True))
+        return dict(zip(kept, local_shards([*kept.values()]), strict=True))
 
     def _limbs(self, fingerprint: int) -> tuple[float, ...]:
         """With their squares, in the place of this process's part of the model."""
-        num_parts = self._parallel.num_parts
+        shard_size = self._parallel.shard_size
         limbs = [(fingerprint >> LIMB_BITS * i) % 2**LIMB_BITS for i in range(LIMBS)]
-        numbers = [[0.0] * 2 * LIMBS for _ in range(num_parts)]
-        numbers[self._parallel.rank % num_parts] = [float(number) for h in limbs for number in (h, h * h)]
+        numbers = [[0.0] * 2 * LIMBS for _ in range(shard_size)]
+        numbers[self._parallel.rank % shard_size] = [float(number) for h in limbs for number in (h, h * h)]
         return tuple(number for part in numbers for number in part)
 
     def _judge(self, step: int, sums: Sequence[float]) -> list[str]:
@@ -158,8 +158,8 @@ class Lockstep:
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
         """Ranks that have the same part of a tensor, but not alike: those that do, together. The fewest first."""
-        for part in range(self._parallel.num_parts):
-            ranks = range(part, len(hashes), self._parallel.num_parts)
+        for part in range(self._parallel.shard_size):
+            ranks = range(part, len(hashes), self._parallel.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:
                 by_hash: dict[int, list[int]] = {}
                 for rank in ranks:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import Batch, BatchLoader
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory_advice import advice
@@ -48,14 +48,14 @@ def train_within_memory(run: Run, window: Window, step: Callable[[Sequence[Weigh
     """step(micro-batches of the window), cut into as many as it takes.
 
     A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot be:
-    RestartNeeded is raised. Raises BadInput when not even one sample fits.
+    RestartNeeded is raised. Raises UserError when not even one sample fits.
     """
     while True:
         try:
             # Batches loaded before memory got short are too large.
             is_short = run.memory_limit.batch_size is not None
             size = run.batches[window.step.phase].micro_batch_size
-            return step(recut(window.micro_batches, size) if is_short else window.micro_batches)
+            return step(resplit(window.micro_batches, size) if is_short else window.micro_batches)
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
@@ -66,7 +66,7 @@ def train_within_memory(run: Run, window: Window, step: Callable[[Sequence[Weigh
         _halve(run, window.step.phase)
 
 
-def recut(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
+def resplit(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
     """The same micro-batches with at most so many samples in one."""
     return [part for batch in batches for part in _parts(batch, size)]
 
@@ -81,7 +81,7 @@ def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
 
 def _forget_attempt(run: Run) -> None:
     run.learner.objective.zero_grad(set_to_none=True)
-    run.learner.batch_norm.undo()
+    run.learner.buffers.undo()
     free_memory()
 
 
@@ -108,7 +108,7 @@ def _halve(run: Run, phase: int) -> None:
 
 
 def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:
-    """The same global batches with half the samples per forward. Raises BadInput when a single one did not fit."""
+    """The same global batches with half the samples per forward. Raises UserError when a single one did not fit."""
     _refuse_single(run, run.batches[phase].batch_size)
     devices = run.parallel.num_devices, run.parallel.world_size
     batches = tuple(
@@ -118,7 +118,7 @@ def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimi
 
 
 def _refuse_single(run: Run, size: int) -> None:
-    """Raises BadInput for so many samples, of which there is no half."""
+    """Raises UserError for so many samples, of which there is no half."""
     if size == 1:
         raise _hopeless(run, _SINGLE)
 
@@ -128,10 +128,10 @@ def _change(before: BatchSplit, after: BatchSplit) -> str:
     return f"{after.batch_size}, and {steps} for the same global batch of {after.global_batch_size}"
 
 
-def _hopeless(run: Run, what: str, batch_size: str = "a smaller --batch-size cannot help") -> BadInput:
+def _hopeless(run: Run, what: str, batch_size: str = "a smaller --batch-size cannot help") -> UserError:
     rank, world_size = run.parallel.rank, run.parallel.world_size
     where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
-    return BadInput(
+    return UserError(
         f"{where}out of memory in {run.parallel.activity} {what}: {batch_size}; {advice(run)}; or take a smaller "
         "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
     )
@@ -182,7 +182,7 @@ def evaluate_within_memory(
 
 @contextmanager
 def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None]:
-    """Around the first forward and backward, of so few samples. Raises BadInput where these find no room."""
+    """Around the first forward and backward, of so few samples. Raises UserError where these find no room."""
     run.parallel.activity.enter("the first forward and backward")
     try:
         yield
@@ -195,10 +195,10 @@ def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None
         raise _hopeless(run, what, "--batch-size 1 tries a single one") from None
 
 
-def rehearse(run: Run) -> None:
+def dry_run(run: Run) -> None:
     """Tries a forward and a backward of the largest micro-batch of each phase, and halves it until it fits everywhere.
 
-    Nothing is left of it. All processes call it. Raises BadInput when not even one sample fits. A model whose forward
+    Nothing is left of it. All processes call it. Raises UserError when not even one sample fits. A model whose forward
     has exchanges with other processes is left out: one that finds no room would leave the others waiting.
     """
     if run.parallel.exchanges_in_forward:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.loop.run import Run
 from trainer.loop.torch_optimizers import moments_of
-from trainer.parallel.parts import own_parts
+from trainer.parallel.parts import local_shards
 
 NUMBERS_OF_DEVICES = (2, 4, 8)
 
@@ -17,7 +17,7 @@ def advice(run: Run) -> str:
     trained = {p for params in learner.params.values() for p in params}
     moments = [p for several in learner.optimizers.values() for p in moments_of(several)]
     held = [*learner.objective.parameters(), *trained, *moments]
-    whole, own = _bytes_of(held), _bytes_of(own_parts(held))
+    whole, own = _bytes_of(held), _bytes_of(local_shards(held))
     account = f"parameters, gradients and moments of this model take {_readable(own)} of each device"
     if own < whole:
         ways = [f"{_readable(whole)} in all are divided among more by --nproc or --shard-size"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.kinds import first_flaw, optional, record, text, whole
 from trainer.checkpoint.records import read_json
+from trainer.checkpoint.schema import first_schema_error, optional, record, text, whole
 from trainer.loop.plan import BatchFlags, BatchSplit, split_batch
 
 MEMORY = "memory.json"
@@ -45,9 +45,9 @@ class MemoryLimit:
         """
         path = folder / MEMORY
         written = read_json(path, say)
-        flaw = first_flaw([FORMAT], written) if written else None
-        if flaw is not None:
-            say(f"{path} is damaged: {flaw}.")
+        schema_error = first_schema_error([FORMAT], written) if written else None
+        if schema_error is not None:
+            say(f"{path} is damaged: {schema_error}.")
             return self
         asked = ("device", "asked_batch_size", "asked_eval_batch_size")
         if any(written.get(name) != getattr(self, name) for name in asked):

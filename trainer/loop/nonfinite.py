@@ -20,7 +20,7 @@ def check_steps(run: Run, wait: bool) -> None:
     wait: learn about all steps so far; otherwise only about those whose outcome is known without waiting.
     """
     if wait:
-        run.parallel.meet()
+        run.parallel.barrier()
     for record in run.step_results.take_alarms(wait):
         account = describe(run, record)
         if run.settings.on_nonfinite == "stop":

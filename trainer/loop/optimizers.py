@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.ema import keeps_average
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.torch_optimizers import ZeroStartSGD, without_wrappers
@@ -24,7 +24,7 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 def build_optimizers(
     learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
 ) -> list[Optimizer]:
-    """Those of a phase: the task's own, or by the flags. Raises BadInput for a mistake of the task's author.
+    """Those of a phase: the task's own, or by the flags. Raises UserError for a mistake of the task's author.
 
     groups: its `completed_groups`.
     """
@@ -44,7 +44,7 @@ def build_optimizers(
 
 def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
     if problem is not None:
-        raise BadInput(f"{type(task).__name__}.{method}: phase {phase!r}: {problem}")
+        raise UserError(f"{type(task).__name__}.{method}: phase {phase!r}: {problem}")
 
 
 # --- parameter groups --------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
     """The task's groups, each with a weight decay, without empty ones and what is frozen, by `requires_grad_(False)`.
 
-    To be called before training switches that by phase. Raises BadInput for what a group must not say.
+    To be called before training switches that by phase. Raises UserError for what a group must not say.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
@@ -138,7 +138,7 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
     """What Muon trains (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): a model's inner matrices.
 
     Those within its blocks, where the task names blocks; otherwise all but embeddings and the last linear layer. Raises
-    BadInput if there are none.
+    UserError if there are none.
     """
     blocks = list(task.blocks(model))
     outer: list[nn.Module] = []
@@ -148,7 +148,7 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
     found: set[Tensor] = {p for block in blocks or [model] for p in block.parameters() if p.dim() == 2}
     found -= {p for module in outer for p in module.parameters()}
     if not found:
-        raise BadInput(
+        raise UserError(
             "--optimizer muon: trains hidden matrices, and this model has none: all of its parameters are vectors, "
             "tensors of more dimensions, embeddings or the last linear layer; take --optimizer adamw"
         )

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder
 
 EPOCHS_KEPT = 2
@@ -60,7 +60,7 @@ class TaskOrder:
     """The global batches of `Task.order`. Every epoch has equally many samples.
 
     source: what a message calls it. batches: those of an epoch. size: samples that an epoch takes. global_batch_size:
-    what the command line asks for. The methods are those of `ShuffledOrder`; `bounds` and `samples` raise BadInput.
+    what the command line asks for. The methods are those of `ShuffledOrder`; `bounds` and `samples` raise UserError.
     """
 
     source: str
@@ -97,13 +97,13 @@ class TaskOrder:
         return batches[number][start - offset : end - offset]
 
     def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
-        """The global batches, and where they end. Raises BadInput."""
+        """The global batches, and where they end. Raises UserError."""
         batches = self.batches(epoch) or []
         size = getattr(batches, "batch_size", None)  # of all but the last: spares making them
         sizes = [] if size else [len(batch) for batch in batches]
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:
-            raise BadInput(
+            raise UserError(
                 f"{self.source} gives {ends[-1] if ends else 0} samples in epoch {epoch + 1}, or an empty batch; every "
                 f"epoch must have {self.size}, as num_samples says"
             )

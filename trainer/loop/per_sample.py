@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.base import Parallel
 from trainer.task import Outputs, PerSample
 
@@ -26,13 +26,13 @@ class PerSampleOutputs:
     def add(self, index: Tensor, outputs: Outputs) -> None:
         """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's.
 
-        Raises BadInput where the outputs are not the ones of earlier batches.
+        Raises UserError where the outputs are not the ones of earlier batches.
         """
         found = {name: value.values for name, value in outputs.items() if isinstance(value, PerSample)}
         self._names = set(found) if self._names is None else self._names
         if found.keys() != self._names:
             name = min(found.keys() ^ self._names)
-            raise BadInput(f"PerSample {name!r}: the objective returned it for some batches only; it must for all")
+            raise UserError(f"PerSample {name!r}: the objective returned it for some batches only; it must for all")
         if found:
             self._index.append(index)
             # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
@@ -52,7 +52,7 @@ class PerSampleOutputs:
     def gathered(self, parallel: Parallel, num_samples: int) -> dict[str, Tensor]:
         """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
 
-        All processes call it. Raises BadInput on all of them.
+        All processes call it. Raises UserError on all of them.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
         parallel.require_same(names, "the objective must return the same ones for all batches, on all ranks")
@@ -69,7 +69,7 @@ class PerSampleOutputs:
         for index, part in zip(self._index, self._parts, strict=True):
             for name, values in part.items():
                 if values.shape[:1] != index.shape:
-                    raise BadInput(
+                    raise UserError(
                         f"PerSample {name!r}: the objective returned the shape {tuple(values.shape)} for a batch of "
                         f"{len(index)} samples; it must return a row for each of them"
                     )
@@ -77,12 +77,12 @@ class PerSampleOutputs:
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Outputs of the same names, one behind the other. Raises BadInput where the rows are unlike."""
+    """Outputs of the same names, one behind the other. Raises UserError where the rows are unlike."""
     for name in parts[0]:
         kinds = {(tuple(part[name].shape[1:]), part[name].dtype) for part in parts}
         if len(kinds) > 1:
             (one, _), (other, _) = sorted(kinds, key=str)[:2]
-            raise BadInput(
+            raise UserError(
                 f"PerSample {name!r}: the objective returned rows of the shape {one} and of {other}, or of two types; "
                 "they must be alike in all batches: pad them to a length that does not depend on the batch"
             )
@@ -90,14 +90,14 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: int) -> dict[str, Tensor]:
-    """Each output in order of index, each sample once. shares: (index, outputs) of each process. Raises BadInput.
+    """Each output in order of index, each sample once. shares: (index, outputs) of each process. Raises UserError.
 
     Of the rows of a sample the first one counts, which is never a placeholder's: those repeat the first samples of a
     global batch, behind the batch of the process whose they are, or on a later process.
     """
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:
-        raise BadInput(
+        raise UserError(
             f"PerSample: batch['index'] names {len(samples)} of the {num_samples} samples of the data set; it must be "
             "`keys.index` as `collate` gets it"
         )

@@ -27,7 +27,7 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 @contextmanager
 def _weights_of_evaluation(run: Run) -> Iterator[None]:
     """Within it the main process alone can use the model, with the weights that are evaluated."""
-    with run.learner.ema.applied(), run.parallel.whole(run.learner.objective):
+    with run.learner.ema.applied(), run.parallel.unsharded(run.learner.objective):
         yield
 
 

@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch
 from trainer.loop.torch_optimizers import take_step
-from trainer.parallel.parts import own_parts
+from trainer.parallel.parts import local_shards
 from trainer.task import Objective, Outputs
 
 M = TypeVar("M", bound=nn.Module)
@@ -90,10 +90,10 @@ class Precision:
         """Adds the gradient of loss * factor. loss: a scalar.
 
         Where the loss is not finite, the gradient is NaN, although it might be finite: so the exchange of gradients
-        tells every process. Raises BadInput for a loss without a gradient.
+        tells every process. Raises UserError for a loss without a gradient.
         """
         if not loss.requires_grad:
-            raise BadInput(
+            raise UserError(
                 "Objective.forward: the loss of this batch depends on no parameter, though that of others does; where "
                 "there is nothing to learn from, return one that does, as logits.sum() * 0"
             )
@@ -114,12 +114,12 @@ class Precision:
         optimizers: Sequence[torch.optim.Optimizer],
         params: Sequence[Tensor],
         max_grad_norm: float,
-        whole_norm: Callable[[Tensor], Tensor] = lambda own: own,
+        global_norm: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> StepOutcome:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
         params: all that the optimizers train; the norm is that of their whole gradient. max_grad_norm: 0 does not clip.
-        whole_norm: see `Parallel.whole_norm`.
+        global_norm: see `Parallel.global_norm`.
 
         A step that was not applied raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
         waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,
@@ -132,9 +132,9 @@ class Precision:
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if any(grad.is_sparse for grad in grads):
             grads = _coalesced_values(params)
-        grads = own_parts(grads)
+        grads = local_shards(grads)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
-        grad_norm = whole_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
+        grad_norm = global_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
         step = _step_on_host if grad_norm.is_cpu else _step_on_device
         applied, alarm = step(optimizers, grads, grad_norm, max_grad_norm)
         if is_scaled:

@@ -64,9 +64,9 @@ class Progress:
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
         """epoch: number of completed ones."""
         self.position = Position(epoch, others=self.position.others)
-        self.start_stretch(phases)
+        self.start_segment(phases)
 
-    def start_stretch(self, phases: Sequence[str]) -> None:
+    def start_segment(self, phases: Sequence[str]) -> None:
         """After a report."""
         self.last_report = self.step
         self.totals = {phase: Totals() for phase in phases}

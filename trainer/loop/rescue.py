@@ -17,12 +17,12 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
-from trainer.common.errors import BadInput, DiskError, UnfitState, reason
+from trainer.common.errors import DiskError, UnfitState, UserError, reason
 from trainer.common.streams import to_stdout
 from trainer.loop.checkpointing import diverged, refuse_another_model, state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
-from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, Failure, print_error
+from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_RESTART, Failure, print_error
 
 COPY_WITHIN_S = 15.0
 """Of the 30 s that a launcher waits for the others once a process has died."""
@@ -30,14 +30,14 @@ LOCK_WITHIN_S = 20.0
 _one_at_a_time = threading.Lock()
 
 
-def rescue(run: Run, end: Failure | BadInput) -> None:
+def rescue(run: Run, end: Failure | UserError) -> None:
     """Saves what came since the newest checkpoint, where this process has it and is to do so, after a run has ended so.
 
     Where other processes were missed, and the directory now holds more than this start began with, the status of the
-    failure becomes EXIT_AGAIN: without that, what ends a run again and again ends it for good.
+    failure becomes EXIT_RESTART: without that, what ends a run again and again ends it for good.
     """
     if isinstance(end, Failure):
-        # Of data that are refused the main process has the BadInput itself; a user who leaves at once does not wait.
+        # Of data that are refused the main process has the UserError itself; a user who leaves at once does not wait.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
         is_left = isinstance(end, DiskError | LockTaken | UnfitState)
@@ -47,29 +47,29 @@ def rescue(run: Run, end: Failure | BadInput) -> None:
     with _one_at_a_time:
         came_further = False
         try:
-            came_further = run.parallel.stands_in_for_main(lost or ()) and _save_last_step(run)
-        except (BadInput, OSError, RuntimeError) as error:  # of the device too, which may be what failed
-            why = error if isinstance(error, BadInput) else reason(error)
+            came_further = run.parallel.can_replace_rank0(lost or ()) and _save_last_step(run)
+        except (UserError, OSError, RuntimeError) as error:  # of the device too, which may be what failed
+            why = error if isinstance(error, UserError) else reason(error)
             print_error(f"the state after the last optimizer step could not be saved: {why}")
         if isinstance(end, Failure):
-            end.status = EXIT_AGAIN if lost is not None and came_further else end.status
+            end.status = EXIT_RESTART if lost is not None and came_further else end.status
             run.parallel.diagnosis.exit_status = end.status
 
 
 def _save_last_step(run: Run) -> bool:
-    """Whether the newest checkpoint is of a later step than the one that this start began with. Raises BadInput."""
+    """Whether the newest checkpoint is of a later step than the one that this start began with. Raises UserError."""
     run.saver.end()  # a write under way is to be complete
     directory = run.directory
     if not directory.is_held:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
-    state = _copied_in_time(run, num_saved) if run.parallel.saves_alone else None
+    state = _copied_in_time(run, num_saved) if run.parallel.has_full_state else None
     if state is not None and _has_best_of(directory, state):
         directory.save(state)
         num_saved = state["step"]
         _say(run, f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
     elif run.progress.step > num_saved:
-        why = "" if run.parallel.saves_alone else ", for no process has all of the parameters"
+        why = "" if run.parallel.has_full_state else ", for no process has all of the parameters"
         _say(run, f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
     return num_saved > run.learner.last_step.first
 
@@ -82,12 +82,12 @@ def _say(run: Run, line: str) -> None:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Raises BadInput when other survivors hold the directory for too long, or when it is not there any more."""
+    """Raises UserError when other survivors hold the directory for too long, or when it is not there any more."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
             return directory.acquire(creates=False)
-        except BadInput:
+        except UserError:
             if time.monotonic() > deadline or not directory.path.exists():
                 raise
         time.sleep(0.05)
@@ -132,7 +132,7 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
     # What the run's own stream has still to do waits for the lost process, and is garbage once that is given up.
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext():
         if is_in_next:
-            learner.batch_norm.undo()
+            learner.buffers.undo()
         weights = run.parallel.full_state(learner.objective, learner.optimizers)
         learner.ema.put_into(weights, run.parallel.full_weights)
         state = state_of(run, weights, *_own(step.progress, is_gpu))

@@ -73,7 +73,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
 
     @property
-    def comparisons(self) -> tuple[Lockstep, RankTimes]:
+    def watches(self) -> tuple[Lockstep, RankTimes]:
         """What is compared between the processes while training goes on, without a message of its own."""
         return self.lockstep, self.rank_times
 
@@ -95,7 +95,7 @@ class Run:
         return 0 < self.settings.patience <= self.progress.evaluations_since_best
 
     def learning_rate_of(self, step: PlannedStep) -> float:
-        """That of the next step. Raises BadInput when the task's own schedule is wrong."""
+        """That of the next step. Raises UserError when the task's own schedule is wrong."""
         rate, plan = self.learning_rate, self.plan
         if rate.factor_of_step is None:
             return rate.at(step.progress)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
@@ -56,14 +56,14 @@ class LearningRate:
     def at(self, progress: float, step: int = 0) -> float:
         """progress: in the same unit. step: optimizer steps done before, which only a task's own factor asks for.
 
-        Raises BadInput for a factor that is none.
+        Raises UserError for a factor that is none.
         """
         step = min(step, self.num_steps - 1)  # epochs with more steps than the first one make the run longer
         factor = self.factor_of_step(step, self.num_steps) if self.factor_of_step is not None else None
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
         elif not 0 <= factor < math.inf:
-            raise BadInput(
+            raise UserError(
                 f"the task's lr_factor({step}, {self.num_steps}) is {factor}; it must be a finite number, at least 0"
             )
         return self.peak * factor

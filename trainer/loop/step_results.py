@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.loop.arrival import Arrival
+from trainer.loop.host_copy import Arrival
 from trainer.loop.plan import PlannedStep
 from trainer.task import Sums
 

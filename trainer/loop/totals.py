@@ -32,7 +32,7 @@ class Totals:
 
         applied: of a step of training, whether it was (see `StepResult`); one that was not does not count.
 
-        Raises BadInput for a sum of another shape than before.
+        Raises UserError for a sum of another shape than before.
         """
         for name, value in sums.items():
             require_shape(name, value.shape, self._shapes.setdefault(name, value.shape))
@@ -75,7 +75,7 @@ class Totals:
     def reduced(self, parallel: Parallel) -> dict[str, Tensor]:
         """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
 
-        Waits for the device. All processes call it. Raises BadInput, on all of them, where they have sums of one name
+        Waits for the device. All processes call it. Raises UserError, on all of them, where they have sums of one name
         in different shapes.
         """
         parts = self.unreduced()
@@ -100,7 +100,7 @@ def _common_shapes(own: dict[str, tuple[int, ...]], parallel: Parallel) -> dict[
 
 
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
-    """Adds the sums of one more micro-batch in place. Raises BadInput for one of another shape than before."""
+    """Adds the sums of one more micro-batch in place. Raises UserError for one of another shape than before."""
     for name, value in part.items():
         if name in sums:
             require_shape(name, value.shape, sums[name].shape)

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
 from trainer.loop.contract import monitored, require_sums
 from trainer.loop.epoch_start import start_epoch
@@ -30,12 +30,12 @@ from trainer.task import Sums
 def train(run: Run) -> None:
     """Trains from the run's position to its end; when it returns, everything is on the disk.
 
-    Raises StopRequested, with all progress saved, if the run was asked to stop or its time is up; BadInput if training
+    Raises StopRequested, with all progress saved, if the run was asked to stop or its time is up; UserError if training
     diverges.
     """
     progress = run.progress
     progress.read_clock()
-    for comparison in run.comparisons:
+    for comparison in run.watches:
         comparison.begin()
     run.learner.last_step.begin(progress)
     try:
@@ -66,22 +66,22 @@ def train_epoch(run: Run) -> None:
     if progress.position.at_epoch_start:
         progress.start_epoch(progress.position.epoch, run.task.phases)
         start_epoch(run)
-    start_stretch(run)
+    start_segment(run)
     for window, agreed in agree_ahead(run, training_windows(run), is_training=True):
         if progress.last_report < progress.step and run.plan.reports_after(progress.step):
             end_stretch(run)
             report(run)
             if run.is_complete:
                 return
-            start_stretch(run)
+            start_segment(run)
         train_window(run, window, agreed)
     end_stretch(run)
 
 
-def start_stretch(run: Run) -> None:
+def start_segment(run: Run) -> None:
     """Begins what is trained between two reports."""
     position, plan = run.progress.position, run.plan
-    run.log.start_stretch(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
+    run.log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     run.learner.train()
     run.rank_times.resume()
 
@@ -111,7 +111,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         progress.count(step.end - step.start, window.num_samples)
         run.step_results.add(StepRecord(progress.step + 1, step, result))
     progress.advance(step.after)
-    for comparison in run.comparisons:
+    for comparison in run.watches:
         comparison.after_step(progress.step)
     run.learner.last_step.applied(progress)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
@@ -154,32 +154,32 @@ def train_step(
     """
     sums: Sums = {}
     net, same_masks = learner.enter(phase), learner.objective.same_masks
-    learner.batch_norm.keep()
+    learner.buffers.keep()
     learner.last_step.forward()
     for i, (batch, _, num_samples) in enumerate(window):
         parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
         # Gradients travel to the other processes in the last backward of the window only.
-        with parallel.gradient_sync(net, enabled=is_last), learner.batch_norm.of_samples(num_samples):
+        with parallel.gradient_sync(net, enabled=is_last), learner.buffers.of_samples(num_samples):
             parallel.activity.enter("forward")
             outputs = net(parallel.to_device(batch), phase)
             require_sums(outputs, learner.objective, phase)
             part = counted(outputs, num_samples > 0)
             if is_last:
-                learner.batch_norm.start_agreement(parallel)
+                learner.buffers.start_agreement(parallel)
             parallel.activity.enter("backward")
             if is_last:
-                parallel.mark_exchange(part["loss"])
+                parallel.mark_comm_start(part["loss"])
             learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
         add_sums(sums, {name: value.detach() if value.requires_grad else value for name, value in part.items()})
-    learner.batch_norm.agree(parallel)
+    learner.buffers.agree(parallel)
     parallel.agree_on_gradients(learner.params[phase])
     parallel.activity.enter(OPTIMIZER)
     learner.last_step.changes()
     outcome = learner.precision.step(
-        learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.whole_norm
+        learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.global_norm
     )
-    learner.batch_norm.undo_unless(outcome.applied)
+    learner.buffers.undo_unless(outcome.applied)
     if outcome.applied is not False:
         learner.after_step(phase)
     learner.ema.update(outcome.applied, phase, learner.params[phase])
@@ -226,7 +226,7 @@ def report(run: Run) -> None:
     if ends_epoch:
         progress.start_epoch(num_epochs, phases)
     else:
-        progress.start_stretch(phases)
+        progress.start_segment(phases)
     conclude(run, validation, metrics)
 
 
@@ -235,7 +235,7 @@ def keeping_steps(run: Run) -> Iterator[None]:
     """A mistake in the task's metrics, which all processes raise, does not cost the steps since the last checkpoint."""
     try:
         yield
-    except BadInput:
+    except UserError:
         save(run)
         finish_saving(run)
         raise

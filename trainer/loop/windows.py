@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, tee
 from typing import NamedTuple, TypeVar
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
 from trainer.loop.lockstep import Lockstep
@@ -65,11 +65,11 @@ T = TypeVar("T", Window, WeightedBatch)
 
 
 def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """The batch with the number of its loss terms. Raises BadInput where that is none."""
+    """The batch with the number of its loss terms. Raises UserError where that is none."""
     of_samples = batch["weight"].tolist()
     weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:
-        raise BadInput(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
+        raise UserError(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
     return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
 
 
@@ -122,7 +122,7 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
 
     is_training: whether the main process's clock may end the work and ask for checkpoints, and fingerprints of the
     model and times go along. Raises StopRequested once any process was asked to stop, TimeIsUp once the clock ends it,
-    BadInput where the processes have drifted apart.
+    UserError where the processes have drifted apart.
 
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
@@ -132,7 +132,7 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
         own = Agreed(piece.weight, bool(run.stop), *clock)
-        compared = {each: each.numbers_to_add(run.progress.step) for each in run.comparisons} if is_training else {}
+        compared = {each: each.numbers_to_add(run.progress.step) for each in run.watches} if is_training else {}
         pending = run.parallel.start_sum(tuple(chain(own, *compared.values())))
         if waiting is not None:
             yield _agreed(run, *waiting)

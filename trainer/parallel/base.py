@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput, reason
+from trainer.common.errors import UserError, reason
 from trainer.common.process import own_name
 from trainer.loading.batches import Batch
 from trainer.parallel.activity import CurrentActivity
@@ -39,12 +39,12 @@ class Parallel:
 
     devices: those that this process feeds; the model lives on the first one. gradient_divisor: what the wrapper divides
     summed gradients by. exchanges_in_forward: whether every forward waits for the other processes, so that all must
-    make equally many. local_world_size: processes of this run on this machine. num_parts: processes of consecutive
+    make equally many. local_world_size: processes of this run on this machine. shard_size: processes of consecutive
     ranks that have one copy of the parameters between them. is_launched: whether a launcher waits for the exit status
-    of this process, and starts it again with the others, without whom it cannot try a step again. tells_signal: whether
-    that launcher is this trainer's own, to which a signal in the exit status is no failure. saves_alone: whether this
-    process has all that a checkpoint holds, and can save after a failure without others. draws_on_host: whether
-    forwards draw from the generators of Python or numpy, as some do that leave out layers or mask their inputs.
+    of this process, and starts it again with the others, without whom it cannot try a step again. exits_with_signal:
+    whether that launcher is this trainer's own, to which a signal in the exit status is no failure. has_full_state:
+    whether this process has all that a checkpoint holds, and can save after a failure without others. draws_on_host:
+    whether forwards draw from the generators of Python or numpy, as some do that leave out layers or mask their inputs.
     activity: what this process is doing; the loop says so.
     """
 
@@ -53,10 +53,10 @@ class Parallel:
     gradient_divisor: int = 1
     exchanges_in_forward: bool = False
     local_world_size: int = 1
-    num_parts: int = 1
+    shard_size: int = 1
     is_launched: bool = False
-    tells_signal: bool = True
-    saves_alone: bool = True
+    exits_with_signal: bool = True
+    has_full_state: bool = True
     draws_on_host: bool = False
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
@@ -103,7 +103,7 @@ class Parallel:
         """A new objective, alike on every process and where training needs it. All processes call it.
 
         build: makes it on the CPU, alike everywhere. blocks: of its model; see `Task.blocks`. complete: gives it what
-        it takes from elsewhere. Raises BadInput.
+        it takes from elsewhere. Raises UserError.
         """
         objective = build().to(self.device)
         self.together(lambda: complete(objective))
@@ -113,14 +113,14 @@ class Parallel:
         """The module that training calls in a phase, whose parameters alone require gradients now."""
         return net
 
-    def settle(self, net: nn.Module) -> None:
+    def build_buckets(self, net: nn.Module) -> None:
         """After the first backward of a wrapped module: what its wrapper arranges once, with the other processes."""
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
         """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
         return net
 
-    def whole(self, objective: Objective) -> AbstractContextManager[None]:
+    def unsharded(self, objective: Objective) -> AbstractContextManager[None]:
         """Within it every process has the whole parameters, for what computes with the model in its own ways.
 
         It may read them, and without exchanges. Whoever calls it has all processes call it.
@@ -136,7 +136,7 @@ class Parallel:
         """Around forward and backward: whether this backward adds up gradients over processes."""
         return nullcontext()
 
-    def mark_exchange(self, loss: Tensor) -> None:
+    def mark_comm_start(self, loss: Tensor) -> None:
         """Before the backward in which gradients travel: has `activity` see where this process has done its part."""
 
     def sum(self, values: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Parallel:
         """The same for a few numbers, without waiting: the function that it returns waits for the sum."""
         return lambda: values
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Before the host waits for the device, whose work may wait for that of other processes: all are there."""
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
@@ -176,7 +176,7 @@ class Parallel:
         return all(self.world_size * squares == total**2 for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Raises BadInput, on all processes, where one states another value for a name than the main one.
+        """Raises UserError, on all processes, where one states another value for a name than the main one.
 
         facts: plain values by name; what one of both does not state is not compared. advice: what the user is to do.
         All processes call it.
@@ -185,18 +185,18 @@ class Parallel:
             refuse_differences(self.gather(dict(facts)), advice)
 
     def together(self, function: Callable[[], T]) -> T:
-        """Calls the function on every process. If any of them raises BadInput, all raise what was said."""
+        """Calls the function on every process. If any of them raises UserError, all raise what was said."""
         result, refusal = result_or_refusal(function)
         refusals = dict.fromkeys(str(error) for error in self.gather(refusal) if error is not None)
         if refusals:
-            raise BadInput("\n".join(refusals))
+            raise UserError("\n".join(refusals))
         return result  # type: ignore[return-value]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Calls the function on the main process alone; its result, or its BadInput, reaches every process."""
+        """Calls the function on the main process alone; its result, or its UserError, reaches every process."""
         return function()
 
-    def stands_in_for_main(self, lost: Sequence[int]) -> bool:
+    def can_replace_rank0(self, lost: Sequence[int]) -> bool:
         """Once the run has failed: whether this process is the main one, or has outlived it, and may do its work.
 
         lost: ranks that are gone, or give no sign of life; those of this machine are ended, for a stopped one would
@@ -214,12 +214,12 @@ class Parallel:
     def agree_on_gradients(self, params: Sequence[Tensor]) -> None:
         """After the last backward of a step, which trains `params`: all have gradients of the same ones of them."""
 
-    def whole_norm(self, own: Tensor) -> Tensor:
-        """The norm of the whole gradient from that of the `own_parts` of this process. All processes call it."""
+    def global_norm(self, own: Tensor) -> Tensor:
+        """The norm of the whole gradient from that of the `local_shards` of this process. All processes call it."""
         return own
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raises BadInput for one that cannot train what this process has of the parameters."""
+        """Raises UserError for one that cannot train what this process has of the parameters."""
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
         """Makes what follows on all generators a function of the key, of this process and of the device.
@@ -281,7 +281,7 @@ class Parallel:
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Loads the moments of a `full_state`. Raises BadInput for moments of optimizers that train other parameters.
+        """Loads the moments of a `full_state`. Raises UserError for moments of optimizers that train other parameters.
 
         dtype: of the parameters when it was saved.
         """
@@ -289,7 +289,7 @@ class Parallel:
             saved = state.get(phase, [])
             own = [optimizer.state_dict() for optimizer in several]
             if sizes(saved) != sizes(own):
-                raise BadInput(
+                raise UserError(
                     f"the optimizers of phase {phase!r} have parameter groups of {sizes(own)} tensors, and those of "
                     f"the checkpoint {sizes(saved)}: undo what changed the parameter groups or the optimizers, or "
                     "begin with its weights alone by --init-from"
@@ -300,7 +300,7 @@ class Parallel:
                 try:
                     load_state(optimizer, moments, dtype)
                 except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                    raise BadInput(
+                    raise UserError(
                         f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "
                         f"{reason(error)}; undo what changed the optimizers, or begin with the weights alone by "
                         "--init-from"
@@ -316,7 +316,7 @@ class Parallel:
         try:
             with self.diagnosis.explaining():
                 yield
-        except BadInput as error:
+        except UserError as error:
             if self.is_main and self.diagnosis.prints:
                 print_refusal(error)
             raise Failure(str(error), EXIT_BAD_INPUT) from None
@@ -335,17 +335,17 @@ class SingleDevice(Parallel):
 
 
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], where: str = "") -> None:
-    """Raises BadInput for a sum whose shape differs from the shape before, or on another rank."""
+    """Raises UserError for a sum whose shape differs from the shape before, or on another rank."""
     if found != expected:
-        raise BadInput(
+        raise UserError(
             f"forward returns the sum {name!r} in the shape {tuple(found)}{where}, and returned it in the shape "
             f"{tuple(expected)} before: a sum has one shape in all batches and on all ranks, or it cannot be added up"
         )
 
 
-def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, BadInput | None]:
-    """(result, None), or (None, the BadInput that was raised)."""
+def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    """(result, None), or (None, the UserError that was raised)."""
     try:
         return function(), None
-    except BadInput as error:
+    except UserError as error:
         return None, error

@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.common.errors import BadInput, reason
+from trainer.common.errors import UserError, reason
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.ddp_module import LightDistributedDataParallel
-from trainer.parallel.descriptors import make_room
 from trainer.parallel.device_probe import DeviceProbe, await_gpu
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
+from trainer.parallel.fd_limit import make_room
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.meeting import ALIKE, join, within
+from trainer.parallel.meta_state import empty_like, mapped, without_weights
 from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.neighbours import Neighbours, process_space
-from trainer.parallel.outline import empty_like, mapped, without_weights
 from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
 
@@ -69,11 +69,11 @@ class Distributed(Parallel):
         super().__init__()
         self.rank, self.world_size = environment.rank, environment.world_size
         self.gradient_divisor = environment.world_size
-        self.tells_signal = environment.is_self_launched
+        self.exits_with_signal = environment.is_self_launched
         self._flags = flags
         self._is_prompt, self._tells_user = False, environment.tells_user
         if dist.is_initialized():
-            raise BadInput(
+            raise UserError(
                 "this process is in a process group already; the trainer makes its own: call "
                 "torch.distributed.destroy_process_group() before, or do not make one"
             )
@@ -114,14 +114,14 @@ class Distributed(Parallel):
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Around what raises one BadInput on all processes."""
+        """Around what raises one UserError on all processes."""
         try:
             yield
-        except BadInput as error:
+        except UserError as error:
             raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
 
     def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
-        """Raises BadInput on all processes; Failure, of which the user is told, where one cannot use its device."""
+        """Raises UserError on all processes; Failure, of which the user is told, where one cannot use its device."""
         try:
             self.use([self.together(lambda: _rank_device(local_rank, gpus))])
             if self.backend == "nccl":
@@ -132,7 +132,7 @@ class Distributed(Parallel):
             raise Failure(problem) from None
 
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
-        """Joins the others. Raises BadInput, on every process, when they do not come."""
+        """Joins the others. Raises UserError, on every process, when they do not come."""
         rank, world_size, timeout_s = self.rank, self.world_size, self._flags.dist_timeout_s
 
         def meet() -> tuple[dist.Store, list[Member]]:
@@ -143,7 +143,7 @@ class Distributed(Parallel):
         try:
             return within(timeout_s + MEETING_MARGIN_S, meet)
         except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
-            raise BadInput(
+            raise UserError(
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
                 f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
             ) from None
@@ -172,7 +172,7 @@ class Distributed(Parallel):
         gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
         sharing = first_sharing_ranks([*zip(self._hosts, gpus, strict=True)])
         if sharing:
-            raise BadInput(
+            raise UserError(
                 f"--backend nccl: takes one process per GPU, and ranks {' and '.join(map(str, sharing))} have the same "
                 f"one on {self._hosts[sharing[0]]}; start fewer processes on it (--nproc, --nproc_per_node), or take "
                 "--backend gloo"
@@ -188,7 +188,7 @@ class Distributed(Parallel):
     def wrap(self, net: nn.Module) -> nn.Module:
         has_sparse = bool(sparse_parameters(net))
         if has_sparse and self.backend == "nccl":
-            raise BadInput(
+            raise UserError(
                 "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
                 "--backend gloo, or build those embeddings without sparse=True"
             )
@@ -209,7 +209,7 @@ class Distributed(Parallel):
             wrapped.register_comm_hook(None, self._average_directly)
         return wrapped
 
-    def settle(self, net: nn.Module) -> None:
+    def build_buckets(self, net: nn.Module) -> None:
         # The next forward would do it, and wait for a rank that finds no room for its batch.
         if isinstance(net, LightDistributedDataParallel):
             with _naming_left_out():
@@ -229,7 +229,7 @@ class Distributed(Parallel):
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return _naming_left_out() if enabled else net.no_sync()  # type: ignore[operator]
 
-    def mark_exchange(self, loss: Tensor) -> None:
+    def mark_comm_start(self, loss: Tensor) -> None:
         # What is queued as the backward begins comes before DistributedDataParallel waits for the last gradients.
         mark = partial(self.activity.on_border, EXCHANGE)
         loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
@@ -263,7 +263,7 @@ class Distributed(Parallel):
             # Its public form, ProcessGroup.set_timeout, is not in torch 2.8.
             group._get_backend(device)._set_default_timeout(timedelta(seconds=self._flags.hang_timeout_s))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
         if self.backend == "nccl":
             self.activity.enter(EXCHANGE)
@@ -303,18 +303,18 @@ class Distributed(Parallel):
             raise refusal
         return result
 
-    def stands_in_for_main(self, lost: Sequence[int]) -> bool:
+    def can_replace_rank0(self, lost: Sequence[int]) -> bool:
         for rank in lost:
             self._neighbours.end(rank)
         # One that failed first keeps its connections for as long as it waits, and the main process may wait for it.
-        may_wait = self.saves_alone and not self.diagnosis.failed_itself
+        may_wait = self.has_full_state and not self.diagnosis.failed_itself
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
     def sync_buffers(self, objective: nn.Module) -> None:
         self._send_buffers_of_main(persistent_buffers(objective))
 
     def _send_buffers_of_main(self, buffers: Mapping[str, Tensor]) -> None:
-        """Into the buffers of the others. Raises BadInput on all processes where one has others."""
+        """Into the buffers of the others. Raises UserError on all processes where one has others."""
         # Of sparse ones NCCL refuses to send the numbers, and gloo sends other ones.
         dense = {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
         self._refuse_other_buffers(dense)
@@ -333,7 +333,7 @@ class Distributed(Parallel):
             for name in every[0] | others:
                 here, there = every[0].get(name), others.get(name)
                 if here != there:
-                    raise BadInput(
+                    raise UserError(
                         f"the buffer {name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0, so "
                         "that the model is not the same on all of them; register it with persistent=False, which each "
                         "rank keeps to itself, or make it alike in build_objective"
@@ -440,7 +440,7 @@ def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
         return torch.device("cpu")
     index = local_rank if len(gpus) > 1 else 0
     if index >= len(gpus):
-        raise BadInput(
+        raise UserError(
             f"local rank {local_rank} has no GPU: this machine offers {len(gpus)} ({gpus}); start fewer "
             "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
@@ -449,13 +449,13 @@ def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
 
 @contextmanager
 def _naming_left_out() -> Iterator[None]:
-    """Makes a BadInput of what DistributedDataParallel says about parameters that the forward before left out."""
+    """Makes a UserError of what DistributedDataParallel says about parameters that the forward before left out."""
     try:
         yield
     except RuntimeError as error:
         if "Expected to have finished reduction in the prior iteration" not in str(error):
             raise
-        raise BadInput(
+        raise UserError(
             "--multi-gpu ddp: a forward left out parameters, whose gradients DistributedDataParallel waits for; add "
             "--find-unused-parameters, which searches for them in each step"
         ) from None

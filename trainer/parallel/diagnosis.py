@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.utils.data._utils import signal_handling
 
-from trainer.common.errors import BadInput, message, reason
+from trainer.common.errors import UserError, message, reason
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.device_probe import DeviceProbe
 from trainer.parallel.errors import (
-    EXIT_AGAIN,
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_RESTART,
     Failure,
     RestartNeeded,
     print_error,
@@ -74,7 +74,7 @@ class Diagnosis:
     def explaining(self) -> Iterator[None]:
         """Whatever goes wrong within it is explained to the user, by one process, and ends all of them.
 
-        A BadInput leaves it as it is: on the main process also the one of another. So does what the user asked for by
+        A UserError leaves it as it is: on the main process also the one of another. So does what the user asked for by
         Ctrl-C. Everything else, a SystemExit of the task's code too, becomes a Failure, whose cause it is.
         """
         try:
@@ -87,7 +87,7 @@ class Diagnosis:
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise instead of an exception, once the user knows of it; see `explaining`."""
-        if isinstance(error, BadInput) or self._is_of_user(error):
+        if isinstance(error, UserError) or self._is_of_user(error):
             return error
         failure = self._own_failure(error)
         if self.prints:
@@ -99,12 +99,12 @@ class Diagnosis:
 
     def _own_failure(self, error: BaseException) -> Failure:
         """The failure of this process itself."""
-        if isinstance(error, BadInput):
+        if isinstance(error, UserError):
             return Failure(str(error), EXIT_BAD_INPUT)
         if self._is_of_user(error):
             return Failure("")  # of which there is nothing to tell
         if isinstance(error, RestartNeeded):
-            return Failure(f"{self._prefix}is {error}", EXIT_AGAIN, error.memory_limit)
+            return Failure(f"{self._prefix}is {error}", EXIT_RESTART, error.memory_limit)
         if isinstance(error, KeyboardInterrupt):
             how = f"{self._prefix}stopped in {self.activity}: the task's code raised KeyboardInterrupt"
             return Failure(how, EXIT_INTERRUPTED)
@@ -153,7 +153,7 @@ class GroupDiagnosis(Diagnosis):
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         def conclude(failure: Failure) -> None:
             if failure.status == EXIT_BAD_INPUT and self.rank == 0:  # whose training thread would have told the user
-                print_refusal(BadInput(str(failure)))
+                print_refusal(UserError(str(failure)))
             record(failure)
 
         self.monitor.before_forced_end = conclude
@@ -173,14 +173,14 @@ class GroupDiagnosis(Diagnosis):
             self.failed_itself = True
             own = self._own_failure(error)
             reported, is_own = self.monitor.report_end(lambda: own) or (own, True)
-        if isinstance(error, BadInput) or self._is_of_user(error):
+        if isinstance(error, UserError) or self._is_of_user(error):
             self.exit_status = EXIT_BAD_INPUT
             return error
         if is_own:
             self._print(reported, error)
         self.exit_status = reported.status
-        # The process that reports has told the user, but of a BadInput the main one does.
-        return BadInput(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
+        # The process that reports has told the user, but of a UserError the main one does.
+        return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
     @property
     def _patience_s(self) -> float:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from trainer.common.errors import BadInput, shown_line
+from trainer.common.errors import UserError, shown_line
 from trainer.common.streams import to_stderr
 
 MOST_LINES = 400
@@ -15,7 +15,7 @@ MOST_LINES = 400
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_AGAIN = 75
+EXIT_RESTART = 75
 """Of a run that can go on in new processes: with less memory, or after it lost one; EX_TEMPFAIL of sysexits.h."""
 
 
@@ -51,7 +51,7 @@ class RestartNeeded(Exception):
         self.memory_limit = memory_limit
 
 
-def print_refusal(refusal: BadInput) -> None:
+def print_refusal(refusal: UserError) -> None:
     """Writes what the user has to change, a line each."""
     for line in str(refusal).split("\n"):
         print_error(line)

@@ -23,14 +23,14 @@ from torch.jit import RecursiveScriptModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.left_out import LeftOut
-from trainer.parallel.outline import mapped
+from trainer.parallel.meta_state import mapped
 from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Sharded(Distributed):
 
     wrapper = "Fully sharded"
     exchanges_in_forward = True
-    saves_alone = False
+    has_full_state = False
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class Sharded(Distributed):
         devices: DeviceFlags,
         facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        num_parts = flags.shard_size or environment.world_size
-        if environment.world_size % num_parts:
+        shard_size = flags.shard_size or environment.world_size
+        if environment.world_size % shard_size:
             problem = (
-                f"--shard-size {num_parts}: the {environment.world_size} processes of this run cannot be divided into "
+                f"--shard-size {shard_size}: the {environment.world_size} processes of this run cannot be divided into "
                 "groups of so many; take a divisor"
             )
-            raise BadInput(problem) if environment.rank == 0 else Failure(problem, EXIT_BAD_INPUT)
+            raise UserError(problem) if environment.rank == 0 else Failure(problem, EXIT_BAD_INPUT)
         super().__init__(environment, flags, devices, facts)
-        self.num_parts = num_parts
-        shape = (environment.world_size // num_parts, num_parts)
+        self.shard_size = shard_size
+        shape = (environment.world_size // shard_size, shard_size)
         names = ("replicate", "shard")
         is_flat = shape[0] == 1
         self._mesh = init_device_mesh(self.device.type, shape[is_flat:], mesh_dim_names=names[is_flat:])
@@ -81,9 +81,9 @@ class Sharded(Distributed):
             self._set_timeouts(self._flags.hang_timeout_s)
 
     def describe(self) -> str:
-        copies = self.world_size // self.num_parts
+        copies = self.world_size // self.shard_size
         models = f"{copies} copies of the model, each" if copies > 1 else "the model"
-        return f"{super().describe()}, {models} in {self.num_parts} part(s)"
+        return f"{super().describe()}, {models} in {self.shard_size} part(s)"
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Sharded(Distributed):
         def build_whole() -> list[tuple[str, torch.Size, torch.dtype]]:
             built.append(build())
             complete(built[0])
-            return outline_of(built[0])
+            return meta_state_of(built[0])
 
         outline = self.on_main(build_whole)
         return built[0] if self.is_main else built_as_outline(build, outline)
@@ -148,7 +148,7 @@ class Sharded(Distributed):
     def wrap(self, net: nn.Module) -> nn.Module:
         return net
 
-    def settle(self, net: nn.Module) -> None:
+    def build_buckets(self, net: nn.Module) -> None:
         """There are no buckets of gradients to arrange."""
         self._left_out.forget()
 
@@ -156,7 +156,7 @@ class Sharded(Distributed):
         """After every backward: until they are exchanged, gradients are as large as the model."""
         return nullcontext()
 
-    def mark_exchange(self, loss: Tensor) -> None:
+    def mark_comm_start(self, loss: Tensor) -> None:
         """Every unit exchanges, in forwards too."""
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
@@ -166,7 +166,7 @@ class Sharded(Distributed):
                 unit.reshard()
 
     @contextmanager
-    def whole(self, objective: Objective) -> Iterator[None]:
+    def unsharded(self, objective: Objective) -> Iterator[None]:
         self.activity.enter(EXCHANGE)
         self._is_whole = True
         units = _units(objective)
@@ -186,27 +186,27 @@ class Sharded(Distributed):
     def agree_on_gradients(self, params: Sequence[Tensor]) -> None:
         self._left_out.agree(params, self.sum)
 
-    def whole_norm(self, own: Tensor) -> Tensor:
-        norms = [torch.empty_like(own) for _ in range(self.num_parts)]
+    def global_norm(self, own: Tensor) -> Tensor:
+        norms = [torch.empty_like(own) for _ in range(self.shard_size)]
         dist.all_gather(norms, own, group=self._mesh.get_group(self._mesh.ndim - 1))
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if any(kind.__name__ == "Muon" for each in optimizers for kind in type(each).__mro__):
-            raise BadInput(
+            raise UserError(
                 "--multi-gpu fsdp: Muon orthogonalises whole matrices, of which a process has a part; take --multi-gpu "
                 "ddp, or another optimizer"
             )
         for each in optimizers:
             kept = [name for name, value in each.state_dict().items() if isinstance(value, dict) and name != "state"]
             if kept:
-                raise BadInput(
+                raise UserError(
                     f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} beside 'state', where nothing says of "
                     "which parameters it is, to be divided as they are; take --multi-gpu ddp, or another optimizer"
                 )
         hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if p._backward_hooks]
         if hooked:
-            raise BadInput(_hooked(f"a parameter of shape {tuple(hooked[0].shape)}"))
+            raise UserError(_hooked(f"a parameter of shape {tuple(hooked[0].shape)}"))
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
@@ -259,9 +259,9 @@ def _units(objective: nn.Module) -> list[FSDPModule]:
 
 
 def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module]) -> None:
-    """Raises BadInput."""
+    """Raises UserError."""
     if sparse_parameters(objective):
-        raise BadInput(
+        raise UserError(
             "--multi-gpu fsdp: carries no sparse gradients, as those of nn.Embedding(sparse=True); take --multi-gpu "
             "ddp, or build those embeddings without sparse=True"
         )
@@ -269,23 +269,23 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     found: dict[Tensor, dict[str, int]] = {}
     for path, module in objective.model.named_modules():
         if isinstance(module, RecursiveScriptModule):
-            raise BadInput(
+            raise UserError(
                 f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script and takes none of the hooks that "
                 "fsdp needs; build it without, or take --multi-gpu ddp"
             )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             label = f"{path}.{name}".lstrip(".")
             if parameter.dim() == 0:
-                raise BadInput(
+                raise UserError(
                     f"--multi-gpu fsdp: {label} is a single number without a dimension, which cannot be divided; "
                     "give it the shape (1,)"
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise BadInput(_hooked(label))
+                raise UserError(_hooked(label))
             found.setdefault(parameter, {})[label] = unit_of.get(module, 0)
     split = [names for names in found.values() if len(set(names.values())) > 1]
     if split:
-        raise BadInput(
+        raise UserError(
             f"--multi-gpu fsdp: {' and '.join(split[0])} are one parameter, and a block of Task.blocks has it without "
             "the other; leave that block out of Task.blocks, or do not tie them"
         )
@@ -295,7 +295,7 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
         of_kind.setdefault((unit, parameter.is_complex()), label)
         if (unit, not parameter.is_complex()) in of_kind and parameter.requires_grad:
             pair = " and ".join(of_kind[unit, is_complex] for is_complex in (True, False))
-            raise BadInput(
+            raise UserError(
                 f"--multi-gpu fsdp: {pair} are exchanged together, and one is complex and the other is not; keep pairs "
                 "of real numbers and torch.view_as_complex in the forward, or take --multi-gpu ddp"
             )
@@ -309,7 +309,7 @@ def _hooked(label: str) -> str:
     )
 
 
-def outline_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+def meta_state_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
     """Every parameter and buffer."""
     params = objective.named_parameters(remove_duplicate=False)
     buffers = objective.named_buffers(remove_duplicate=False)
@@ -326,7 +326,7 @@ def built_as_outline(build: Callable[[], Objective], outline: object) -> Objecti
             objective = build()
         # What comes from the main process are parameters and buffers.
         sent = {*map(id, objective.parameters()), *map(id, objective.buffers())}
-        if outline_of(objective) == outline and all(id(value) in sent for value in made.without_content()):
+        if meta_state_of(objective) == outline and all(id(value) in sent for value in made.without_content()):
             return objective
     except Exception:  # whatever a task does that needs content
         pass

@@ -25,7 +25,7 @@ from trainer.common.streams import to_stderr
 from trainer.parallel.devices import MultiDeviceFlags, usable_gpus
 from trainer.parallel.diagnosis import GOES_ON
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_AGAIN
+from trainer.parallel.errors import EXIT_RESTART
 from trainer.parallel.signals import STOP_SIGNALS, StopRequest, exit_quickly
 
 GRACE_PERIOD_S = 10
@@ -173,7 +173,7 @@ def num_processes(flags: MultiDeviceFlags, device: str) -> int:
 def launch(
     run: Callable[[RankEnvironment], int], world_size: int, again: Callable[[RankEnvironment], int] | None = None
 ) -> int:
-    """Calls `run` in `world_size` new processes and waits for them, and again whenever one of them returned EXIT_AGAIN.
+    """Calls `run` in `world_size` new processes and waits for them, and again whenever one returned EXIT_RESTART.
 
     run: picklable; returns an exit status. again: the same for all but the first time, of a run that goes on from its
     checkpoints; None for what has none. Returns the first status that is not 0, or 0. A process that dies by a signal
@@ -182,7 +182,7 @@ def launch(
     """
     for start in range(MOST_STARTS):
         status = _launch_once(again if start > 0 and again else run, world_size, again is not None)
-        if status != EXIT_AGAIN:
+        if status != EXIT_RESTART:
             break
     return status
 
@@ -235,10 +235,10 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
         while launcher.running and time.monotonic() < deadline:
             codes += launcher.wait(deadline - time.monotonic()).values()
     failed, exit_code = failures[0] if failures else (0, 0)
-    goes_on = EXIT_AGAIN in codes
+    goes_on = EXIT_RESTART in codes
     if launcher.stop and (exit_code == 0 or goes_on or not has_checkpoints):
         return launcher.stop.exit_status
     if exit_code < 0:
         end = "; starting again" if goes_on else f"; {GOES_ON}" if has_checkpoints else ""
         to_stderr(f"rank {failed} was killed by signal {-exit_code}{end}")
-    return EXIT_AGAIN if goes_on else exit_status(exit_code)
+    return EXIT_RESTART if goes_on else exit_status(exit_code)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.task import Objective
 
 
@@ -106,7 +106,7 @@ class LeftOut:
 
     def _gather(self, pre_backward: Callable[..., None], *args: Any) -> None:
         if self._in_forward:
-            raise BadInput(
+            raise UserError(
                 "--multi-gpu fsdp: the objective computes a gradient within its forward, as for a gradient penalty, "
                 "through blocks of Task.blocks, which are freed and cannot be differentiated again; let Task.blocks "
                 "return none of them, or take --multi-gpu ddp"
@@ -142,7 +142,7 @@ def _needing_gradient(values: Any) -> Any:
 
 
 def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
-    """The values, one of which has gone through the blocks. Raises BadInput where none can have a gradient."""
+    """The values, one of which has gone through the blocks. Raises UserError where none can have a gradient."""
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:
@@ -155,7 +155,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
         return values
     replaced = _replaced(values, passed)
     if replaced is None:
-        raise BadInput(
+        raise UserError(
             f"--multi-gpu fsdp: a {type(blocks[0]).__name__} of Task.blocks does not run, and what runs after it "
             "gets no floating-point numbers; let Task.blocks name neither of them, or take --multi-gpu ddp"
         )

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.common.errors import BadInput
-from trainer.common.given import shortened
+from trainer.common.errors import UserError
+from trainer.common.validation import shortened
 from trainer.config import shown
 from trainer.parallel.environment import RankEnvironment, is_under_torchrun
 
@@ -28,7 +28,7 @@ _runs = itertools.count()
 def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
     """The store at which all processes of a run have met, each with a rank of its own.
 
-    Raises BadInput for a process whose rank another one has, or that counts other ranks than rank 0; RuntimeError when
+    Raises UserError for a process whose rank another one has, or that counts other ranks than rank 0; RuntimeError when
     not all come within the time.
     """
     deadline = time.monotonic() + timeout_s
@@ -51,9 +51,9 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
     store.wait([SIZE], _until(deadline))
     size, claims = int(store.get(SIZE)), [f"processes that came as rank {other}" for other in range(world_size)]
     if size != world_size:
-        raise BadInput(f"rank {rank} has WORLD_SIZE={world_size}, and rank 0 WORLD_SIZE={size}; {ALIKE}")
+        raise UserError(f"rank {rank} has WORLD_SIZE={world_size}, and rank 0 WORLD_SIZE={size}; {ALIKE}")
     if store.add(claims[rank], 1) > 1:
-        raise BadInput(
+        raise UserError(
             f"rank {rank} of {world_size}: another process has come to {environment.meeting_place} with this rank "
             "before; give each process a RANK of its own, and each job a MASTER_PORT of its own"
         )
@@ -99,7 +99,7 @@ def within(limit_s: float, function: Callable[[], T]) -> T:
 
 
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
-    """Raises BadInput where a rank states another value than rank 0 for a name that both state.
+    """Raises UserError where a rank states another value than rank 0 for a name that both state.
 
     stated: by rank, plain values by name. advice: what the user is to do.
     """
@@ -114,7 +114,7 @@ def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None
     found = [f"{name} {_short(stated[rank][name])}, not {_short(first[name])}" for name in names[:MOST_NAMED]]
     found += [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     others = f" (as do {len(differing) - 1} more ranks)" if len(differing) > 1 else ""
-    raise BadInput(f"rank {rank} of {len(stated)} differs from rank 0{others}: {'; '.join(found)}; {advice}")
+    raise UserError(f"rank {rank} of {len(stated)} differs from rank 0{others}: {'; '.join(found)}; {advice}")
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _BUFFERS, _NOT_PERSISTENT = "_buffers", "_non_persistent_buffers_set"
 _OF_TORCH = frozenset(vars(nn.Module())) - {_BUFFERS, _NOT_PERSISTENT}
@@ -244,13 +244,13 @@ class _Scripted:
         ]
 
     def changes(self) -> list[Change]:
-        """Raises BadInput for a buffer in the place of another one."""
+        """Raises UserError for a buffer in the place of another one."""
         changed = []
         for path, module, name, buffer, copy_ in self._found:
             full = f"{path}.{name}" if path else name
             now = buffers_of(module)[name]
             if now is not buffer:
-                raise BadInput(f"{full}: a forward of TorchScript replaces this buffer; let it write into it in place")
+                raise UserError(f"{full}: a forward of TorchScript replaces this buffer; let it write into it in place")
             if not _is_same_content(buffer, copy_):
                 persistent = name not in module._non_persistent_buffers_set
                 changed.append(Change(module, full, name, True, persistent, buffer, now, in_place=True, is_seen=False))

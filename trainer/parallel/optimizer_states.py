@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.common.errors import BadInput
-from trainer.parallel.outline import mapped
+from trainer.common.errors import UserError
+from trainer.parallel.meta_state import mapped
 from trainer.parallel.parts import is_sharded
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
@@ -205,14 +205,14 @@ def _same(one: Any, other: Any) -> bool:
 def refuse_other_entries(
     phase: str, saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raises BadInput for a state in a checkpoint that an optimizer cannot take.
+    """Raises UserError for a state in a checkpoint that an optimizer cannot take.
 
     own: its `state_dict` now. Moments of torch's own optimizers must have their parameter's shape: it takes any.
     """
     advice = "start over with --fresh, or begin with the weights alone: --init-from, in another --save-dir"
     missing = [name for name in own if name not in saved]
     if missing:
-        raise BadInput(
+        raise UserError(
             f"the optimizer {type(optimizer).__name__} of phase {phase!r} keeps {missing[0]!r}, which the checkpoint "
             f"does not have: undo what changed the optimizers, {advice}"
         )
@@ -227,7 +227,7 @@ def refuse_other_entries(
             is_dense = isinstance(value, Tensor) and value.layout == torch.strided
             found = f"has shape {tuple(value.shape)}" if is_dense else "has no shape of a dense tensor"
             if not is_dense or value.shape != parameters[number].shape:
-                raise BadInput(
+                raise UserError(
                     f"optimizers.{phase}.state.{number}.{name} of the checkpoint {found}, which is not that of its "
                     f"parameter; {advice}"
                 )

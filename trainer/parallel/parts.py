@@ -10,6 +10,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")  # of a DTensor, whose module takes seconds to import
 
 
-def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this process holds of tensors, in the same memory: of sharded ones a part, which may be empty."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]

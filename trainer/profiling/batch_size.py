@@ -55,7 +55,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
-    """One command line. Raises BadInput."""
+    """One command line. Raises UserError."""
     tool: BatchSizeFlags = flags.tool
     set_up_torch(flags, parallel)
     task = build_task(flags)

@@ -19,7 +19,7 @@ from typing import Any
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices, parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int
     def work() -> int:
         if name not in COMMANDS:
             given = f"{name}: no such command" if name else "nothing to measure"
-            raise BadInput(f"{given}; give one of {', '.join(COMMANDS)}, or --help")
+            raise UserError(f"{given}; give one of {', '.join(COMMANDS)}, or --help")
         command = COMMANDS[name]
         return command.run(command, argv, environment)
 

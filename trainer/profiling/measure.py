@@ -43,7 +43,7 @@ class MeasuringFlags(FlagGroup):
 def opened(
     flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task | None = None, quiet: bool = False
 ) -> Iterator[Run]:
-    """A run at its start, opened like any other with its log, in a folder that is thrown away. Raises BadInput.
+    """A run at its start, opened like any other with its log, in a folder that is thrown away. Raises UserError.
 
     task: with its data loaded already. quiet: without the lines that a run begins with.
     """
@@ -69,7 +69,7 @@ def train_steps(run: Run, num_steps: int) -> int:
     """Trains for so many optimizer steps, and returns the samples that all processes trained on together.
 
     It is the shipped loop, over epochs cut short. Of a task with several phases each has so many steps, so that all of
-    them are seen. Raises BadInput if training diverges.
+    them are seen. Raises UserError if training diverges.
     """
     whole = run.plan
     num_samples = num_done = 0

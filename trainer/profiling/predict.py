@@ -56,7 +56,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def predict_scaling(flags: Flags, argv: Sequence[str]) -> None:
-    """One command line. Raises BadInput, and Failure when a measurement fails."""
+    """One command line. Raises UserError, and Failure when a measurement fails."""
     tool: PredictFlags = flags.tool
     warn_of_threads(flags)
     single, largest = World("single"), World("ddp", len(chosen_gpus(flags)) or PROCESSES_ON_CPU)

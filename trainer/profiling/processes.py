@@ -15,12 +15,12 @@ import torch
 from trainer.commands.build import start_parallel
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup
 from trainer.parallel.base import Parallel
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_AGAIN, EXIT_BAD_INPUT, EXIT_FAILED, Failure, print_refusal
+from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESTART, Failure, print_refusal
 from trainer.parallel.launch import launch
 from trainer.parallel.signals import leave_at_once
 
@@ -36,7 +36,7 @@ Measurement = Callable[[Flags, Sequence[str], Parallel], Any]
 def exit_status(work: Callable[[], int], reports: bool = True) -> int:
     """Does some work; returns its exit status, or that of what went wrong, once the user knows of it.
 
-    reports: this process, and not another one, tells the user of a BadInput. SIGTERM ends the work by SystemExit, so
+    reports: this process, and not another one, tells the user of a UserError. SIGTERM ends the work by SystemExit, so
     that folders for the time of a measurement are removed.
     """
     previous = signal.signal(signal.SIGTERM, leave_at_once)
@@ -44,8 +44,8 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
         return work()
     except Failure as failure:
         # Only a run with checkpoints can go on with less memory.
-        return EXIT_FAILED if failure.status == EXIT_AGAIN else failure.status
-    except BadInput as error:
+        return EXIT_FAILED if failure.status == EXIT_RESTART else failure.status
+    except UserError as error:
         if reports:
             print_refusal(error)
         return EXIT_BAD_INPUT

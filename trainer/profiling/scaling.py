@@ -48,7 +48,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
-    """One command line. Raises BadInput, and Failure when a measurement fails."""
+    """One command line. Raises UserError, and Failure when a measurement fails."""
     tool: ScalingFlags = flags.tool
     modes: tuple[Literal["dp", "ddp"], ...] = ("dp", "ddp") if chosen_gpus(flags) else ("ddp",)
     sizes = sorted(set(tool.world_sizes) - {1})

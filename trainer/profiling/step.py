@@ -45,7 +45,7 @@ class StepFlags(MeasuringFlags):
 
 
 def profile_step(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
-    """One command line on this process's devices; the main process reports. Raises BadInput."""
+    """One command line on this process's devices; the main process reports. Raises UserError."""
     tool: StepFlags = flags.tool
     with opened(flags, argv, parallel) as run:
         result = measure(run, tool.steps, tool.settling_steps)

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.common.errors import BadInput
-from trainer.common.own_class import find_class
+from trainer.common.errors import UserError
+from trainer.common.user_class import find_class
 from trainer.task import Task
 
 
@@ -53,11 +53,11 @@ IN_NO_FILE = "__main__"
 
 
 def find_task(name: str) -> type[Task]:
-    """`--task` -> the task's class: a name of TASKS, or path/to/file.py:ClassName. Raises BadInput."""
+    """`--task` -> the task's class: a name of TASKS, or path/to/file.py:ClassName. Raises UserError."""
     if name in TASKS:
         return TASKS[name]()
     if ":" not in name:
-        raise BadInput(f"--task {name}: must be one of {', '.join(TASKS)}, or path/to/file.py:ClassName")
+        raise UserError(f"--task {name}: must be one of {', '.join(TASKS)}, or path/to/file.py:ClassName")
     return find_class(name, "--task", Task, comes_first=True)
 
 

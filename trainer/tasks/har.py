@@ -37,7 +37,7 @@ from models.har.harnet import HarNet
 from models.har.tinyhar import TinyHar
 from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.streams import to_stderr, to_stdout
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
@@ -163,7 +163,7 @@ class HarTask(Task):
     def _encoding(self) -> Standardised | None:
         """The model whose frozen encoder makes the features of all windows; None where they are not made beforehand."""
         config: HarFlags = self.config
-        if config.augmentation or not config.freeze_encoder:
+        if not config.no_augmentation or not config.freeze_encoder:
             return None
         objective = self.build_objective()
         self.initialise(objective)
@@ -179,7 +179,7 @@ class HarTask(Task):
         else:
             val_subjects = rotated_subjects(self._recordings, self.seed, config.num_val_subjects or self._usual_num_val)
         strengths = Augmentation(config.rotation_deg, config.scale_std, config.tempo_spread, config.jitter_std)
-        augmentation = strengths if config.augmentation else None
+        augmentation = None if config.no_augmentation else strengths
         return split_by_subject(self._recordings, self.seed, val_subjects, augmentation)
 
     @property
@@ -210,7 +210,7 @@ class HarTask(Task):
             refuse_other_data(path)
         if given := given_flags(config, OF_OWN):
             advice = "give them by --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
-            raise BadInput(f"{', '.join(given)}: for recordings of your own alone; {advice}")
+            raise UserError(f"{', '.join(given)}: for recordings of your own alone; {advice}")
         if config.download:
             path = path or self.cache_dir / "uci_har"
             download_uci_har(path, self.cache_dir, show_download)

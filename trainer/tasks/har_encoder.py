@@ -10,7 +10,7 @@ from data.har.windows import HarDataset
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from trainer.checkpoint.file import read_checkpoint
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 ENCODING_BATCH_SIZE = 256
@@ -27,7 +27,7 @@ def load_encoder(model: Standardised, path: Path) -> None:
 
     path: a checkpoint of a run, or {"model": the state dict of a HarNet or of its encoder}.
 
-    Raises BadInput when the file holds no encoder of this shape.
+    Raises UserError when the file holds no encoder of this shape.
     """
     label = f"--encoder-path {path}"
     weights = read_checkpoint(path, label, only_weights=True)["model"]
@@ -35,11 +35,11 @@ def load_encoder(model: Standardised, path: Path) -> None:
     expected = encoder.state_dict()
     prefixes = [p for p in ("network.encoder.", "encoder.", "") if all(p + name in weights for name in expected)]
     if not prefixes:
-        raise BadInput(f"{label}: holds no encoder of harnet; give the checkpoint of a run with --model harnet")
+        raise UserError(f"{label}: holds no encoder of harnet; give the checkpoint of a run with --model harnet")
     found = {name: weights[prefixes[0] + name] for name in expected}
     for name, value in found.items():
         if value.shape != expected[name].shape:
-            raise BadInput(
+            raise UserError(
                 f"{label}: its {name} has shape {tuple(value.shape)}, not {tuple(expected[name].shape)}; give the "
                 "--mode that it was trained with"
             )
@@ -65,11 +65,11 @@ def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
 
 
 def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
-    """Raises BadInput where a checkpoint has brought another encoder than `encoding`, which made the features."""
+    """Raises UserError where a checkpoint has brought another encoder than `encoding`, which made the features."""
     own, expected = (_encoding_weights(each) for each in (model, encoding))
     # Statistics that another machine has computed anew may differ in their last digits.
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
-        raise BadInput(
+        raise UserError(
             "--encoder-path: is not the encoder that this run began with; give it that file again, or start over with "
             "--fresh"
         )

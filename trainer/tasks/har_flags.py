@@ -61,8 +61,8 @@ class HarFlags(FlagGroup):
         False, "hold nobody out: train on all training subjects and score the weights after the last epoch; for "
         "settings, --epochs among them, that were chosen before",
     )  # fmt: skip
-    augmentation: bool = flag(
-        True, "train on the windows as recorded, not randomly rotated, scaled, played faster or slower"
+    no_augmentation: bool = flag(
+        False, "train on the windows as recorded, not randomly rotated, scaled, played faster or slower"
     )
     rotation_deg: float = flag(
         45.0, "augmentation: rotate the sensors of a window together, about a random axis by up to this angle",

@@ -26,7 +26,7 @@ from models.graph.kgat import KGAT
 from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
 from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
@@ -211,7 +211,7 @@ class KgatTask(Task):
 
     @cached_property
     def catalogue(self) -> Catalogue:
-        """Raises BadInput for data that are wrong, or have no graph where the model needs one."""
+        """Raises UserError for data that are wrong, or have no graph where the model needs one."""
         config: KgatFlags = self.config
         split: dict[str, Any] = {
             "val_share": config.val_share,
@@ -222,7 +222,7 @@ class KgatTask(Task):
             return load_synthetic_catalogue(self.cache_dir, **split)
         catalogue = load_catalogue(config.data_dir, self.cache_dir, **split)
         if config.model in _WITH_GRAPH and not catalogue.has_graph:
-            raise BadInput(
+            raise UserError(
                 f"--data-dir {config.data_dir}: has no kg_final.txt, the graph that --model {config.model} needs; "
                 "fetch it, or take --model lightgcn"
             )

@@ -35,7 +35,7 @@ from models.sequential.ranking import (
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, flags_without, refuse, unused_flags
 from trainer.loading.batches import Batch
 from trainer.loading.cache import digest_of
@@ -86,7 +86,7 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     val_share: float = flag(0.1, "--split ratio, time: interactions held out for validation", above=0, below=1)
     test_share: float = flag(0.1, "--split ratio, time: interactions held out for the test", above=0, below=1)
-    time: bool = flag(True, "SASRec: ignore the time between items (default: TiSASRec)")
+    no_time: bool = flag(False, "SASRec: ignore the time between items (default: TiSASRec)")
     mhc: bool = flag(False, "manifold-constrained hyper-connections instead of one plain residual stream")
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
     whole_histories: bool = flag(
@@ -281,8 +281,8 @@ class SeqrecTask(Task):
             refuse(flags_without(config, "--data-dir", ("user_column", "item_column", "time_column")))
             return load_synthetic_interactions(self.cache_dir)
         interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns)
-        if config.time and interactions.times is None:
-            raise BadInput(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --no-time")
+        if not config.no_time and interactions.times is None:
+            raise UserError(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --no-time")
         return interactions
 
     @cached_property
@@ -303,7 +303,7 @@ class SeqrecTask(Task):
     def data_digest(self) -> str:
         """Of all interactions and how they are split."""
         data, config = self._interactions, self.config
-        times = [] if data.times is None or not config.time else [data.times]
+        times = [] if data.times is None or config.no_time else [data.times]
         return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
@@ -336,7 +336,7 @@ class SeqrecTask(Task):
         )
         for part, name in (("validation", "val"), ("test", "test")):
             if len(splits[name]) == 0:
-                raise BadInput(
+                raise UserError(
                     f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another one of its "
                     "user; give more data, or choose another --split or other shares"
                 )
@@ -371,7 +371,7 @@ class SeqrecTask(Task):
         else:
             connections = residuals(config.hidden_units, config.num_blocks, config.norm or "original")
         size = (self.num_items, config.maxlen, config.hidden_units, config.num_blocks, config.num_heads, config.dropout)
-        if config.time:
+        if not config.no_time:
             return SeqrecObjective(TiSASRec(*size, config.time_span, connections), config)
         return SeqrecObjective(SASRec(*size, connections), config)
 
@@ -382,7 +382,7 @@ class SeqrecTask(Task):
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
         """Histories of any length up to --maxlen to scores of all items."""
-        names = ("items", "length", "times") if self.config.time else ("items", "length")
+        names = ("items", "length", "times") if not self.config.no_time else ("items", "length")
         inputs = {name: batch[name] for name in names}
         return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
 
@@ -422,7 +422,7 @@ class SeqrecTask(Task):
             self.item_ids,
             maxlen=config.maxlen,
             num_places=config.top_k,
-            with_times=config.time,
+            with_times=not config.no_time,
             mask_seen=config.mask_seen,
         )
         return self._histories

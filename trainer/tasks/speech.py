@@ -28,7 +28,7 @@ from models.speech.ctc import ctc_loss, divergence
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import Recognised, SpeechRecogniser
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
@@ -270,7 +270,7 @@ class SpeechTask(Task):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Raises BadInput for data that cannot be used."""
+        """Raises UserError for data that cannot be used."""
         config: SpeechFlags = self.config
         if config.data_dir is None:
             return load_synthetic_corpus(self.cache_dir)
@@ -330,7 +330,7 @@ class SpeechTask(Task):
         if len(parts["test"]) == 0:
             parts["test"] = parts["val"]
         if len(parts["test"]) == 0:
-            raise BadInput("--test-share 0 --val-share 0: leave nothing to score; hold some utterances out")
+            raise UserError("--test-share 0 --val-share 0: leave nothing to score; hold some utterances out")
         parts["train"] = self._long_enough(parts["train"])
         self._refuse_unusable_language_model()
         return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}
@@ -361,7 +361,7 @@ class SpeechTask(Task):
         return Augmentation().times(self.config.augmentation)
 
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
-        """Those of the training utterances that CTC can place all symbols on, at the highest speed. Raises BadInput.
+        """Those of the training utterances that CTC can place all symbols on, at the highest speed. Raises UserError.
 
         Others of validation and test stay, since a recogniser has to live with them.
         """
@@ -378,9 +378,9 @@ class SpeechTask(Task):
         example = f"{corpus.names[first]}, {num_frames[first]} frames for {needed[first]} symbols"
         advice = "lower --subsampling or --hop-ms, or take --units words"
         if len(too_short) == len(part):
-            raise BadInput(f"--data-dir: all {len(part)} training utterances are too short ({example}); {advice}")
+            raise UserError(f"--data-dir: all {len(part)} training utterances are too short ({example}); {advice}")
         if self.config.unreadable == "refuse":
-            raise BadInput(
+            raise UserError(
                 f"--data-dir: {len(too_short)} training utterances are too short for their transcripts ({example}); "
                 f"mend them, {advice}, or add --unreadable skip"
             )
@@ -446,7 +446,7 @@ class SpeechTask(Task):
                 masking_db=config.masking_db,
             )
         except ValueError as error:
-            raise BadInput(f"--num-mels {num_mels}, --hop-ms {config.hop_ms:g}: {error}") from None
+            raise UserError(f"--num-mels {num_mels}, --hop-ms {config.hop_ms:g}: {error}") from None
         encoder: AttentionLMU | ParallelLMUEncoder
         if config.model == "lmu":
             encoder = AttentionLMU(num_mels, config.hidden_size, config.num_layers, config.num_heads, **memory)
@@ -468,7 +468,7 @@ class SpeechTask(Task):
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
 
     def _refuse_unusable_language_model(self) -> None:
-        """Before anything is written: making the decoder reads it. Raises BadInput."""
+        """Before anything is written: making the decoder reads it. Raises UserError."""
         _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:

@@ -13,7 +13,7 @@ from models.speech.beam_search import beam_search
 from models.speech.ctc import greedy
 from models.speech.language_model import build_scorer, read_arpa
 from models.speech.recogniser import Recognised
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 _TRIED = 64
 """Symbols that a search tries in each frame, the most probable ones."""
@@ -32,18 +32,18 @@ class Decoder:
     def __init__(
         self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
     ) -> None:
-        """width: prefixes that a search keeps; 1 for none. Raises BadInput."""
+        """width: prefixes that a search keeps; 1 for none. Raises UserError."""
         self._width = width
         if language_model is not None and width == 1:
-            raise BadInput(f"--language-model {language_model}: is for a search among texts; add --beam 16")
+            raise UserError(f"--language-model {language_model}: is for a search among texts; add --beam 16")
         try:
             ngram = None if language_model is None else read_arpa(language_model)
             self._scorer = build_scorer(ngram, ["", *alphabet.symbols], weight, bonus)
         except OSError as error:
             reason = error.strerror or error
-            raise BadInput(f"--language-model {language_model}: {reason}; say where the ARPA file is") from None
+            raise UserError(f"--language-model {language_model}: {reason}; say where the ARPA file is") from None
         except ValueError as error:
-            raise BadInput(f"--language-model {language_model}: {error}") from None
+            raise UserError(f"--language-model {language_model}: {error}") from None
 
     def __call__(self, found: Recognised) -> Tensor:
         """The symbols of each utterance, (B, L) int64 padded with 0."""

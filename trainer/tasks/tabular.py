@@ -26,7 +26,7 @@ from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
-from trainer.common.errors import BadInput, printable
+from trainer.common.errors import UserError, printable
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
@@ -225,7 +225,7 @@ class TabularTask(Task):
 
     @cached_property
     def _table(self) -> LabelledTable:
-        """Raises BadInput for a table that cannot be used."""
+        """Raises UserError for a table that cannot be used."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         return labelled_table(read_table(config.data_dir), config.label or "y", config.drop or ())
@@ -241,7 +241,9 @@ class TabularTask(Task):
             if share > 0:
                 kept, out = stratified_hold_out(labels[train], share, _SPLIT_SEED, stream)
                 if len(out) == 0:
-                    raise BadInput(f"--data-dir {config.data_dir}: has too few rows of any class to hold out {share:g}")
+                    raise UserError(
+                        f"--data-dir {config.data_dir}: has too few rows of any class to hold out {share:g}"
+                    )
                 train, held[part] = train[kept], train[out]
         return {"train": train, **held}
 
@@ -414,7 +416,7 @@ class TabularTask(Task):
     def new_data(self, path: Path) -> KeyedDataset:
         """The rows of a table with the columns of --data-dir, but without its label."""
         if self.config.data_dir is None:
-            raise BadInput(
+            raise UserError(
                 f"--predict {path}: add --data-dir and --label: the table with known classes that new rows are to be "
                 "compared with"
             )
@@ -422,7 +424,7 @@ class TabularTask(Task):
         if facts:  # a run may have been tuned when 0.0 and 1.0 were still names of classes
             facts["classes"] = canonical(facts["classes"], np.ones(len(facts["classes"])))
         if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
-            raise BadInput(
+            raise UserError(
                 f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
                 "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
             )

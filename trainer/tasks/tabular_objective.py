@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from models.tabular.area import area_under_curve
 from models.tabular.lora import merged
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
@@ -35,7 +35,7 @@ class TabularObjective(Objective):
     def call_equally(self) -> None:
         """Evaluates batches of problems as they are. Refuses a user's table."""
         if self._answer is not None:
-            raise BadInput(
+            raise UserError(
                 "--multi-gpu fsdp: how often the model is called for rows of a table depends on their number, and each "
                 "call is an exchange between all processes; take --multi-gpu ddp"
             )

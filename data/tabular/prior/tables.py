@@ -63,7 +63,7 @@ class PriorTables:
 
 
 def write_tables(tables: PriorTables, path: Path) -> None:
-    """Writes the tables of the first epoch, as one padded batch, into an .npz to look at. Raises BadInput."""
+    """Writes the tables of the first epoch, as one padded batch, into an .npz to look at. Raises UserError."""
     batch = tables.__getitems__(SampleKeys(np.arange(len(tables)), 0))
     with (
         refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"),

@@ -13,7 +13,7 @@ import pytest
 
 from data.har.download import HttpsOnly, fetch
 from tests.conftest import ROOT
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.tasks.har import show_download
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -34,7 +34,7 @@ def target(tmp_path) -> Path:
 def verify_content(path: Path) -> None:
     assert path.name.endswith(".partial")
     if path.read_bytes() != CONTENT:
-        raise BadInput("train/y_train.txt: is not the published file")
+        raise UserError("train/y_train.txt: is not the published file")
 
 
 class RecordedProgress(list):
@@ -96,7 +96,7 @@ def test_what_a_killed_download_left_is_replaced(server, target) -> None:
 )
 def test_a_broken_download_leaves_nothing(server, target, chunked, reason) -> None:
     server.chunked, server.cut_after = chunked, [HALF]
-    with pytest.raises(BadInput, match=reason):
+    with pytest.raises(UserError, match=reason):
         get(target, server.address())
     assert_nothing_left(target)
     get(target, server.address())
@@ -117,7 +117,7 @@ def test_an_interrupted_download_leaves_nothing(server, target) -> None:
 
 def test_a_wrong_file_is_named_and_removed(server, target) -> None:
     server.content = CONTENT[:-1] + b"x"
-    with pytest.raises(BadInput, match=r"from http.*file.zip: train/y_train.txt: is not the published file"):
+    with pytest.raises(UserError, match=r"from http.*file.zip: train/y_train.txt: is not the published file"):
         get(target, server.address())
     assert_nothing_left(target)
     server.content = CONTENT
@@ -127,7 +127,7 @@ def test_a_wrong_file_is_named_and_removed(server, target) -> None:
 
 def test_every_address_that_fails_is_named_with_its_reason(server, target, nobody_listens) -> None:
     server.errors = {"a.zip": 404, "b.zip": 500}
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(UserError) as caught:
         get(target, server.address("a.zip"), server.address("b.zip"), nobody_listens)
     assert str(caught.value) == (
         f"--download: cannot fetch file.zip from {server.address('a.zip')}: HTTP Error 404: Not Found; "
@@ -163,20 +163,20 @@ def test_a_redirect_on_this_machine_is_followed(server, target) -> None:
 )
 def test_a_redirect_to_anything_but_https_is_refused(server, target, address, reason) -> None:
     server.redirects = {"file.zip": address}
-    with pytest.raises(BadInput, match=reason):
+    with pytest.raises(UserError, match=reason):
         get(target, server.address())
     assert_nothing_left(target)
 
 
 def test_a_redirect_to_https_is_followed(server, target, nobody_listens) -> None:
     server.redirects = {"file.zip": nobody_listens.replace("http:", "https:")}
-    with pytest.raises(BadInput, match="Connection refused"):
+    with pytest.raises(UserError, match="Connection refused"):
         get(target, server.address())
 
 
 @pytest.mark.parametrize("address", ["http://example.com/x", "ftp://127.0.0.1/x", "file:///etc/hostname", "data:,x"])
 def test_an_address_that_is_not_https_is_refused(target, address) -> None:
-    with pytest.raises(BadInput, match="which is not https"):
+    with pytest.raises(UserError, match="which is not https"):
         get(target, address)
 
 
@@ -188,7 +188,7 @@ def test_https_does_not_lead_back_to_http_on_this_machine() -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(server, tmp_path) -> None:
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(BadInput, match=r"--download: cannot write .*taken/file.zip: File exists; .* --data-dir"):
+    with pytest.raises(UserError, match=r"--download: cannot write .*taken/file.zip: File exists; .* --data-dir"):
         get(tmp_path / "taken" / "file.zip", server.address())
 
 
@@ -201,14 +201,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from data.har.download import HttpsOnly, fetch
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 print("ready", flush=True)
 sys.stdin.readline()
 try:
     fetch([sys.argv[1]], Path(sys.argv[2]), lambda path: None, lambda address, num_bytes, file: nullcontext(file))
     print("done")
-except BadInput as error:
+except UserError as error:
     print(error)
 """
 

@@ -11,7 +11,7 @@ import pytest
 from data.har.augmentation import Augmentation, WindowAugmenter
 from data.har.own_recordings import OwnFormat, are_own, load_own_recordings
 from data.har.windows import split_by_subject, triplets_first, with_test_subjects
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 USUAL = OwnFormat(subject_column=None, label_column=None, channels=None, length=10, hop=4)
 NAMES = ["time", "heart_rate", "acc_z", "acc_x", "acc_y", "subject", "activity"]
@@ -129,7 +129,7 @@ def test_a_column_that_no_motion_makes_is_no_channel(load, tmp_path, values, why
     assert loaded.recordings.channels == ("acc",)
     assert has_row(loaded, "level", "left out", why)
     assert load(path, channels=("level",)).recordings.channels == ("level",)
-    with pytest.raises(BadInput, match=rf"has no columns of signals \(level {why}\); name them by --channels"):
+    with pytest.raises(UserError, match=rf"has no columns of signals \(level {why}\); name them by --channels"):
         load(write(tmp_path / "levels.csv", [[row[0], *row[2:]] for row in rows], [names[0], *names[2:]]))
 
 
@@ -243,11 +243,11 @@ def timed(people, length=30):
 def test_people_at_different_rates_are_refused_by_name(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     path = write(tmp_path / "mine.csv", timed([("a", 50), ("b", 50), ("c", 52), ("d", 25), ("e", 25)]), names)
-    with pytest.raises(BadInput, match=r"different rates \(d, e: 25 rows a second; the others: 50\)") as refused:
+    with pytest.raises(UserError, match=r"different rates \(d, e: 25 rows a second; the others: 50\)") as refused:
         load(path)
     assert "resample them to one rate" in str(refused.value)
     halves = timed([("a", 50), ("b", 25)], length=31)
-    with pytest.raises(BadInput, match=r"\(a: 50 rows a second; the others: 25\)"):
+    with pytest.raises(UserError, match=r"\(a: 50 rows a second; the others: 25\)"):
         load(write(path, halves, names))
     write(path, [[index, *rest] for index, (_, *rest) in enumerate(halves)], names)
     assert load(path).rate_hz is None  # numbers of rows tell no rate
@@ -361,7 +361,7 @@ def test_a_clock_of_whole_seconds_tells_the_rate(load, tmp_path):
 
 def test_channels_that_are_not_there_are_named_with_the_flag(load, tmp_path):
     path = write(tmp_path / "mine.csv", rows_of(BOUTS))
-    with pytest.raises(BadInput, match=r"^--channels nope: .*mine.csv has no such columns; there are: time, heart"):
+    with pytest.raises(UserError, match=r"^--channels nope: .*mine.csv has no such columns; there are: time, heart"):
         load(path, channels=("acc_x", "nope"))
 
 
@@ -381,7 +381,7 @@ def test_why_there_is_no_window_is_said(load, tmp_path):
         ([[i, "p", ""] for i in range(40)], r"no row has a label \(column activity\); .* by --label-column"),
         (apart, r"the longest recording has 1; sort the rows by person and time, or choose a smaller --window"),
     ):
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(UserError, match=said):
             load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
 
 
@@ -400,7 +400,7 @@ def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path)
     ],
 )
 def test_a_column_has_one_role(load, tmp_path, chosen, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(UserError, match=message):
         load(write(tmp_path / "mine.csv", rows_of(BOUTS)), **chosen)
 
 
@@ -442,9 +442,9 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
     assert tested(None) == {"p4"} and tested(["p1", "p6"]) == {"p1", "p6"}
     splits = split_by_subject(with_test_subjects(recordings, None), 0, [0])
     assert {name: len(part) for name, part in splits.items()} == {"train": 10, "val": 2, "test": 2}
-    with pytest.raises(BadInput, match=r"^--test-subjects eve zoe: not among the subjects; those are p0 p1"):
+    with pytest.raises(UserError, match=r"^--test-subjects eve zoe: not among the subjects; those are p0 p1"):
         tested(["eve", "p1", "zoe"])
-    with pytest.raises(BadInput, match=r"^--test-subjects p0 .*: leaves none of the 7 subjects"):
+    with pytest.raises(UserError, match=r"^--test-subjects p0 .*: leaves none of the 7 subjects"):
         tested([f"p{i}" for i in range(7)])
 
 
@@ -469,7 +469,7 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
 def test_what_cannot_be_used_is_named(load, tmp_path, change, message):
     path = write(tmp_path / "mine.csv", rows_of([("p", "walk", 12), ("p", "sit", 12)]))
     path.write_text("\n".join(change(path.read_text().splitlines())))
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UserError) as refused:
         load(path)
     text = str(refused.value)
     assert message in text and text.startswith("--data-dir ") and "mine.csv" in text and "\n" not in text

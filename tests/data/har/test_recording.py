@@ -11,7 +11,7 @@ from data.har.recording import NewWindows, doubt_about_units, read_new_windows
 from data.har.windows import SIGNALS, WindowFormat
 from tests.helpers.malicious import Malicious
 from tests.helpers.recordings import joined, save_recording, save_windows, windows_of_a_walk
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 
@@ -112,7 +112,7 @@ def test_times_are_those_of_the_clock(tmp_path):
 )
 def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
-    with pytest.raises(BadInput, match=r"^--predict .*the clock \(time\) shows 25 rows a second, and .* on 50"):
+    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows a second, and .* on 50"):
         read_new_windows(path, ONE)
     path = recorded(path, [("p", 100)], names=("time", "subject"), clock=clock)
     assert len(read_new_windows(path, ONE)) == 19
@@ -132,7 +132,7 @@ def test_labels_are_not_looked_at_and_a_clock_that_cannot_be_read_is_said(tmp_pa
 
 
 def refuse_file(path, message):
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(UserError) as refused:
         read_new_windows(path)
     text = str(refused.value)
     assert text.startswith(f"--predict {path}") and message in text and len(text.splitlines()) == 1, text

@@ -10,7 +10,7 @@ import pytest
 from data.har.synthetic import TEST_SUBJECTS
 from data.har.uci_har import load_uci_har
 from tests.helpers.uci_har_files import assert_is_the_layout, zip_folder, zip_in_zip
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 # Every form of the data set
 
@@ -91,20 +91,20 @@ def test_a_wrong_line_is_named(layout, cache_dir, file, line, change, message, z
     if zipped:
         path = layout.parent / "har.zip"
         path.write_bytes(zip_folder(layout, "x/"))
-    with pytest.raises(BadInput, match=f"(?s)--data-dir.*{Path(file).name}.*{message}"):
+    with pytest.raises(UserError, match=f"(?s)--data-dir.*{Path(file).name}.*{message}"):
         load_uci_har(path, cache_dir)
 
 
 def test_a_file_with_more_or_fewer_lines_is_named(layout, cache_dir) -> None:
     file = layout / "train" / "Inertial Signals" / "total_acc_z_train.txt"
     file.write_bytes(b"\r\n".join(file.read_bytes().splitlines()[:-1]))
-    with pytest.raises(BadInput, match=r"--data-dir.*total_acc_z_train.*5 lines.*y_train.txt has 6"):
+    with pytest.raises(UserError, match=r"--data-dir.*total_acc_z_train.*5 lines.*y_train.txt has 6"):
         load_uci_har(layout, cache_dir)
 
 
 def test_an_empty_file_is_named(layout, cache_dir) -> None:
     (layout / "test" / "y_test.txt").write_text("")
-    with pytest.raises(BadInput, match=r"--data-dir.*y_test.txt: is empty"):
+    with pytest.raises(UserError, match=r"--data-dir.*y_test.txt: is empty"):
         load_uci_har(layout, cache_dir)
 
 
@@ -115,19 +115,19 @@ def test_a_missing_file_is_named(layout, cache_dir, zipped) -> None:
     if zipped:
         path = layout.parent / "har.zip"
         path.write_bytes(zip_folder(layout, ""))
-    with pytest.raises(BadInput, match=r"--data-dir.*subject_train.txt.*not complete"):
+    with pytest.raises(UserError, match=r"--data-dir.*subject_train.txt.*not complete"):
         load_uci_har(path, cache_dir)
 
 
 def test_a_path_that_is_not_the_data_set_is_named(layout, cache_dir, tmp_path) -> None:
-    with pytest.raises(BadInput, match=r"--data-dir .*nowhere: no such file"):
+    with pytest.raises(UserError, match=r"--data-dir .*nowhere: no such file"):
         load_uci_har(tmp_path / "nowhere", cache_dir)
-    with pytest.raises(BadInput, match=r"--data-dir .*train: holds no folder train"):
+    with pytest.raises(UserError, match=r"--data-dir .*train: holds no folder train"):
         load_uci_har(layout / "train", cache_dir)
     other = tmp_path / "other.zip"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a/b.txt", "something else")
-    with pytest.raises(BadInput, match=r"--data-dir .*other.zip holds no folder train"):
+    with pytest.raises(UserError, match=r"--data-dir .*other.zip holds no folder train"):
         load_uci_har(other, cache_dir)
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_archive_is_named(layout, cache_dir, tmp_path) -> None:
     for name, content in {"text": b"not a zip", "cut": whole[:-200], "flipped": bytes(damaged)}.items():
         path = tmp_path / f"{name}.zip"
         path.write_bytes(content)
-        with pytest.raises(BadInput, match=rf"--data-dir .*{name}.zip.* is damaged"):
+        with pytest.raises(UserError, match=rf"--data-dir .*{name}.zip.* is damaged"):
             load_uci_har(path, cache_dir)
 
 

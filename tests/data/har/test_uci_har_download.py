@@ -9,7 +9,7 @@ import pytest
 from data.har.uci_har import SHA256, download_uci_har, load_uci_har
 from tests.helpers.uci_har_files import assert_is_the_layout, write_layout, zip_folder, zip_in_zip
 from trainer.cli import main
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.tasks.har import HarFlags, HarTask, show_download
 
 
@@ -37,14 +37,14 @@ def test_har_is_fetched_as_published(server, layout, tmp_path, nested, name) -> 
 def test_har_with_another_checksum_is_named_and_removed(server, layout, tmp_path, name) -> None:
     server.content = zip_in_zip(zip_folder(layout, "UCI HAR Dataset/"))
     sums = checksums(layout) | {name: "0" * 64}
-    with pytest.raises(BadInput, match=f": the download, {name}: is not the published file .sha256 [0-9a-f]+, not 0+"):
+    with pytest.raises(UserError, match=f": the download, {name}: is not the published file .sha256 [0-9a-f]+, not 0+"):
         download_uci_har(tmp_path / "new", tmp_path / "cache", show_download, [server.address()], sums)
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".lock"]
 
 
 def test_a_page_instead_of_har_is_named_and_removed(server, layout, tmp_path) -> None:
     server.content = b"<html>We have moved</html>"
-    with pytest.raises(BadInput, match=r"the download: cannot be read or is damaged .File is not a zip file"):
+    with pytest.raises(UserError, match=r"the download: cannot be read or is damaged .File is not a zip file"):
         download_uci_har(tmp_path / "new", tmp_path / "cache", show_download, [server.address()], checksums(layout))
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".lock"]
 
@@ -67,7 +67,7 @@ def test_har_that_is_there_is_verified_and_kept(layout, tmp_path, nobody_listens
         os.utime(file, ns=(changed, changed))
         download_uci_har(*arguments)  # not read again, since size and time are those that were verified
     os.utime(file, ns=(changed + 1, changed + 1))
-    with pytest.raises(BadInput, match=r"^--data-dir .*y_train.txt: is not the published file .* Delete it"):
+    with pytest.raises(UserError, match=r"^--data-dir .*y_train.txt: is not the published file .* Delete it"):
         download_uci_har(*arguments)
     assert file.read_bytes() == content
 
@@ -114,7 +114,7 @@ def test_the_flag_verifies_what_is_there(layout, tmp_path) -> None:
     ):
         (tmp_path / "uci_har").mkdir(exist_ok=True)
         (tmp_path / "uci_har" / "UCI HAR Dataset.zip").write_bytes(zip_folder(layout, ""))
-        with pytest.raises(BadInput, match=r"y_train.txt: is not the published file"):
+        with pytest.raises(UserError, match=r"y_train.txt: is not the published file"):
             HarTask(flags, seed=0, cache_dir=cache_dir).splits()
 
 

@@ -15,7 +15,7 @@ from data.har.windows import (
     subject_folds,
 )
 from tests.helpers.uci_har_files import raw_windows
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 
@@ -89,11 +89,11 @@ def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
         ("1", "3", "5", "6"): "--val-subjects: 4 of 4 training subjects",
         (): "--val-subjects: 0 of 4 training subjects",
     }.items():
-        with pytest.raises(BadInput, match=message):
+        with pytest.raises(UserError, match=message):
             named_subjects(recordings, val_subjects)
     for num_val_subjects in (0, 4, 5):
-        with pytest.raises(BadInput, match=f"--num-val-subjects {num_val_subjects}: .*4 training subjects"):
+        with pytest.raises(UserError, match=f"--num-val-subjects {num_val_subjects}: .*4 training subjects"):
             rotated_subjects(recordings, 0, num_val_subjects)
     for num_folds in (1, 5):
-        with pytest.raises(BadInput, match=f"--folds {num_folds}: must be 2 to 4"):
+        with pytest.raises(UserError, match=f"--folds {num_folds}: must be 2 to 4"):
             subject_folds(recordings, num_folds)

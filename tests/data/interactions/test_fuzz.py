@@ -9,7 +9,7 @@ from data.interactions.columns import ColumnChoice
 from data.interactions.histories import Histories
 from data.interactions.reader import load_interactions
 from tests.helpers.mutations import mutations
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 ROWS = [(u, i, 978_300_000 + 977 * (7 * u + 3 * i), i % 5 + 1) for u in range(1, 7) for i in range(u, u + 6)]
 FORMS = {
@@ -32,7 +32,7 @@ def test_a_damaged_log_is_read_or_refused(name, tmp_path) -> None:
         path.write_bytes(content)
         try:
             read = load_interactions(path, k % 3, tmp_path / "cache")
-        except BadInput as error:
+        except UserError as error:
             assert str(error).startswith(("--data-dir", "--k-core"))
         else:
             num_read += 1
@@ -54,7 +54,7 @@ def test_a_damaged_history_is_read_or_refused(tmp_path) -> None:
             histories = Histories(
                 path, ColumnChoice(), ids, maxlen=4, num_places=2, with_times=with_times, mask_seen=mask_seen
             )
-        except BadInput as error:
+        except UserError as error:
             assert str(error).startswith(("--predict", "--top-k"))
         else:
             assert len(histories) == 2 * len(histories.user_ids)

@@ -13,7 +13,7 @@ from data.interactions import table as module
 from data.interactions.columns import ColumnChoice
 from data.interactions.reader import Interactions, load_interactions
 from tests.helpers.tar_archives import tarred
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 # User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
 NOON = 978_300_000
@@ -157,7 +157,9 @@ def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     times = [*["20240301"] * 4, *others]
     line = 2 + times.index("2024-01-05")
-    with pytest.raises(BadInput, match=f"line {line}: .*: the time '2024-01-05' is a date, below numbers; mend it, or"):
+    with pytest.raises(
+        UserError, match=f"line {line}: .*: the time '2024-01-05' is a date, below numbers; mend it, or"
+    ):
         load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
 
 
@@ -178,7 +180,7 @@ def test_whole_numbers_with_and_without_a_fraction_of_zero_are_one_name(load) ->
 
 
 def test_a_line_of_names_that_comes_again_is_refused(load) -> None:
-    with pytest.raises(BadInput, match="the line of names, with user and item, comes again"):
+    with pytest.raises(UserError, match="the line of names, with user and item, comes again"):
         load("user,item\n1,2\n1,3\nuser,item\n2,2\n", "joined.csv")
 
 
@@ -262,7 +264,7 @@ def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> 
 
 def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are_not(load) -> None:
     head = "user_id,title,item_id,timestamp\n"
-    with pytest.raises(BadInput, match=r"lines 3 to 4: a quote that opens on the first .* take such quotes out"):
+    with pytest.raises(UserError, match=r"lines 3 to 4: a quote that opens on the first .* take such quotes out"):
         load(f'{head}u1,plain,i1,1300000000\nu1,"Live,i2,1300000100\nu2,bar",i3,1300000200\n')
     text = load(f'{head}u1,"good,\n\nreally",i1,1300000000\nu1,x,i2,1300000100\n', "texts.csv")
     assert text.items.tolist() == [1, 2]
@@ -271,7 +273,7 @@ def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are
 def test_a_name_that_marks_a_missing_value_is_warned_of(load) -> None:
     remarks = " ".join(load("user,item,time\nNA,1,1\nNA,2,2\nNadia,null,1\n").remarks)
     assert "Warning: 2 of 3 interactions have the user 'NA'" in remarks and "by --user-column." in remarks
-    with pytest.raises(BadInput, match=r"all interactions have the user 'NA', .* by --user-column"):
+    with pytest.raises(UserError, match=r"all interactions have the user 'NA', .* by --user-column"):
         load("user,item,time\nNA,1,1\nNA,2,2\n", "c.csv")
     assert "Warning: 1 of 3 interactions have the item 'null'" in remarks and "by --item-column." in remarks
     assert not [remark for remark in load("user,item,time\nNadia,1,1\n", "b.csv").remarks if "marks" in remark]
@@ -388,7 +390,7 @@ def test_columns_are_those_that_are_named(load, content, chosen) -> None:
     ],
 )  # fmt: skip
 def test_columns_that_are_not_known_are_refused_with_the_flags(load, content, chosen, message) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(UserError, match=message):
         load(content, **chosen)
 
 
@@ -452,29 +454,29 @@ HEAD = "user item time\n"
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(load, content, message) -> None:
-    with pytest.raises(BadInput, match="^--data-dir .*" + message) as caught:
+    with pytest.raises(UserError, match="^--data-dir .*" + message) as caught:
         load(content)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_line_numbers_count_through_all_blocks(load, monkeypatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 7)
-    with pytest.raises(BadInput, match=r"line 101: '1 2'"):
+    with pytest.raises(UserError, match=r"line 101: '1 2'"):
         load(HEAD + "1 2 3\n" * 99 + "1 2\n")
 
 
 def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
-    with pytest.raises(BadInput, match=r"^--data-dir .*missing.txt: no such file"):
+    with pytest.raises(UserError, match=r"^--data-dir .*missing.txt: no such file"):
         load_interactions(tmp_path / "missing.txt", 1, fresh_cache)
-    with pytest.raises(BadInput, match=r"data.zip: 2 files in it can be .* there are: a.txt, b.csv, c.pdf$"):
+    with pytest.raises(UserError, match=r"data.zip: 2 files in it can be .* there are: a.txt, b.csv, c.pdf$"):
         load(zipped({"b.csv": "", "a.txt": "", "c.pdf": ""}), "data.zip")
-    with pytest.raises(BadInput, match=r"data.zip: 2 files in it .* there are: x/u.data, y/u.data$"):
+    with pytest.raises(UserError, match=r"data.zip: 2 files in it .* there are: x/u.data, y/u.data$"):
         load(zipped({"x/u.data": "", "y/u.data": ""}), "data.zip")
-    with pytest.raises(BadInput, match=r"data.zip: 0 files in it .* n0, n1, n10, .*, \.\.\.$"):
+    with pytest.raises(UserError, match=r"data.zip: 0 files in it .* n0, n1, n10, .*, \.\.\.$"):
         load(zipped({f"n{i}": "" for i in range(40)}), "data.zip")
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(BadInput, match=r"folder: 0 files in it .* there are: no files$"):
+    with pytest.raises(UserError, match=r"folder: 0 files in it .* there are: no files$"):
         load_interactions(folder, 1, fresh_cache)
 
 
@@ -490,7 +492,7 @@ def test_damaged_archives_are_named(load) -> None:
             "cut": whole[: len(whole) // 2],
             "flipped": bytes(flipped),
         }.items():
-            with pytest.raises(BadInput, match=rf"{name}.{suffix}.* is damaged|{name}.{suffix}.*not text"):
+            with pytest.raises(UserError, match=rf"{name}.{suffix}.* is damaged|{name}.{suffix}.*not text"):
                 load(content, f"{name}.{suffix}")
 
 
@@ -514,7 +516,7 @@ def test_the_k_core_equals_a_slow_loop(load) -> None:
         expected = slow_k_core(pairs, k)
         content = "".join(f"{u} {i}\n" for u, i in pairs)
         if not expected:
-            with pytest.raises(BadInput, match=rf"^--k-core {k}: nothing of .*file{k}.txt is left"):
+            with pytest.raises(UserError, match=rf"^--k-core {k}: nothing of .*file{k}.txt is left"):
                 load(content, f"file{k}.txt", k)
             dropped.add("all")
             continue

@@ -12,7 +12,7 @@ from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, distinct_below
 from data.interactions.reader import Interactions, load_interactions
 from data.interactions.sequences import Negatives, split_interactions
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits
 from trainer.loading.order import SampleKeys, evaluation_keys
 
@@ -222,7 +222,7 @@ def test_nothing_that_is_trained_on_is_later_than_what_is_held_out_by_time(make)
     train, val, test = ([t for row, a, b in zip(TIMES, *bounds, strict=True) for t in row[part(a, b)]] for part in (
         lambda a, b: slice(0, a), lambda a, b: slice(a, b), lambda a, b: slice(b, None)))  # fmt: skip
     assert max(train) < min(val) <= max(val) < min(test)
-    with pytest.raises(BadInput, match=r"^--split time: the interactions have no times; take --split ratio"):
+    with pytest.raises(UserError, match=r"^--split time: the interactions have no times; take --split ratio"):
         make(from_lists(ITEMS, None, 130, "timeless"), hold_out=HoldOut("time"))
 
 
@@ -387,21 +387,23 @@ def test_every_set_of_distinct_numbers_is_equally_probable() -> None:
 
 def test_too_few_items_for_negatives_are_said(make) -> None:
     all_in_training = from_lists([[1, 2, 3, 1, 1], [1, 2, 3]], None, 3, "all")
-    with pytest.raises(BadInput, match=r"^--data-dir: .* leaves 0 of the 3 items, where 1 is needed"):
+    with pytest.raises(UserError, match=r"^--data-dir: .* leaves 0 of the 3 items, where 1 is needed"):
         make(all_in_training)
-    with pytest.raises(BadInput, match=r"^--data-dir: .* leaves 0 of the 3 items, where 1 is needed"):
+    with pytest.raises(UserError, match=r"^--data-dir: .* leaves 0 of the 3 items, where 1 is needed"):
         make(all_in_training, negatives=None)
-    with pytest.raises(BadInput, match=r"^--data-dir: .* leaves 0 of the 2 items"):
+    with pytest.raises(UserError, match=r"^--data-dir: .* leaves 0 of the 2 items"):
         make(from_lists([[1, 2]], None, 2, "no evaluation"))
-    with pytest.raises(BadInput, match=r"^--eval-negatives clean: .* leaves 99 of the 103 items, where 100 are needed"):
+    with pytest.raises(
+        UserError, match=r"^--eval-negatives clean: .* leaves 99 of the 103 items, where 100 are needed"
+    ):
         make(from_lists([[1, 2, 3, 4], [1, 2, 3]], None, 103, "few"), eval_negatives="clean")
-    with pytest.raises(BadInput, match=r"^--eval-negatives unseen: .* leaves 0 of the 4 items, where 1 is needed"):
+    with pytest.raises(UserError, match=r"^--eval-negatives unseen: .* leaves 0 of the 4 items, where 1 is needed"):
         make(from_lists([[1, 2, 3, 4], [1, 2, 3]], None, 4, "all seen"), eval_negatives="unseen")
     assert len(make(from_lists([[1, 2]], None, 2, "no negatives"), negatives=None)["train"]) == 1
 
 
 def test_nothing_to_train_on_is_said(make) -> None:
-    with pytest.raises(BadInput, match=r"^--split leave-one-out: leaves no user two interactions to train on"):
+    with pytest.raises(UserError, match=r"^--split leave-one-out: leaves no user two interactions to train on"):
         make(from_lists([[1, 2, 3], [1]], None, 130, "three"))
 
 

@@ -7,7 +7,7 @@ from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
 from tests.data.knowledge_graph.test_reader import KGAT, KGCN
 from tests.helpers.mutations import mutations
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 SPLIT = {"val_share": 0.3, "seed": 0, "selects_on_test": False}
 LAYOUTS = {"KGAT": KGAT, "KGCN": KGCN}
@@ -28,7 +28,7 @@ def test_a_damaged_data_set_is_read_or_refused(layout, damaged, tmp_path) -> Non
         (folder / damaged).write_bytes(content)
         try:
             catalogue = load_catalogue(folder, tmp_path / "cache", **SPLIT)
-        except BadInput as error:
+        except UserError as error:
             assert str(error).startswith(("--data-dir", "--val-share"))
         else:
             assert catalogue.train.items.max() < catalogue.num_items <= catalogue.num_entities
@@ -46,5 +46,5 @@ def test_damaged_lists_of_users_are_read_or_refused(tmp_path) -> None:
         try:
             users = read_users(path, catalogue)
             Recommendations(users, 1, catalogue)
-        except BadInput as error:
+        except UserError as error:
             assert str(error).startswith(("--predict", "--top-k"))

@@ -15,7 +15,7 @@ from data.knowledge_graph.numbers import LARGEST_ID
 from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.splits import VAL_STREAM, hold_out
 from tests.helpers.tar_archives import tarred
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 KGAT = {
     "train.txt": "0 3 1\n1 2\n2 4 0 2 0\n",
@@ -265,7 +265,7 @@ def test_everybody_keeps_an_item() -> None:
     ],
 )
 def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
-    with pytest.raises(BadInput, match=r"^--data-dir .*" + message):
+    with pytest.raises(UserError, match=r"^--data-dir .*" + message):
         load(changed(**files))
 
 
@@ -291,20 +291,20 @@ def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
     if "item_index2entity_id.txt" in files:
         files = files | {"ratings_final.txt": "0 3 1\n0 4 1\n"}
         message = message.replace("'0 1 1'", "'0 4 1'")
-    with pytest.raises(BadInput, match=r"^--data-dir .*" + message):
+    with pytest.raises(UserError, match=r"^--data-dir .*" + message):
         load(KGCN | files)
 
 
 def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
-    with pytest.raises(BadInput, match=r"^--data-dir .*/nowhere: no such file or folder"):
+    with pytest.raises(UserError, match=r"^--data-dir .*/nowhere: no such file or folder"):
         load_catalogue(tmp_path / "nowhere", tmp_path, val_share=0.1, seed=0, selects_on_test=False)
-    with pytest.raises(BadInput, match=r"train.txt: is a single file; give the folder or the .zip"):
+    with pytest.raises(UserError, match=r"train.txt: is a single file; give the folder or the .zip"):
         load(b"0 1\n", "train.txt")
-    with pytest.raises(BadInput, match=r"twice: 2 folders in it can be the data set; give one of them alone$"):
+    with pytest.raises(UserError, match=r"twice: 2 folders in it can be the data set; give one of them alone$"):
         load({f"{folder}/{name}": content for name, content in KGAT.items() for folder in "ab"}, "twice")
-    with pytest.raises(BadInput, match=r"both: has train.txt and train.txt.gz; keep one of them$"):
+    with pytest.raises(UserError, match=r"both: has train.txt and train.txt.gz; keep one of them$"):
         load(KGAT | {"train.txt.gz": gzip.compress(b"0 1\n")}, "both")
-    with pytest.raises(BadInput, match=r"empty.zip: has neither .* there are: no files$"):
+    with pytest.raises(UserError, match=r"empty.zip: has neither .* there are: no files$"):
         load(zipped({}), "empty.zip")
 
 
@@ -319,15 +319,15 @@ def test_the_folder_itself_comes_before_those_in_it(load) -> None:
 def test_damaged_files_are_named(load) -> None:
     archive, packed = zipped(KGAT), gzip.compress(KGAT["train.txt"].encode() * 50)
     for name, content in {"text.zip": b"no archive", "cut.zip": archive[: len(archive) // 2]}.items():
-        with pytest.raises(BadInput, match=rf"{name}.* is damaged"):
+        with pytest.raises(UserError, match=rf"{name}.* is damaged"):
             load(content, name)
     for kind, content in {"cut": packed[:-12], "text": b"0 1\n"}.items():
-        with pytest.raises(BadInput, match=r"train.txt.gz: cannot be read or is damaged"):
+        with pytest.raises(UserError, match=r"train.txt.gz: cannot be read or is damaged"):
             load(changed(train=None) | {"train.txt.gz": content}, kind)
 
 
 def test_nothing_to_validate_on(load) -> None:
-    with pytest.raises(BadInput, match=r"^--val-share 0.0: leaves nobody an item to validate on; choose a larger"):
+    with pytest.raises(UserError, match=r"^--val-share 0.0: leaves nobody an item to validate on; choose a larger"):
         load(changed(valid=None), val_share=0.0)
 
 
@@ -342,7 +342,7 @@ def test_what_is_cached_is_not_read_again(load, tmp_path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     settings = {"val_share": 0.25, "seed": 0}
     assert_same(load_catalogue(tmp_path / "set", tmp_path / "cache", **settings, selects_on_test=False), first)
-    with pytest.raises(BadInput, match="not a whole number"):
+    with pytest.raises(UserError, match="not a whole number"):
         load_catalogue(tmp_path / "set", tmp_path / "cache", **settings, selects_on_test=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.edges import Edges, collaborative_graph
 from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 
@@ -152,10 +152,10 @@ def test_who_leaves_no_negative_is_named(catalogue) -> None:
     users, items = np.array([1, *[3] * catalogue.num_items]), np.array([0, *range(catalogue.num_items)])
     greedy = replace(catalogue, train=ItemLists.of_pairs(users, items, catalogue.num_users))
     with pytest.raises(
-        BadInput, match=r"^--data-dir: user 3 has all 17 items in training, so that there is no negative"
+        UserError, match=r"^--data-dir: user 3 has all 17 items in training, so that there is no negative"
     ):
         BprSamples(greedy, 0)
     three = np.arange(3, dtype=np.int32)
     edges = Edges(np.full(3, 1, np.int32), three, np.full(3, 2, np.int32), num_nodes=3, num_relations=4)
-    with pytest.raises(BadInput, match=r"^--data-dir: relation 2 joins node 1 to all 3 nodes"):
+    with pytest.raises(UserError, match=r"^--data-dir: relation 2 joins node 1 to all 3 nodes"):
         Triples(edges, 0)

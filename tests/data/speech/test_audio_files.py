@@ -7,7 +7,7 @@ import pytest
 
 from data.speech.audio_files import UnreadableAudio, decode, resample, to_int16, within_full_scale
 from tests.data.speech.conftest import riff, wav
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 has_soundfile = importlib.util.find_spec("soundfile") is not None
 
@@ -102,7 +102,7 @@ def test_cut_anywhere_it_is_read_or_unreadable():
 @pytest.mark.skipif(has_soundfile, reason="soundfile is installed")
 @pytest.mark.parametrize(("name", "content"), [("a.flac", b"fLaC"), ("a.wav", riff(7, 8, 1, bytes(4)))])
 def test_other_formats_without_soundfile_say_what_to_install(name, content):
-    with pytest.raises(BadInput, match=f"{name}: .*pip install soundfile"):
+    with pytest.raises(UserError, match=f"{name}: .*pip install soundfile"):
         decode(content, name)
 
 

@@ -14,7 +14,7 @@ from data.speech.corpus import Corpus
 from data.speech.reader import load_corpus, read_recordings
 from data.speech.splits import hold_out
 from tests.data.speech.conftest import riff, wav
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 # --- forms in which the same files are given ----------------------------------------------------------------------
 
@@ -282,12 +282,12 @@ def test_unusable_utterances_are_counted(load, noise, form):
 
 
 def test_unusable_utterance_is_refused(load, noise):
-    with pytest.raises(BadInput, match=r"corpus, 1.wav: is cut off within its samples; .* --unreadable skip"):
+    with pytest.raises(UserError, match=r"corpus, 1.wav: is cut off within its samples; .* --unreadable skip"):
         load(damaged(noise), unreadable="refuse")
 
 
 def test_nothing_usable_is_refused(load):
-    with pytest.raises(BadInput, match=r"none of its 2 utterances can be used: is damaged.*, such as 0_0.wav .2."):
+    with pytest.raises(UserError, match=r"none of its 2 utterances can be used: is damaged.*, such as 0_0.wav .2."):
         load({"0_0.wav": "-", "1_0.wav": "-"})
 
 
@@ -309,25 +309,25 @@ def test_nothing_usable_is_refused(load):
     ],
 )
 def test_bad_line_of_a_manifest_is_named(load, noise, line, says):
-    with pytest.raises(BadInput, match=f"corpus, train.jsonl, line 3: .*{says}"):
+    with pytest.raises(UserError, match=f"corpus, train.jsonl, line 3: .*{says}"):
         load({"train.jsonl": manifest(entry("1.wav")) + "\n" + line, "1.wav": wav(noise())})
 
 
 def test_bad_line_of_common_voice_is_named(load, noise):
-    with pytest.raises(BadInput, match=r"corpus, cv/en/train.tsv, line 2: 2 columns instead of 5"):
+    with pytest.raises(UserError, match=r"corpus, cv/en/train.tsv, line 2: 2 columns instead of 5"):
         load(common_voice(noise, "e7\tc.wav"))
-    with pytest.raises(BadInput, match=r"train.tsv: has no column client_id, but path, sentence"):
+    with pytest.raises(UserError, match=r"train.tsv: has no column client_id, but path, sentence"):
         load({"train.tsv": "path\tsentence\n"}, as_zip)
 
 
 def test_recording_listed_twice_is_refused(load, noise):
     files = {"train.jsonl": manifest(entry("1.wav")), "test.jsonl": manifest(entry("./1.wav")), "1.wav": wav(noise())}
-    with pytest.raises(BadInput, match=r"corpus, 1.wav: is listed 2 times"):
+    with pytest.raises(UserError, match=r"corpus, 1.wav: is listed 2 times"):
         load(files)
 
 
 def test_several_corpora_are_refused(load, noise):
-    with pytest.raises(BadInput, match="2 folders can be meant; give one of de, en"):
+    with pytest.raises(UserError, match="2 folders can be meant; give one of de, en"):
         load({"de/train.jsonl": manifest(entry("1.wav")), "en/train.jsonl": manifest(entry("1.wav"))})
 
 
@@ -345,7 +345,7 @@ def test_several_corpora_are_refused(load, noise):
     ],
 )
 def test_names_that_are_no_words_are_no_transcripts(load, names):
-    with pytest.raises(BadInput, match=r"looks like|no recordings with transcripts"):
+    with pytest.raises(UserError, match=r"looks like|no recordings with transcripts"):
         load({f"{name}.wav": b"" for name in names})
 
 
@@ -354,7 +354,7 @@ def test_names_that_are_no_words_are_no_transcripts(load, names):
 )
 def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
     files = {"0_1.wav": wav(noise()), "1_0.wav": wav(noise())}
-    with pytest.raises(BadInput, match=r"looks like|no recordings with transcripts"):
+    with pytest.raises(UserError, match=r"looks like|no recordings with transcripts"):
         load(files | {beside: "1"})
     corpus = load(files | {"README.txt": "1", "docs/LICENSE.txt": "1"}, as_zip)
     assert corpus.found["transcripts"] == "the names of the files, such as '0 1'"
@@ -381,7 +381,7 @@ def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
     ],
 )
 def test_forms_that_are_not_read_are_named(load, files, says):
-    with pytest.raises(BadInput, match=f"looks like {says}"):
+    with pytest.raises(UserError, match=f"looks like {says}"):
         load(dict.fromkeys(files, b""))
 
 
@@ -394,20 +394,20 @@ def test_forms_that_are_not_read_are_named(load, files, says):
     ],
 )
 def test_folder_without_transcripts_is_refused(load, files, says):
-    with pytest.raises(BadInput, match=f"no recordings with transcripts: .*{says}"):
+    with pytest.raises(UserError, match=f"no recordings with transcripts: .*{says}"):
         load(files)
 
 
 @pytest.mark.parametrize("form", [as_zip, as_tar, as_tar_gz])
 @pytest.mark.parametrize("name", ["../1_0.wav", "/1_0.wav", "a/../../1_0.wav"])
 def test_name_that_leads_out_of_an_archive_is_refused(load, noise, form, name):
-    with pytest.raises(BadInput, match=f"holds the name '{name}', which leads out of it"):
+    with pytest.raises(UserError, match=f"holds the name '{name}', which leads out of it"):
         load({name: wav(noise())}, form)
 
 
 @pytest.mark.parametrize("sound", ["../1.wav", "/etc/passwd"])
 def test_manifest_cannot_lead_out_of_an_archive(load, sound):
-    with pytest.raises(BadInput, match=f"train.jsonl, line 1: '{sound}' leads out of the archive"):
+    with pytest.raises(UserError, match=f"train.jsonl, line 1: '{sound}' leads out of the archive"):
         load({"train.jsonl": manifest(entry(sound)), "x": ""}, as_zip)
 
 
@@ -438,17 +438,17 @@ def test_links_in_archives_are_not_followed(tmp_path, noise):
 def test_damaged_archive_is_refused(tmp_path, noise, form):
     path = form(tmp_path / "corpus", {"0_0.wav": wav(noise(5_000)), "1_0.wav": wav(noise(5_000))})
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
-    with pytest.raises(BadInput, match=r"is no archive or is damaged|none of its"):
+    with pytest.raises(UserError, match=r"is no archive or is damaged|none of its"):
         load_corpus(path, tmp_path / "cache", unreadable="skip")
 
 
 def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
-    with pytest.raises(BadInput, match="no such file or folder"):
+    with pytest.raises(UserError, match="no such file or folder"):
         load_corpus(tmp_path / "none", tmp_path / "cache")
     as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
-    with pytest.raises(BadInput, match=r"a.wav: is no folder, archive"):
+    with pytest.raises(UserError, match=r"a.wav: is no folder, archive"):
         load_corpus(tmp_path / "x/a.wav", tmp_path / "cache")
-    with pytest.raises(BadInput, match=r"holds 2 archives .a.zip, b.tar.; give one"):
+    with pytest.raises(UserError, match=r"holds 2 archives .a.zip, b.tar.; give one"):
         load_corpus(tmp_path / "x/two", tmp_path / "cache")
 
 
@@ -481,7 +481,7 @@ def test_nothing_but_the_corpus_is_left_in_the_cache(load, noise, tmp_path):
 
 def test_cache_that_cannot_be_written_to_is_named(tmp_path, noise):
     as_folder(tmp_path, {"corpus/0_0.wav": wav(noise()), "cache": "a file"})
-    with pytest.raises(BadInput, match=f"--cache-dir {tmp_path}/cache"):
+    with pytest.raises(UserError, match=f"--cache-dir {tmp_path}/cache"):
         load_corpus(tmp_path / "corpus", tmp_path / "cache")
 
 
@@ -504,15 +504,15 @@ def test_new_recording_of_a_file(tmp_path, noise):
 
 
 def test_bad_new_recordings_are_named(tmp_path, noise):
-    with pytest.raises(BadInput, match=f"--predict {tmp_path}: holds no sound"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}: holds no sound"):
         read_recordings(tmp_path, 8_000)
-    with pytest.raises(BadInput, match=f"--predict {tmp_path}/none.wav: No such file"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}/none.wav: No such file"):
         read_recordings(tmp_path / "none.wav", 8_000)
     for content, says in ((b"-", "is damaged"), (wav(noise(0)), "has no samples")):
         (tmp_path / "a.wav").write_bytes(content)
-        with pytest.raises(BadInput, match=f"--predict {tmp_path}: none of its 1 recordings can be used: {says}"):
+        with pytest.raises(UserError, match=f"--predict {tmp_path}: none of its 1 recordings can be used: {says}"):
             read_recordings(tmp_path, 8_000)
-        with pytest.raises(BadInput, match=f"--predict {tmp_path}/a.wav: {says}"):
+        with pytest.raises(UserError, match=f"--predict {tmp_path}/a.wav: {says}"):
             read_recordings(tmp_path / "a.wav", 8_000)
 
 
@@ -524,7 +524,7 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(tmp_path, noi
     assert corpus.skipped == {
         "is cut off within its samples, such as a.wav": 1, "is an empty file, such as c.wav": 1
     }  # fmt: skip
-    with pytest.raises(BadInput, match=f"--predict {tmp_path}/a.wav: is cut off .* --unreadable skip"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}/a.wav: is cut off .* --unreadable skip"):
         read_recordings(tmp_path, 8_000, "refuse")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from data.speech.corpus import Corpus
 from data.speech.splits import hold_out
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 PARTS = ("train", "val", "test")
 
@@ -98,15 +98,15 @@ def test_named_speakers_are_held_out():
     ],
 )
 def test_impossible_choice_of_speakers_is_refused(options, says):
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(UserError, match=says):
         by_speaker(corpus_of(["a", "b"], ["s0", "s1"]), **options)
 
 
 def test_unknown_speakers_cannot_be_held_out():
-    with pytest.raises(BadInput, match="who speaks in b is not known"):
+    with pytest.raises(UserError, match="who speaks in b is not known"):
         by_speaker(corpus_of(["a", "b"], ["s0", ""]), 0.5)
 
 
 def test_nothing_to_train_on_is_refused():
-    with pytest.raises(BadInput, match="none to train on"):
+    with pytest.raises(UserError, match="none to train on"):
         by_utterance(corpus_of(["a", "b"]))

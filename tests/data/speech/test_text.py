@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from data.speech.text import BLANK, Alphabet, normalise, shortest_frames
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def test_alphabet_of_a_file(tmp_path):
 def test_bad_file_of_an_alphabet_is_named(tmp_path, content, says):
     file = tmp_path / "alphabet.txt"
     file.write_bytes(content)
-    with pytest.raises(BadInput, match=says) as refused:
+    with pytest.raises(UserError, match=says) as refused:
         Alphabet.from_file(file, "characters")
     assert f"--alphabet {file}" in str(refused.value)
 
 
 def test_missing_file_of_an_alphabet_is_named(tmp_path):
-    with pytest.raises(BadInput, match="No such file"):
+    with pytest.raises(UserError, match="No such file"):
         Alphabet.from_file(tmp_path / "none.txt", "characters")
 
 
 @pytest.mark.parametrize(("units", "missing"), [("characters", "'d'"), ("words", "'bad'")])
 def test_symbol_outside_the_alphabet_is_named(units, missing):
     alphabet = Alphabet.from_transcripts(["a b ab"], units)
-    with pytest.raises(BadInput, match=f"{missing} in the transcript 'a bad b'"):
+    with pytest.raises(UserError, match=f"{missing} in the transcript 'a bad b'"):
         alphabet.encode("a bad b")
 
 

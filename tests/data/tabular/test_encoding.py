@@ -7,7 +7,7 @@ import pytest
 
 from data.tabular.encoding import Encoding
 from data.tabular.screening import labelled_table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 TRAIN = "n,t,y\n1,b,no\n2,c,yes\n6,,no\n,b,yes\n"
 
@@ -41,7 +41,7 @@ def test_a_new_table_has_its_columns_in_any_order_and_perhaps_others(read, encod
     table = read("other,t,n\nx,c,2\nz,b,1\n")
     assert_rows(encoding.encode(table), (standardised(2), 1), (standardised(1), 0))
     assert encoding.remarks(table) == ["Not learned from, and ignored: other."]
-    with pytest.raises(BadInput, match=r"^--data-dir .*: lacks n; give all columns"):
+    with pytest.raises(UserError, match=r"^--data-dir .*: lacks n; give all columns"):
         encoding.encode(read("t\nc\n"))
 
 
@@ -91,7 +91,9 @@ def test_every_number_stays_finite(read, number) -> None:
 
 def test_a_table_with_labels_is_not_predicted(read, encoding) -> None:
     encoding.refuse_label(read("n,t\n1,b\n"))
-    with pytest.raises(BadInput, match=r"^--data-dir .*: has the column 'y', which is what is predicted; take it out$"):
+    with pytest.raises(
+        UserError, match=r"^--data-dir .*: has the column 'y', which is what is predicted; take it out$"
+    ):
         encoding.refuse_label(read(TRAIN))
 
 

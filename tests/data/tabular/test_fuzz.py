@@ -13,7 +13,7 @@ from data.tabular.encoding import Encoding
 from data.tabular.reader import read_table
 from data.tabular.screening import HEADING, labelled_table
 from tests.helpers.mutations import mutations
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 COMMAS = "id,fare,sex,when,y\n" + "".join(
     f'{i},"${1 + i},250.00",{"MF"[i % 2]},2024-05-{i + 1:02},{i % 2}\n' for i in range(8)
@@ -65,7 +65,7 @@ def test_damaged_tables_are_read_or_refused(name, files, tmp_path) -> None:
             encoded = Encoding.fit(table.features, table.labels).encode(table.features)
             assert not np.isinf(encoded).any()
             assert all(line.isprintable() for line in overview(HEADING, [report.cells for report in table.reports]))
-        except BadInput as error:
+        except UserError as error:
             refused.append(str(error))
         assert time.process_time() - start < 2, i
     assert [each.name for each in tmp_path.iterdir()] == [name]

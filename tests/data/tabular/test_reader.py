@@ -12,7 +12,7 @@ import pytest
 from data.tabular import reader as module
 from data.tabular.reader import read_table
 from data.tabular.table import Column, Table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 PLAIN = "age,town,y\n31,Rome,a\n42,Oslo,b\n,Rome,a\n"
 
@@ -82,7 +82,7 @@ def test_columns_without_a_name_are_called_by_their_places(read) -> None:
 def test_rows_across_blocks(read, monkeypatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 2)
     assert_is_the_table(read(PLAIN))
-    with pytest.raises(BadInput, match="line 5: 2 fields"):
+    with pytest.raises(UserError, match="line 5: 2 fields"):
         read(PLAIN + "1,2\n")
 
 
@@ -184,7 +184,7 @@ def test_arrays_in_memory_of_any_values() -> None:
     ],
 )
 def test_arrays_that_are_no_table(read_arrays, arrays, message) -> None:
-    with pytest.raises(BadInput, match="^--data-dir .*t.npz: .*" + message) as caught:
+    with pytest.raises(UserError, match="^--data-dir .*t.npz: .*" + message) as caught:
         read_arrays(**arrays)
     assert "\n" not in str(caught.value)
 
@@ -211,7 +211,7 @@ def test_damaged_arrays(read, tmp_path) -> None:
         bytes(flipped): "",
         single.getvalue(): "is no .npz",
     }.items():
-        with pytest.raises(BadInput, match=rf"^--data-dir .*t.npz: {message}"):
+        with pytest.raises(UserError, match=rf"^--data-dir .*t.npz: {message}"):
             read(content, "t.npz")
 
 
@@ -246,15 +246,15 @@ def test_damaged_arrays(read, tmp_path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(read, content, message) -> None:
-    with pytest.raises(BadInput, match=r"^--data-dir .*t.csv(, |: ).*" + message) as caught:
+    with pytest.raises(UserError, match=r"^--data-dir .*t.csv(, |: ).*" + message) as caught:
         read(content)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_paths_that_cannot_be_read(tmp_path) -> None:
-    with pytest.raises(BadInput, match=r"^--predict .*none.csv: no such file; give a CSV"):
+    with pytest.raises(UserError, match=r"^--predict .*none.csv: no such file; give a CSV"):
         read_table(tmp_path / "none.csv", "--predict")
-    with pytest.raises(BadInput, match=r"is a folder; give a CSV"):
+    with pytest.raises(UserError, match=r"is a folder; give a CSV"):
         read_table(tmp_path)
 
 
@@ -264,7 +264,7 @@ def test_damaged_gzip_and_files_of_another_kind(read) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("sheet.xml", bytes(range(256)) * 9)
     for content, name in [(packed[:500], "t.csv.gz"), (b"a,b\n", "t.csv.gz"), (archive.getvalue(), "t.csv")]:
-        with pytest.raises(BadInput, match=rf"^--data-dir .*{name}: (cannot be read or is damaged|is Excel or a zip)"):
+        with pytest.raises(UserError, match=rf"^--data-dir .*{name}: (cannot be read or is damaged|is Excel or a zip)"):
             read(content, name)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.tabular.screening import LabelledTable, labelled_table
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 NUM_ROWS = 40
 USEFUL = [i * 7 % 11 for i in range(NUM_ROWS)]
@@ -155,7 +155,7 @@ def test_the_label_of_arrays(read_arrays) -> None:
     ],
 )
 def test_what_cannot_be_learned_from_is_named_in_one_sentence(screen, settings, message) -> None:
-    with pytest.raises(BadInput, match=r"^--data-dir .*t.csv: " + message) as caught:
+    with pytest.raises(UserError, match=r"^--data-dir .*t.csv: " + message) as caught:
         screen(**settings)
     assert "\n" not in str(caught.value)
 

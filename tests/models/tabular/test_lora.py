@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.tabular.lora import LoRALinear, add_adapters, merge_adapters
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 
 class Net(nn.Module):
@@ -98,5 +98,7 @@ def test_autocast() -> None:
 
 
 def test_a_target_that_fits_nothing_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^LoRA target '\*\.kv': fits no linear layer; there are attention.qkv, .*head"):
+    with pytest.raises(
+        UserError, match=r"^LoRA target '\*\.kv': fits no linear layer; there are attention.qkv, .*head"
+    ):
         add_adapters(Net(), targets=["*.qkv", "*.kv"])

@@ -7,7 +7,7 @@ import torch
 from data.tabular.prior import tables
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, draw_tables, write_tables
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
 SETTINGS = PriorSettings(tables_per_shape=4)
@@ -151,7 +151,7 @@ def test_written_tables_are_read_again(tmp_path):
     write_tables(tables, tmp_path / "tables.npz")
     with np.load(tmp_path / "tables.npz", allow_pickle=False) as read:
         assert_same(dict(read), take(tables, np.arange(10)))
-    with pytest.raises(BadInput, match=r"--prior-only .*nowhere"):
+    with pytest.raises(UserError, match=r"--prior-only .*nowhere"):
         write_tables(tables, tmp_path / "nowhere" / "tables.npz")
 
 

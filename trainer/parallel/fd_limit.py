@@ -2,7 +2,7 @@
 
 import resource
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 
 PER_RANK = 3
 """The least that a process opens for each other one: a connection in every group of processes."""
@@ -12,12 +12,12 @@ AMPLE_PER_RANK, AMPLE_BESIDE = 16, 1024
 
 
 def make_room(world_size: int) -> None:
-    """Raises this process's soft limit of open files as far as so many processes may need. Raises BadInput."""
+    """Raises this process's soft limit of open files as far as so many processes may need. Raises UserError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = float("inf") if hard == resource.RLIM_INFINITY else hard
     needed, ample = PER_RANK * world_size + BESIDE, AMPLE_PER_RANK * world_size + AMPLE_BESIDE
     if most < needed:
-        raise BadInput(
+        raise UserError(
             f"{world_size} processes: each has connections to all others and needs at least {needed} open files, but "
             f"`ulimit -Hn` allows {hard}; raise that limit, or start fewer processes"
         )

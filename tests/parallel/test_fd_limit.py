@@ -6,8 +6,8 @@ import pytest
 
 from tests.conftest import TINY
 from tests.helpers import forks
-from trainer.common.errors import BadInput
-from trainer.parallel.descriptors import BESIDE, PER_RANK, make_room
+from trainer.common.errors import UserError
+from trainer.parallel.fd_limit import BESIDE, PER_RANK, make_room
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_soft_limit_is_raised_as_far_as_it_may(soft, hard, expected, limits)
 
 def test_a_hard_limit_that_is_too_low(limits):
     limits(1024, PER_RANK * 1000 + BESIDE - 1)
-    with pytest.raises(BadInput, match="1000 processes: each has connections to all others and needs at least 3064"):
+    with pytest.raises(UserError, match="1000 processes: each has connections to all others and needs at least 3064"):
         make_room(1000)
 
 

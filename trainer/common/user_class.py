@@ -5,33 +5,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 
 
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
-    """The class, a subclass of `base`. Raises BadInput.
+    """The class, a subclass of `base`. Raises UserError.
 
     comes_first: what stands beside the file goes before all other packages, those of the trainer too; else after them.
     """
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
     if found is None:
-        raise BadInput(f"{flag} {value}: {path} defines no {class_name}")
+        raise UserError(f"{flag} {value}: {path} defines no {class_name}")
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise BadInput(f"{flag} {value}: {class_name} is not a subclass of trainer.{base.__name__}")
+        raise UserError(f"{flag} {value}: {class_name} is not a subclass of trainer.{base.__name__}")
     return found
 
 
 def split_name(value: str, flag: str) -> tuple[Path, str]:
-    """The file, which is there, and the name of the class; nothing is imported. Raises BadInput."""
+    """The file, which is there, and the name of the class; nothing is imported. Raises UserError."""
     file, colon, class_name = value.rpartition(":")
     if not colon or not class_name.isidentifier():  # a class within another, or within a function
-        raise BadInput(f"{flag} {value}: must be path/to/file.py:ClassName")
+        raise UserError(f"{flag} {value}: must be path/to/file.py:ClassName")
     path = Path(file)
     with refusing_disk_errors(f"{flag} {value}"):
         if not path.is_file():
-            raise BadInput(f"{flag} {value}: there is no file {path}")
+            raise UserError(f"{flag} {value}: there is no file {path}")
         path.open("rb").close()
     return path, class_name
 
@@ -46,7 +46,7 @@ def _import_file(path: Path, given: str, comes_first: bool) -> object:
     try:
         module = importlib.import_module(path.stem)
     except (ImportError, SyntaxError, SystemExit) as error:
-        raise BadInput(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
+        raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
     if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
-        raise BadInput(f"{given}: there is another module named {path.stem}; rename the file")
+        raise UserError(f"{given}: there is another module named {path.stem}; rename the file")
     return module

@@ -222,7 +222,7 @@ def brief(value: Any) -> str:
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
 
 
-def first_flaw(kinds: Iterable[Kind], value: Any) -> str | None:
+def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
     """What is wrong with a value that was read from a file; None where it is of all kinds."""
     try:
         for kind in kinds:

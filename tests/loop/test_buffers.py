@@ -11,10 +11,10 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task
 from trainer.commands.parse import parse
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import EpochOrder, SampleKeys, num_micro_batches
-from trainer.loop.batch_norm import RunningStatistics
+from trainer.loop.buffers import Buffers
 from trainer.loop.contract import leaves_a_single_sample
 from trainer.loop.schedule import lr_factor
 from trainer.parallel.base import SingleDevice
@@ -102,7 +102,7 @@ def test_goes_on_to_the_bit_from_a_save_that_the_unbroken_run_did_not_make(comma
 
 def test_a_placeholder_leaves_no_trace():
     norm = nn.BatchNorm1d(2)
-    statistics = RunningStatistics(nn.Sequential(norm))
+    statistics = Buffers(nn.Sequential(norm))
     norm(torch.randn(8, 2))
     before = norm.running_mean.clone(), norm.running_var.clone()
     for num_samples, is_same in ((0, True), (8, False)):
@@ -164,7 +164,7 @@ def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
         directory = RunDirectory(tmp_path / str(num_train), Retention(3), print)
         try:
             build_run(flags, build_task(flags), ReplicasOnCpu(2), directory)
-        except BadInput as error:
+        except UserError as error:
             assert is_refused
             assert "the last step of an epoch, of 3 sample(s)," in str(error)
         else:

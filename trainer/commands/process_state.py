@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainer.commands.build import CUBLAS_WORKSPACE
-from trainer.common.errors import BadInput
+from trainer.common.errors import UserError
 from trainer.parallel.signals import handlers_restored
 
 _in_use = threading.Lock()
@@ -53,11 +53,11 @@ _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.ba
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
     """Around a run. Default dtype and device and gradients are those of a new process, whatever this one has.
 
-    Raises BadInput if another thread of this process is within it for longer than `wait_s`: they would share random
+    Raises UserError if another thread of this process is within it for longer than `wait_s`: they would share random
     numbers.
     """
     if not _in_use.acquire(timeout=wait_s):
-        raise BadInput("this process trains already, and one run at a time is all it can; start another process")
+        raise UserError("this process trains already, and one run at a time is all it can; start another process")
     with ExitStack() as afterwards:
         afterwards.callback(_in_use.release)
         for read, write in _STATES:
