@@ -1,17 +1,19 @@
-"""Which optimizers a run has, what each of them trains, and that one without torch's wrappers is torch's own."""
+"""Which optimizers a run has, what each of them trains, and that one without the compiler's wrappers is torch's own."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
 from trainer.common.errors import UserError
 from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.optimizers import build_optimizers, completed_groups, hidden_matrices
 from trainer.loop.precision import Precision, _step_on_device
-from trainer.loop.torch_optimizers import ZeroStartSGD, moments_of, without_wrappers
+from trainer.loop.torch_optimizers import ZeroStartSGD, moments_of, without_compiler
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import MultiDeviceFlags
 
@@ -42,15 +44,15 @@ def momentum_sgd(*args, **settings):
 
 
 def our_momentum_sgd(*args, **settings):
-    return without_wrappers(ZeroStartSGD)(*args, momentum=0.9, **settings)
+    return without_compiler(ZeroStartSGD)(*args, momentum=0.9, **settings)
 
 
 @pytest.mark.parametrize("hook", [None, "register_step_pre_hook", "register_step_post_hook"])
 @pytest.mark.parametrize(
     ("torchs", "plain"),
     [
-        (torch.optim.AdamW, without_wrappers(torch.optim.AdamW)),
-        (torch.optim.Adam, without_wrappers(torch.optim.Adam)),
+        (torch.optim.AdamW, without_compiler(torch.optim.AdamW)),
+        (torch.optim.Adam, without_compiler(torch.optim.Adam)),
         (momentum_sgd, our_momentum_sgd),
     ],
     ids=["adamw", "adam", "sgd"],
@@ -64,8 +66,50 @@ def test_same_bits_and_the_same_hooks(torchs, plain, hook):
     assert torch.equal(*on)
 
 
+def stepped_once(kind=torch.optim.AdamW):
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = without_compiler(kind)([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_hooks_of_all_optimizers_are_called():
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        optimizer = stepped_once()
+    finally:
+        handle.remove()
+    assert seen == [optimizer]
+
+
+def test_profilers_see_the_step():
+    with torch.profiler.profile() as profile:
+        stepped_once()
+    assert "Optimizer.step#AdamW.step" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ZeroStartSGD])
+def test_optimizers_pickle(kind):
+    optimizer = stepped_once(kind)
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    assert type(loaded) is kind and str(loaded.state_dict()) == str(optimizer.state_dict())
+    loaded.step()
+
+
+def test_a_backward_tells_its_threads_the_settings_of_the_compiler():
+    """As loss.backward() does: a hook sees the context that torch keeps for the threads of devices."""
+    seen = []
+    for backward in (torch.Tensor.backward, lambda loss: Precision("off", loss.dtype, loss.device).backward(loss, 1.0)):
+        weight = torch.ones(3, requires_grad=True)
+        weight.register_hook(lambda _: seen.append(torch._C._is_key_in_tls("context")))
+        backward(weight.sum())
+    assert seen == [True, True]
+
+
 def test_a_step_builds_no_graph():
-    weights, _, _ = trained(without_wrappers(torch.optim.AdamW), 2)
+    weights, _, _ = trained(without_compiler(torch.optim.AdamW), 2)
     assert not weights.requires_grad
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainer.common.errors import UserError
 from trainer.loop.ema import keeps_average
 from trainer.loop.learning_flags import LearningFlags
-from trainer.loop.torch_optimizers import ZeroStartSGD, without_wrappers
+from trainer.loop.torch_optimizers import ZeroStartSGD, without_compiler
 from trainer.parallel.optimizer_states import remember_settings
 from trainer.parallel.parts import is_sharded
 from trainer.task import Objective, ParamGroup, Task, sparse_parameters
@@ -126,7 +126,7 @@ def by_flags(
         momentum = _given(learning, "momentum")
         # Updates as large as AdamW's, so that both take the same rate (Liu et al., 2025, arXiv:2502.16982, section 2).
         parts.insert(0, (matrices, torch.optim.Muon, momentum | {"adjust_lr_fn": "match_rms_adamw"}))
-    return [without_wrappers(kind)(part, lr=learning.lr, **its) for part, kind, its in parts if part]
+    return [without_compiler(kind)(part, lr=learning.lr, **its) for part, kind, its in parts if part]
 
 
 def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:

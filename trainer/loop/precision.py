@@ -103,11 +103,7 @@ class Precision:
         else:
             coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
         start = self.scaler.scale(coefficient).to(loss.dtype)
-        # As loss.backward(start), which would import sympy. A factor of the loss, or a hook that puts it in the place
-        # of the one that a backward begins with, would take a hundredth of a step of 2 ms.
-        torch.autograd.Variable._execution_engine.run_backward(
-            (loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        _run_backward(loss, start)
 
     def step(
         self,
@@ -150,6 +146,19 @@ class Precision:
         self.scaler.update()
         self.scaler.update(self.scaler.scale(one).clamp(min=SCALE_FLOOR))
         return self.scaler.scale(one) < before
+
+
+def _run_backward(loss: Tensor, start: Tensor) -> None:
+    """Does what loss.backward(start) does, without importing sympy for its checks.
+
+    A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins with,
+    would take a hundredth of a step of 2 ms.
+    """
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        loss.backward(start)
+    else:
+        run((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:

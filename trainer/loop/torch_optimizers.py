@@ -1,8 +1,7 @@
-"""torch's optimizers as a run uses them: without wrappers, from a defined start; and what they keep."""
+"""torch's optimizers as a run uses them: without the compiler, from a defined start; and what they keep."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,30 +16,17 @@ _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
 """Words of torch's errors about operations without a rule for sharded tensors."""
 
 
-def without_wrappers(optimizer_type: type[torch.optim.Optimizer]) -> Any:
-    """The same class of optimizers without the wrappers that torch puts around its methods.
+def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
+    """The class of optimizers without the wrappers that hide its methods from torch's compiler.
 
-    They keep torch's compiler from tracing them, and import it for that, which takes longer than all else at the start
-    of a run. Another one calls hooks around `step`, and tells a profiler its name: a few percent of a small model's
-    step. It is there again for an optimizer that gets a hook.
+    These import the compiler, which takes longer than all else at the start of a run. All other wrappers are torch's:
+    hooks of an optimizer and of all optimizers are called, and profilers see the step. A pickle holds torch's class.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
     members["step"] = torch.no_grad()(members["step"])  # the other duty of a wrapper
-    members["step"].hooked = True  # or torch would wrap it
-    for name in ("register_step_pre_hook", "register_step_post_hook"):
-        members[name] = _calling_hooks(getattr(optimizer_type, name))
+    members["__reduce__"] = lambda self: (object.__new__, (optimizer_type,), self.__getstate__())
     return type(optimizer_type.__name__, (optimizer_type,), members)
-
-
-def _calling_hooks(register: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that registers a hook, for an optimizer that does not call any so far."""
-
-    def register_hook(self: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
-        self.step = partial(self.profile_hook_step(type(self).step), self)  # type: ignore[assignment]
-        return register(self, hook)
-
-    return register_hook
 
 
 class ZeroStartSGD(torch.optim.SGD):
