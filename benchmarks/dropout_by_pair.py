@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models.sequential.intervals import Pairs, interval_logits, interval_sums
 from models.sequential.sasrec import causal_parts, causal_softmax, merge_heads
 from models.sequential.tisasrec import IntervalAttention, Intervals, TiSASRec
-from trainer.tasks.seqrec import SeqrecObjective, SeqrecTask
+from tasks.seqrec import SeqrecObjective, SeqrecTask
 
 _TINY = 1e-12  # at zero the square root has no derivative
 

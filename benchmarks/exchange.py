@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tasks.har import HarFlags, HarTask
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.ema import ExponentialMovingAverage
@@ -37,7 +38,6 @@ from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
 from trainer.task import Objective
-from trainer.tasks.har import HarFlags, HarTask
 
 BATCH_SIZE = 32
 NUM_BATCHES = 16

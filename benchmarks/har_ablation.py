@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.har.windows import SIGNALS
-from trainer.tasks.har import HarObjective, HarTask
-from trainer.tasks.har_encoder import harnet_of
+from tasks.har import HarObjective, HarTask
+from tasks.har_encoder import harnet_of
 
 ROWS: Sequence[tuple[str, Sequence[str]]] = (
     ("the default", ()),

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.tabular import SOURCES, in_context, measured, problems
+from tasks.tabular import TabularFlags, TabularTask
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
-from trainer.tasks.tabular import TabularFlags, TabularTask
 
 MAX_CLASSES = 10
 PUBLISHED_SHAPE = {"embedding_size": 96, "num_attention_heads": 4, "mlp_hidden_size": 192, "num_layers": 3}

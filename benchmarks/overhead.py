@@ -31,11 +31,11 @@ from benchmarks.opened_run import opened_run
 from data.har.windows import SIGNALS, HarDataset, HarRecordings
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
+from tasks.har import HarObjective, HarTask
 from trainer import Batch, Sums
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.train import train
-from trainer.tasks.har import HarObjective, HarTask
 
 BATCH_SIZE = 16
 WIDTHS = (8, 16)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.interactions.sequences import TrainSequences
+from tasks.seqrec import SeqrecObjective, SeqrecTask
 from trainer.commands.build import build_task
 from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys, evaluation_keys
-from trainer.tasks.seqrec import SeqrecObjective, SeqrecTask
 
 USERS_PER_BATCH = 256
 WHOLE_HISTORIES = ["--maxlen", "1000000"]

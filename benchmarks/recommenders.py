@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from models.graph.top_k import top_k
+from tasks.kgat import KgatFlags, KgatTask
 from trainer.loading.order import SampleKeys
-from trainer.tasks.kgat import KgatFlags, KgatTask
 
 LIGHT = "--model {} --lr 5e-3 --l2 1e-3 --epochs 200 --eval-every 5 --early-stopping-patience 8"
 LIGHT_BOOK = (

@@ -25,10 +25,10 @@ from benchmarks.exchange import (
     shuffled_batches,
     under_ddp,
 )
+from tasks.har import HarFlags, HarTask
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded
-from trainer.tasks.har import HarFlags, HarTask
 
 
 def sharded(task: HarTask) -> nn.Module:

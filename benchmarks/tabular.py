@@ -41,10 +41,10 @@ from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.table import Column
 from models.tabular.predictor import TabularModel, predict
+from tasks.tabular import SHIPPED, TabularTask
+from tasks.tabular_classifier import Strategy, TabularClassifier
 from trainer.checkpoint.weights import find_weights
 from trainer.commands.trained import model_of
-from trainer.estimators.tabular import Strategy, TabularClassifier
-from trainer.tasks.tabular import SHIPPED, TabularTask
 
 NUM_TRAIN = NUM_TEST = 512
 FEWEST_OF_CLASS = 3

@@ -1,6 +1,6 @@
 """Makes the weights that come with --task tabular of a run: its best ones, and what was trained, without moments.
 
-python benchmarks/tabular_weights.py checkpoints/tables trainer/tasks/tabular_nano.pth
+python benchmarks/tabular_weights.py checkpoints/tables tasks/tabular_nano.pth
 """
 
 import argparse

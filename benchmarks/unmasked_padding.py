@@ -18,7 +18,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.sequential.sasrec import CausalAttention, SASRec, causal_chunks, merge_heads
-from trainer.tasks.seqrec import SeqrecObjective, SeqrecTask
+from tasks.seqrec import SeqrecObjective, SeqrecTask
 
 
 class UnmaskedPadding(SeqrecTask):

@@ -4,9 +4,9 @@ from typing import Literal
 
 import pytest
 
+from tasks import TASKS
 from trainer.commands.parse import parse
 from trainer.config import FlagGroup, arguments_of, build_parser, checked_defaults, flag, flag_values, parse_flags
-from trainer.tasks import TASKS
 
 
 @dataclass

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("trainer", "models", "data")
+PACKAGES = ("trainer", "tasks", "models", "data")
 SCRIPTS = ("main", "main_multi_gpu", "profiler")
+CLASSIFIER = "tasks.tabular_classifier"
 FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "cli.py", "api.py"}
 
 # --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
@@ -29,13 +30,13 @@ ARROWS = {
     "trainer.parallel": CONTRACT,
     "trainer.checkpoint": CONTRACT,
     "trainer.logs": CONTRACT,
-    "trainer.tasks": CONTRACT | {"trainer.checkpoint", "models", "data"},
+    "tasks": CONTRACT | {"trainer.checkpoint", "models", "data"},
+    CLASSIFIER: BELOW_THE_LOOP | {"tasks", "trainer.api", "trainer.commands", "models", "data"},
     "trainer.loop": BELOW_THE_LOOP,
-    "trainer.commands": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop"},
-    "trainer.profiling": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands"},
-    "trainer.cli": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands"},
-    "trainer.api": BELOW_THE_LOOP | {"trainer.tasks", "trainer.loop", "trainer.commands", "trainer.cli"},
-    "trainer.estimators": BELOW_THE_LOOP | {"trainer.api", "trainer.tasks", "trainer.commands", "models", "data"},
+    "trainer.commands": BELOW_THE_LOOP | {"tasks", "trainer.loop"},
+    "trainer.profiling": BELOW_THE_LOOP | {"tasks", "trainer.loop", "trainer.commands"},
+    "trainer.cli": BELOW_THE_LOOP | {"tasks", "trainer.loop", "trainer.commands"},
+    "trainer.api": BELOW_THE_LOOP | {"tasks", "trainer.loop", "trainer.commands", "trainer.cli"},
     "main": {"trainer.cli", "trainer.parallel.signals"},
     "main_multi_gpu": {"trainer.cli", "trainer.parallel.signals"},
     "profiler": {"trainer.profiling"},
@@ -86,6 +87,8 @@ def modules() -> dict[str, Path]:
 
 def room_of(module: str) -> str:
     """trainer.loop.train -> trainer.loop; data.har.windows -> data"""
+    if module == CLASSIFIER:
+        return CLASSIFIER  # a user of trainer.fit
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "trainer" else parts[0]
 
@@ -197,8 +200,8 @@ def may_import(module: str, name: str) -> bool:
         ("trainer.loop.train", "trainer.loop.plan", True),
         ("trainer.commands.build", "trainer.parallel.base", True),
         ("trainer.logs.console", "trainer.parallel.base", False),
-        ("trainer.loop.train", "trainer.tasks", False),
-        ("trainer.tasks.har", "trainer.logs.console", False),
+        ("trainer.loop.train", "tasks", False),
+        ("tasks.har", "trainer.logs.console", False),
         ("trainer.cli", "trainer.profiling.report", False),
         ("trainer.loading.order", "trainer.config", False),
         ("trainer.task", "trainer", False),
@@ -289,7 +292,7 @@ def test_weights_reach_a_model_in_one_place():
     """States of optimizers and of the scaler, and a part of a fresh model from `initialise`, are other things."""
     parallel = {"trainer.parallel.base", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
-        "load_state_dict": {*parallel, "trainer.loop.checkpointing", "trainer.tasks.har_encoder"},
+        "load_state_dict": {*parallel, "trainer.loop.checkpointing", "tasks.har_encoder"},
         "load_weights": {"trainer.commands.weights"},
     }
     callers = {
@@ -297,7 +300,9 @@ def test_weights_reach_a_model_in_one_place():
             module
             for module, path in modules().items()
             for node in ast.walk(tree_of(path))
-            if isinstance(node, ast.Attribute) and node.attr == name and room_of(module).startswith("trainer")
+            if isinstance(node, ast.Attribute)
+            and node.attr == name
+            and room_of(module).startswith(("trainer", "tasks"))
         }
         for name in homes
     }

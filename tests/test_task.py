@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import trainer
+from tasks import TASKS
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.weighted_task import Weighted
@@ -19,7 +20,6 @@ from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
 from trainer.parallel.base import SingleDevice
 from trainer.task import Task
-from trainer.tasks import TASKS
 
 CPU = torch.device("cpu")
 BETAS = (0.8, 0.97)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tasks import TASKS
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, launcher, load
 from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
 from tests.helpers.weighted_task import Weighted, WeightedFlags
@@ -23,7 +24,6 @@ from trainer.profiling.predict import PredictFlags
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES
 from trainer.profiling.scaling import ScalingFlags
 from trainer.profiling.step import StepFlags
-from trainer.tasks import TASKS
 
 TINY_AS_TOML = "\n".join(f"{name[2:]} = {json.dumps(value)}" for name, value in zip(TINY[::2], TINY[1::2], strict=True))
 

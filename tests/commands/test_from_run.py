@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tasks import TASKS
 from tests.conftest import REFUSAL, ROOT, TINY, contents, load
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.api import fit
@@ -18,7 +19,6 @@ from trainer.common.errors import UserError
 from trainer.common.validation import whole
 from trainer.config import flag, options
 from trainer.profiling.step import StepFlags
-from trainer.tasks import TASKS
 
 LEXICON = ["--task", f"{ROOT / 'tests' / 'helpers' / 'lexicon_task.py'}:Lexicon", "--num-threads", 1]
 

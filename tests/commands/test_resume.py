@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tasks import TASKS, is_same_task
 from tests.conftest import (
     REFUSAL,
     ROOT,
@@ -20,7 +21,6 @@ from tests.conftest import (
     read_metrics,
 )
 from tests.helpers.weighted_task import Weighted
-from trainer.tasks import TASKS, is_same_task
 
 # --- the same command again --------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ import torch
 
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
+from tasks.har import HarFlags, HarTask
 from tests.conftest import LOCKS, ROOT, TINY, WEIGHTED, assert_same_bits, contents, load
 from trainer.commands.jobs import choose_slots
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.devices import DeviceFlags
-from trainer.tasks.har import HarFlags, HarTask
 
 SMALL = [
     "--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 128, "--no-augmentation", "--num-threads", 1

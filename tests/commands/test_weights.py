@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tasks import TASKS
 from tests.conftest import REFUSAL, TINY, assert_same_bits, contents, launcher, load
 from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import assemble_run, build_task
@@ -11,7 +12,6 @@ from trainer.commands.parse import parse
 from trainer.commands.weights import restore_weights, restore_what_fits, use_weights
 from trainer.common.errors import UserError
 from trainer.parallel.base import SingleDevice
-from trainer.tasks import TASKS
 
 ONE_DEVICE = SingleDevice(torch.device("cpu"))
 STILL = ["--lr", 1e-12]

@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 import torch
 
+from tasks import TASKS, find_task
 from tests.conftest import ROOT, load
 from trainer.checkpoint.format import CHECKSUM
 from trainer.commands.flags import DEFAULT_CACHE, TRAINER_GROUPS
 from trainer.commands.parse import EXAMPLES, parse
 from trainer.config import build_parser
 from trainer.parallel.devices import MultiDeviceFlags
-from trainer.tasks import TASKS, find_task
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SCRIPTS = {"main.py": False, "main_multi_gpu.py": True}

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.own_task import SpiralData, SpiralFlags, Spirals
+from tasks import TASKS
 from tests.conftest import load
 from tests.docs.recipes import recipe
 from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task
-from trainer.tasks import TASKS
 
 NAMES = {"F": F, "Tensor": Tensor, "Batch": Batch, "Sums": Sums, "SpiralData": SpiralData}
 

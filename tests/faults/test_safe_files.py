@@ -288,7 +288,7 @@ UNSAFE_METHODS = {"extract", "extractall"}
 
 def calls():
     """(place, dotted name, keyword arguments) of every call in what a user runs."""
-    for folder in ("trainer", "models", "data", "benchmarks", "examples", "."):
+    for folder in ("trainer", "tasks", "models", "data", "benchmarks", "examples", "."):
         files = (ROOT / folder).glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
         for file in files:
             for node in ast.walk(ast.parse(file.read_text())):

@@ -96,7 +96,7 @@ def _is_of_host(handler: ast.ExceptHandler) -> bool:
 
 def _program() -> Iterator[tuple[str, str]]:
     """Every file from the root, with its text."""
-    folders = [path for part in ("trainer", "models", "data") for path in (ROOT / part).rglob("*.py")]
+    folders = [path for part in ("trainer", "tasks", "models", "data") for path in (ROOT / part).rglob("*.py")]
     for path in sorted([*folders, ROOT / "profiler.py", ROOT / "main.py", ROOT / "main_multi_gpu.py"]):
         yield str(path.relative_to(ROOT)), path.read_text()
 

@@ -7,9 +7,9 @@ from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 def test_replicas_wait_for_no_gpu_to_look_at_them(tmp_path):
     import torch
 
+    from tasks.har import HarFlags, HarTask
+    from tasks.har_encoder import features_of
     from trainer.parallel.data_parallel import DataParallel
-    from trainer.tasks.har import HarFlags, HarTask
-    from trainer.tasks.har_encoder import features_of
 
     parallel = DataParallel([torch.device("cuda", 0), torch.device("cuda", 1)])
     objective = HarTask(HarFlags(mode="first", hidden_dims=(8,)), 0, tmp_path).build_objective().to("cuda")

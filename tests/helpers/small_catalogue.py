@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.tasks.kgat import KgatTask
+from tasks.kgat import KgatTask
 
 NUM_USERS, NUM_ITEMS, NUM_ENTITIES, NUM_RELATIONS = 23, 17, 30, 3
 

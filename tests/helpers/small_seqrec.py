@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from tasks.seqrec import SeqrecFlags, SeqrecTask
 from trainer.commands.build import assemble_run, build_task, prepare_training
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
-from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 
 CPU = torch.device("cpu")
 KINDS = ("hr", "ndcg", "mrr")

@@ -12,6 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
+from tasks import TASKS
 from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
 from tests.helpers.recording_logger import logged_run
 from tests.helpers.weighted_task import Sequences, Weighted
@@ -21,7 +22,6 @@ from trainer.commands.parse import parse
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.pictures import log_pictures
 from trainer.parallel.base import SingleDevice
-from trainer.tasks import TASKS
 
 CPU = torch.device("cpu")
 STEPS_PER_EPOCH = 4  # 101 sequences

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from tasks import TASKS
 from tests.conftest import REFUSAL, TINY, contents, load
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
-from trainer.tasks import TASKS
 
 
 def broken(**attributes):

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tasks import TASKS
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, cut_back, load, read_metrics
 from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import open_run
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import lr_factor
-from trainer.tasks import TASKS
 
 STEPS_PER_EPOCH, LR = 5, 0.01
 RUN = [

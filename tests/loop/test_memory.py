@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.seqrec import SeqrecFlags, SeqrecTask
 from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher, load, read_metrics
 from tests.helpers.processes import torchrun
 from tests.helpers.replicas import ReplicasOnCpu, trained
@@ -26,7 +27,6 @@ from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
-from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
 
 CPU = torch.device("cpu")
 TIGHT = f"{ROOT / 'tests' / 'helpers' / 'tight_task.py'}:Tight"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tasks import TASKS
 from tests.conftest import ROOT, launcher, load
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.scored_task import Points, Scored
@@ -18,7 +19,6 @@ from trainer.loop.evaluate import evaluate
 from trainer.loop.per_sample import PerSampleOutputs, in_order, joined
 from trainer.parallel.base import SingleDevice
 from trainer.task import PerSample
-from trainer.tasks import TASKS
 
 CPU = torch.device("cpu")
 SCORED = f"{ROOT / 'tests' / 'helpers' / 'scored_task.py'}:Scored"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tasks import TASKS
 from tests.conftest import ROOT, assert_messages, assert_same_bits, load
 from tests.helpers.hoarding_task import Hoarder
 from tests.helpers.shaped_task import Plus, Shaped, ShapedObjective
@@ -18,7 +19,6 @@ from trainer.commands.describe import digest_of_data, facts_of_data
 from trainer.common.errors import UserError
 from trainer.common.json_numbers import alike
 from trainer.loop.contract import check_tensors
-from trainer.tasks import TASKS
 
 RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
 

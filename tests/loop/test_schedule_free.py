@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tasks import TASKS
 from tests.conftest import assert_same_bits, load
 from tests.helpers.schedule_free_task import BETA, Free
 from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Points, Shaped
-from trainer.tasks import TASKS
 
 LR = 0.05
 ALL = type("Keys", (), {"index": slice(None)})

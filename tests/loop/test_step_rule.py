@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.har import HarFlags, HarTask
+from tasks.kgat import KgatFlags, KgatTask
+from tasks.seqrec import SeqrecFlags, SeqrecTask
+from tasks.speech import SpeechFlags, SpeechTask
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys, split_global_batch
@@ -22,10 +26,6 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.task import PerSample
-from trainer.tasks.har import HarFlags, HarTask
-from trainer.tasks.kgat import KgatFlags, KgatTask
-from trainer.tasks.seqrec import SeqrecFlags, SeqrecTask
-from trainer.tasks.speech import SpeechFlags, SpeechTask
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tasks import TASKS
 from tests.conftest import load
 from tests.helpers.shaped_task import NUM_FEATURES, Plus, Points, Shaped
 from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder
 from trainer.loop.contract import check_tensors
-from trainer.tasks import TASKS
 
 FREQUENCIES = torch.polar(torch.ones(NUM_FEATURES // 2), torch.arange(1.0, 1 + NUM_FEATURES // 2))
 

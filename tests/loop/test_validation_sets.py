@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tasks import TASKS
 from tests.conftest import ROOT, assert_same_bits, cut_back, launcher, load, read_metrics
 from tests.helpers.scored_task import Points, area_under_curve
 from tests.helpers.shifted_task import SIZES, Shifted
 from trainer.task import validation_sets
-from trainer.tasks import TASKS
 
 FILE = ROOT / "tests" / "helpers" / "shifted_task.py"
 FLAGS = ["--dtype", "float64", "--epochs", 3, "--global-batch-size", 6, "--num-threads", 1, "--device", "cpu"]

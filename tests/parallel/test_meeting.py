@@ -6,6 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tasks import TASKS
 from tests.conftest import REFUSAL, TINY, contents
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, free_port
@@ -14,7 +15,6 @@ from trainer.common.errors import UserError
 from trainer.config import options
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences, within
-from trainer.tasks import TASKS
 
 LOCAL = {
     "--task", "--data-dir", "--cache-dir", "--num-workers", "--num-threads", "--gpu-ids", "--logger",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from trainer.tasks.bar_chart import ROW, draw_bars
-from trainer.tasks.drawing import BLUE, WIDTH
+from tasks.bar_chart import ROW, draw_bars
+from tasks.drawing import BLUE, WIDTH
 
 URL = "http://rdf.freebase.com/ns/music.recording."
 

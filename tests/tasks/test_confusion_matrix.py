@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.tasks.confusion_matrix import CELL, draw_confusion_matrix
-from trainer.tasks.drawing import BLUE, GAP, drawable
+from tasks.confusion_matrix import CELL, draw_confusion_matrix
+from tasks.drawing import BLUE, GAP, drawable
 
 
 def cells(counts, classes):

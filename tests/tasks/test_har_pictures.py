@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from data.har.windows import CLASSES, SIGNALS
-from trainer.loading.order import SampleKeys
-from trainer.tasks import har
-from trainer.tasks.confusion_matrix import draw_confusion_matrix
-from trainer.tasks.drawing import BLUE, WIDTH
-from trainer.tasks.har import HarFlags, HarTask
-from trainer.tasks.har_pictures import (
+from tasks import har
+from tasks.confusion_matrix import draw_confusion_matrix
+from tasks.drawing import BLUE, WIDTH
+from tasks.har import HarFlags, HarTask
+from tasks.har_pictures import (
     AXIS_COLOURS,
     PANEL_HEIGHT,
     TITLE_HEIGHT,
@@ -21,6 +20,7 @@ from trainer.tasks.har_pictures import (
     draw_windows,
     panels_of,
 )
+from trainer.loading.order import SampleKeys
 
 
 def drawn(signals: torch.Tensor, predicted, true) -> np.ndarray:

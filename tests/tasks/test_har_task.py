@@ -11,12 +11,12 @@ import torch
 from data.har.windows import CLASSES
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
+from tasks.har import HarFlags, HarObjective, HarTask
 from tests.conftest import load, read_metrics
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
 from trainer.parallel.base import SingleDevice
-from trainer.tasks.har import HarFlags, HarObjective, HarTask
 
 UCI_HAR = Path(os.environ.get("LOCKSTEP_DATA", "")) / "uci_har" / "UCI HAR Dataset.zip"
 needs_uci_har = pytest.mark.skipif(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tasks import kgat
+from tasks.bar_chart import draw_bars
 from tests.conftest import load
 from tests.helpers.small_catalogue import NUM_ITEMS, NUM_RELATIONS, NUM_USERS, write_catalogue
-from trainer.tasks import kgat
-from trainer.tasks.bar_chart import draw_bars
 
 SMALL = ["--embed-dim", 6, "--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0.2, "--node-dropout", 0.2]
 RUN = ["--task", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", 2, "--lr", 0.01, "--ks", 2, 5]

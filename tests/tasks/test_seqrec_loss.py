@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tasks import seqrec
+from tasks.seqrec import by_length
 from tests.helpers.small_seqrec import make_batch, make_task
 from tests.models.sequential.test_ranking import slow_bce, slow_gbce, slow_sampled
-from trainer.tasks import seqrec
-from trainer.tasks.seqrec import by_length
 
 
 def make_objective(task):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.tasks.drawing import BLACK, BLUE, GAP, WHITE, WIDTH
-from trainer.tasks.speech_pictures import (
+from tasks.drawing import BLACK, BLUE, GAP, WHITE, WIDTH
+from tasks.speech_pictures import (
     LABELS,
     LINE_HEIGHT,
     MOST_ROWS,

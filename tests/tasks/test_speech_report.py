@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer.tasks.speech_report import error_counts, error_rates, worst_utterances
+from tasks.speech_report import error_counts, error_rates, worst_utterances
 
 SAID = ["one two three", "four", "", "five six", "seven"]
 HEARD = ["one too three", "four", "nine", "six", "seven eight nine"]

@@ -5,8 +5,8 @@ import pytest
 
 from data.speech.text import Alphabet
 from models.speech.alignment import align
-from trainer.tasks.speech_decoder import AlignedText
-from trainer.tasks.speech_words import Word, timed_words
+from tasks.speech_decoder import AlignedText
+from tasks.speech_words import Word, timed_words
 
 SYMBOLS = (" ", "a", "b")
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tasks import without_folder
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import with_checksum
@@ -67,7 +68,6 @@ from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import MultiDeviceFlags, pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.task import Objective, Task, validation_sets
-from trainer.tasks import without_folder
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tasks import source_file
 from trainer.task import Task
-from trainer.tasks import source_file
 
 GIT_TIMEOUT_S = 5.0
-PACKAGES = ("trainer", "models", "data")
+PACKAGES = ("trainer", "tasks", "models", "data")
 
 
 def identify_code(task_type: type[Task]) -> dict[str, Any]:

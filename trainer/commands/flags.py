@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tasks import TASKS
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, with_origins
 from trainer.common.errors import UserError, printable
@@ -24,7 +25,6 @@ from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
 from trainer.task import Task
-from trainer.tasks import TASKS
 
 EXPORTERS: dict[str, tuple[str, ...]] = {".pt2": (), ".onnx": ("onnx", "onnxscript")}
 """Kinds of files that `--export` writes, with the packages that it takes beside torch."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks import TASKS, find_task, is_same_task, known_task
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
 from trainer.commands.flags import TRAINER_GROUPS, Flags, FromRun, RunFlags, contradictions
@@ -15,7 +16,6 @@ from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, 
 from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.task import Task
-from trainer.tasks import TASKS, find_task, is_same_task, known_task
 
 DESCRIPTION = {
     False: "Trains on one device. The same command again resumes an unfinished run.",

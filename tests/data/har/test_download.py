@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from data.har.download import HttpsOnly, fetch
+from tasks.har import show_download
 from tests.conftest import ROOT
 from trainer.common.errors import UserError
-from trainer.tasks.har import show_download
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
 HALF = len(CONTENT) // 2

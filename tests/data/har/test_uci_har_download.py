@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from data.har.uci_har import SHA256, download_uci_har, load_uci_har
+from tasks.har import HarFlags, HarTask, show_download
 from tests.helpers.uci_har_files import assert_is_the_layout, write_layout, zip_folder, zip_in_zip
 from trainer.cli import main
 from trainer.common.errors import UserError
-from trainer.tasks.har import HarFlags, HarTask, show_download
 
 
 def checksums(layout: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = str(Path(__file__).resolve().parents[3])
-PROGRAM = tuple(f"{ROOT}/{part}" for part in ("trainer/", "models/", "data/", "profiler.py", "main"))
+PROGRAM = tuple(f"{ROOT}/{part}" for part in ("trainer/", "tasks/", "models/", "data/", "profiler.py", "main"))
 _missing: dict[CodeType, set[int]] = {}
 _unwritten: list[str] = []
 

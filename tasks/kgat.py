@@ -26,14 +26,14 @@ from models.graph.kgat import KGAT
 from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
 from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k
+from tasks.bar_chart import draw_bars
+from tasks.kgat_explanations import Explanations, relation_names
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums, Task
-from trainer.tasks.bar_chart import draw_bars
-from trainer.tasks.kgat_explanations import Explanations, relation_names
 
 _OF_MODEL: dict[str, tuple[str, ...]] = {
     "kgat": (

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from trainer.tasks.drawing import BLACK, BLUE, GAP, GREY, LARGE, MEDIUM, PALE, SMALL, WHITE, WIDTH, drawable, font
+from tasks.drawing import BLACK, BLUE, GAP, GREY, LARGE, MEDIUM, PALE, SMALL, WHITE, WIDTH, drawable, font
 
 # In pixels.
 CELL, WIDEST_MATRIX = 39, 1200

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from trainer.tasks.drawing import BLACK, BLUE, GAP, GREY, PALE, SMALL, VERMILION, WHITE, WIDTH, drawable, font
+from tasks.drawing import BLACK, BLUE, GAP, GREY, PALE, SMALL, VERMILION, WHITE, WIDTH, drawable, font
 
 Colour = tuple[int, int, int]
 

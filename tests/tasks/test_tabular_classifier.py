@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.tabular import SHIPPED
+from tasks.tabular_classifier import TabularClassifier
 from tests.helpers.one_thread import on_one_thread
 from trainer.common.errors import UserError
-from trainer.estimators.tabular import TabularClassifier
 from trainer.parallel.signals import StopRequest
-from trainer.tasks.tabular import SHIPPED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,7 +130,7 @@ def test_tuning_sees_what_predictions_see(monkeypatch):
             seen.extend((table["X"], table["y"]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.estimators.tabular.fit", stop)
+    monkeypatch.setattr("tasks.tabular_classifier.fit", stop)
     x, y = moons(60, 0)
     numbers = np.where(np.arange(60) % 10 == 0, np.inf, x[:, 0])
     frame = Frame(customerId=np.arange(60)[::-1] * 3, numbers=numbers, texts=np.array(["a" * 10_000, "b"] * 30))

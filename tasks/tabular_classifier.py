@@ -25,6 +25,7 @@ from data.tabular.screening import screened
 from data.tabular.table import Column, Table, table_of_array
 from models.tabular.lora import merge_adapters
 from models.tabular.predictor import TabularModel, predict
+from tasks.tabular import SHIPPED, TabularTask
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.records import read_json
@@ -35,7 +36,6 @@ from trainer.common.errors import UserError
 from trainer.common.files import written_as_a_whole
 from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
-from trainer.tasks.tabular import SHIPPED, TabularTask
 
 _TUNING_BATCH = 16
 """Problems of a step, whatever the number of devices."""

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from data.speech.text import Alphabet
-from trainer.tasks.speech_decoder import AlignedText
+from tasks.speech_decoder import AlignedText
 
 
 class Word(NamedTuple):

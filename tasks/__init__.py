@@ -10,31 +10,31 @@ from trainer.task import Task
 
 
 def _har() -> type[Task]:
-    from trainer.tasks.har import HarTask
+    from tasks.har import HarTask
 
     return HarTask
 
 
 def _seqrec() -> type[Task]:
-    from trainer.tasks.seqrec import SeqrecTask
+    from tasks.seqrec import SeqrecTask
 
     return SeqrecTask
 
 
 def _kgat() -> type[Task]:
-    from trainer.tasks.kgat import KgatTask
+    from tasks.kgat import KgatTask
 
     return KgatTask
 
 
 def _speech() -> type[Task]:
-    from trainer.tasks.speech import SpeechTask
+    from tasks.speech import SpeechTask
 
     return SpeechTask
 
 
 def _tabular() -> type[Task]:
-    from trainer.tasks.tabular import TabularTask
+    from tasks.tabular import TabularTask
 
     return TabularTask
 
@@ -67,7 +67,7 @@ def name_of(task_type: type[Task]) -> str:
     Where no file holds it, as in a notebook, "__main__:ClassName", which only this process can find.
     """
     for name, find in TASKS.items():
-        if task_type.__module__ == f"trainer.tasks.{name}" and find() is task_type:
+        if task_type.__module__ == f"tasks.{name}" and find() is task_type:
             return name
     return f"{source_file(task_type) or IN_NO_FILE}:{task_type.__qualname__}"
 

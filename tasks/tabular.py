@@ -26,14 +26,14 @@ from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
+from tasks.confusion_matrix import draw_confusion_matrix
+from tasks.tabular_objective import TabularObjective, with_all_counts
 from trainer.common.errors import UserError, printable
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, ParamGroup, Picture, Task
-from trainer.tasks.confusion_matrix import draw_confusion_matrix
-from trainer.tasks.tabular_objective import TabularObjective, with_all_counts
 
 SHIPPED = Path(__file__).with_name("tabular_nano.pth")
 _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41

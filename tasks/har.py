@@ -37,16 +37,16 @@ from models.har.harnet import HarNet
 from models.har.tinyhar import TinyHar
 from models.layers.ensemble import Ensemble, log_mean_probabilities
 from models.layers.standardised import Standardised
+from tasks.confusion_matrix import draw_confusion_matrix
+from tasks.har_encoder import encode, features_of, load_encoder, refuse_other_encoder
+from tasks.har_flags import OF_OWN, HarFlags
+from tasks.har_pictures import draw_windows, panels_of
 from trainer.common.errors import UserError
 from trainer.common.streams import to_stderr, to_stdout
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.task import Exported, Objective, Picture, Sums, Task
-from trainer.tasks.confusion_matrix import draw_confusion_matrix
-from trainer.tasks.har_encoder import encode, features_of, load_encoder, refuse_other_encoder
-from trainer.tasks.har_flags import OF_OWN, HarFlags
-from trainer.tasks.har_pictures import draw_windows, panels_of
 
 _MOST_VAL_SUBJECTS = 4
 _MOST_SHOWN = 30

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw
 
-from trainer.tasks.drawing import BLACK, BLUE, GAP, GREY, SMALL, WHITE, WIDTH, drawable, font
+from tasks.drawing import BLACK, BLUE, GAP, GREY, SMALL, WHITE, WIDTH, drawable, font
 
 ROW = SMALL + 2 * GAP
 """Pixels from one bar to the next."""

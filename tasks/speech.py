@@ -28,6 +28,10 @@ from models.speech.ctc import ctc_loss, divergence
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
 from models.speech.recogniser import Recognised, SpeechRecogniser
+from tasks.speech_decoder import Decoder
+from tasks.speech_pictures import draw_utterances
+from tasks.speech_report import error_counts, error_rates, worst_utterances
+from tasks.speech_words import timed_words
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
@@ -35,10 +39,6 @@ from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, Outputs, PerSample, Picture, Task
-from trainer.tasks.speech_decoder import Decoder
-from trainer.tasks.speech_pictures import draw_utterances
-from trainer.tasks.speech_report import error_counts, error_rates, worst_utterances
-from trainer.tasks.speech_words import timed_words
 
 _OF_MODEL: dict[str, tuple[str, ...]] = {
     "plmu": ("width", "num_blocks", "channels", "subsampling", "streaming"),
