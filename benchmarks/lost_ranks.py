@@ -4,7 +4,7 @@
 
 A small model trains on three processes of one machine, which the trainer starts by itself. Whenever they have trained
 for a while, one of them is struck at a random moment: killed (SIGKILL), stopped (SIGSTOP, missed after a
-`--hang-timeout-s` of 2), or an exception is raised in it. After the first two the trainer starts all again by itself;
+`--dist-timeout-s` of 10), or an exception is raised in it. After the first two the trainer starts all again by itself;
 after an exception the same command is given again. Nothing is saved in between but at the end of an epoch of 100 steps.
 """
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.autoencoder import Autoencoder, Reproduction
 
 WORLD_SIZE, BATCH_SIZE, STEPS_PER_EPOCH = 3, 4, 100
-HANG_TIMEOUT_S = 2
+DIST_TIMEOUT_S = 10
 LOG = "LOCKSTEP_STEPS"
 """Environment variable: the folder where each process notes when its steps begin."""
 HOWS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "raised": signal.SIGUSR2}
@@ -76,7 +76,7 @@ class Group:
         launcher = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", str(WORLD_SIZE), "--device", "cpu"]
         settings = {
             "--task": f"{__file__}:Noted", "--epochs": 10**6, "--batch-size": BATCH_SIZE, "--num-threads": 1,
-            "--num-train": STEPS_PER_EPOCH * BATCH_SIZE * WORLD_SIZE, "--hang-timeout-s": HANG_TIMEOUT_S,
+            "--num-train": STEPS_PER_EPOCH * BATCH_SIZE * WORLD_SIZE, "--dist-timeout-s": DIST_TIMEOUT_S,
             "--save-dir": folder / "run",
         }  # fmt: skip
         self._command = [sys.executable, *launcher, *(str(part) for pair in settings.items() for part in pair)]

@@ -15,8 +15,9 @@ from tests.conftest import ROOT
 from tests.helpers.processes import NO_GPU, left_of_session, session_members
 
 FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
+LIMIT_S = 10  # within which all processes have started
 TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
-        "--hang-timeout-s", 3, "--save-every-steps", 2]  # fmt: skip
+        "--dist-timeout-s", LIMIT_S, "--save-every-steps", 2]  # fmt: skip
 FSDP = ["--multi-gpu", "fsdp"]
 TRACEBACK = "Traceback (most recent call last)"
 PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"

@@ -30,7 +30,7 @@ IN_DOUBLE = Recipe(
     num_samples=12 * STEPS_PER_EPOCH,
     epochs=3,
 )  # fmt: skip
-IN_SINGLE = ("--task", f"{TASK}:StruckNormed", "--dtype", "float32", "--dropout", 0.2, "--hang-timeout-s", 2)
+IN_SINGLE = ("--task", f"{TASK}:StruckNormed", "--dtype", "float32", "--dropout", 0.2, "--dist-timeout-s", 2)
 STRUCK = replace(IN_DOUBLE, argv=(*IN_DOUBLE.argv, *IN_SINGLE))
 
 # At optimizer step 10, or at the end of the second epoch. Two forwards a step; two messages a step, after those of one

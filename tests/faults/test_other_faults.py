@@ -30,7 +30,7 @@ ALONE = Recipe(
     num_samples=48,
     epochs=3,
 )  # fmt: skip
-IN_GROUP = replace(ALONE, argv=(*ALONE.argv, "--hang-timeout-s", 3))
+IN_GROUP = replace(ALONE, argv=(*ALONE.argv, "--dist-timeout-s", 3))
 
 
 def errors_of(output):

@@ -162,7 +162,7 @@ def test_an_evaluation_is_split_alike_whoever_had_too_little_memory_before(tmp_p
 
 @pytest.mark.slow
 def test_a_rank_with_too_little_memory_for_an_evaluation_goes_on_in_step(small, command, tmp_path):
-    tight = ["--fit-eval", 2, "--tight-rank", 1, "--hang-timeout-s", 20]
+    tight = ["--fit-eval", 2, "--tight-rank", 1, "--dist-timeout-s", 20]
     command(*launcher(2), *TINY, "--batch-size", 3, "--eval-batch-size", 7, *tight, "--save-dir", tmp_path)
     assert_same_learning(tmp_path, small)
 

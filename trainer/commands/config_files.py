@@ -12,6 +12,8 @@ from trainer.config import FlagGroup, Option, described, flag, nearest, options,
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120
+FORMER = ("--hang-timeout-s",)
+"""Flags of earlier versions, which the records of their runs still name."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class ConfigFile:
         fields = {option.name: field for field, option in known.items() if not option.hidden}
         values, problems = {}, []
         for name, value in self.settings.items():
+            if self.is_record and name in FORMER:
+                continue
             if name not in fields:
                 near = nearest(name, fields)
                 hint = f"did you mean {_key(near)}?" if near else "see --help"

@@ -1,5 +1,6 @@
 """DistributedDataParallel: one process per device."""
 
+import faulthandler
 import os
 import socket
 import threading
@@ -18,18 +19,15 @@ from trainer.common.errors import UserError, reason
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.ddp_module import LightDistributedDataParallel
-from trainer.parallel.device_probe import DeviceProbe, await_gpu
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
-from trainer.parallel.fd_limit import make_room
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.meeting import ALIKE, join, within
 from trainer.parallel.meta_state import empty_like, mapped, without_weights
 from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.neighbours import Neighbours, process_space
-from trainer.parallel.watchdog import Watchdog
 from trainer.task import sparse_parameters
 
 T = TypeVar("T")
@@ -71,7 +69,7 @@ class Distributed(Parallel):
         self.gradient_divisor = environment.world_size
         self.exits_with_signal = environment.is_self_launched
         self._flags = flags
-        self._is_prompt, self._tells_user = False, environment.tells_user
+        self._tells_user = environment.tells_user
         if dist.is_initialized():
             raise UserError(
                 "this process is in a process group already; the trainer makes its own: call "
@@ -82,8 +80,6 @@ class Distributed(Parallel):
         rank = environment.rank
         with ExitStack() as on_failure:
             on_failure.callback(_leave_group)
-            with self._told_once():
-                make_room(environment.world_size)
             store, members = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
             with self._told_once():
                 self.require_same(facts, ALIKE)
@@ -104,13 +100,10 @@ class Distributed(Parallel):
             }
         )
         monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.activity, self._neighbours)
-        limits_s = {"--dist-timeout-s": flags.dist_timeout_s, "--hang-timeout-s": flags.hang_timeout_s}
         reports_lost_store = local_rank == 0 or rank == 1
-        is_nccl = self.backend == "nccl"
-        probe = DeviceProbe(self.activity, partial(await_gpu, self.device)) if is_nccl else None
-        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, limits_s, reports_lost_store, probe)
+        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, flags.dist_timeout_s, reports_lost_store)
         monitor.on_beat, monitor.on_loss = self.diagnosis.consider_others, self.diagnosis.consider_loss
-        self._watchdog = Watchdog(self.diagnosis.stuck_after_s)
+        faulthandler.enable(file=2)  # a stuck process shows where it is when another one ends it
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
@@ -165,7 +158,7 @@ class Distributed(Parallel):
         """
         if self.backend != "nccl":
             return self._flags.dist_timeout_s
-        return NCCL_PATIENCE * max(self._flags.dist_timeout_s, self._flags.hang_timeout_s) + NCCL_MARGIN_S
+        return NCCL_PATIENCE * self._flags.dist_timeout_s + NCCL_MARGIN_S
 
     def _refuse_shared_gpus(self) -> None:
         """NCCL would do it in the middle of the first exchange, in its own words."""
@@ -218,9 +211,8 @@ class Distributed(Parallel):
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
         gradients = bucket.buffer()
-        limit_s = self._flags.hang_timeout_s if self._is_prompt else self._flags.dist_timeout_s
         self.activity.on_border(EXCHANGE)
-        sum_directly(gradients, self.rank, self.world_size, timedelta(seconds=limit_s))
+        sum_directly(gradients, self.rank, self.world_size, timedelta(seconds=self._flags.dist_timeout_s))
         self.activity.on_border(self.activity.name)
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
         averaged.set_result(gradients.div_(self.world_size))
@@ -241,9 +233,6 @@ class Distributed(Parallel):
         return values
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
-        # In the loop a window's sum starts when the step before it is done.
-        if self.activity.step > 0 and not self._is_prompt:
-            self._expect_promptness()
         tensor = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(tensor, group=self._step_group, async_op=True)
 
@@ -253,15 +242,6 @@ class Distributed(Parallel):
             return tensor.tolist()
 
         return wait
-
-    def _expect_promptness(self) -> None:
-        """From the first step on the others are waited for no longer than `--hang-timeout-s`."""
-        self._is_prompt = True
-        groups = [(self._step_group, torch.device("cpu"))]
-        groups += [(dist.group.WORLD, self.device)] if self.backend == "gloo" else []
-        for group, device in groups:
-            # Its public form, ProcessGroup.set_timeout, is not in torch 2.8.
-            group._get_backend(device)._set_default_timeout(timedelta(seconds=self._flags.hang_timeout_s))
 
     def barrier(self) -> None:
         # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
@@ -371,7 +351,6 @@ class Distributed(Parallel):
         return mapped(state, lambda value: self.from_main(value) if value.dim() else value)
 
     def close(self) -> None:
-        self._watchdog.close()
         self.diagnosis.monitor.close()
         self._neighbours.close()
         status = self.diagnosis.exit_status

@@ -60,10 +60,8 @@ class MultiDeviceFlags(FlagGroup):
         None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
     )
     dist_timeout_s: float = flag(
-        600.0, "seconds after which a process that waits for another one gives up: at the start, and for what only the "
-        "main process does", above=0,
-    )  # fmt: skip
-    hang_timeout_s: float = flag(120.0, "the same within training and evaluation, once the first step is done", above=0)
+        600.0, "seconds after which a process that waits for another one gives up, and names it", above=0
+    )
     lockstep_every: int = flag(
         500, "compare the weights of all processes to the bit after every so many optimizer steps, and before every "
         "save; 0 is off", metavar="STEPS", at_least=0,

@@ -12,7 +12,6 @@ from torch.utils.data._utils import signal_handling
 
 from trainer.common.errors import UserError, message, reason
 from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.device_probe import DeviceProbe
 from trainer.parallel.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -132,18 +131,16 @@ class Diagnosis:
 class GroupDiagnosis(Diagnosis):
     """Of a run of several processes: one of them reports why it ends, and all end by that report.
 
-    members: a few words about each rank's process. limits_s: how long others are waited for, by the flags that say so.
-    reports_lost_store: whether this process speaks for the others when they cannot agree who does. device_probe: tells
-    whether this process's device is stuck; None where the training thread itself waits in exchanges. failed_itself:
+    members: a few words about each rank's process. limit_s: how long others are waited for; `--dist-timeout-s`.
+    reports_lost_store: whether this process speaks for the others when they cannot agree who does. failed_itself:
     whether this process has failed, and not missed another one.
     """
 
     monitor: HeartbeatMonitor
     rank: int
     members: Sequence[str]
-    limits_s: Mapping[str, float]
+    limit_s: float
     reports_lost_store: bool
-    device_probe: DeviceProbe | None = None
     failed_itself: bool = field(default=False, init=False)
     _has_missed: bool = field(default=False, init=False)
 
@@ -165,7 +162,7 @@ class GroupDiagnosis(Diagnosis):
         is_of_another = isinstance(error, dist.DistError) or is_of_gloo
         if is_of_another:
             timeout = re.search(r"Timed out waiting (\d+)ms", str(error))
-            waited_s = int(timeout[1]) / 1000 if timeout else self._patience_s if GAVE_UP in str(error) else None
+            waited_s = int(timeout[1]) / 1000 if timeout else self.limit_s if GAVE_UP in str(error) else None
             answer = self.monitor.report_end(lambda: self._loss(waited_s, reason(error)))
             lost_store = Failure(self.diagnose_lost_store(waited_s), lost=[])
             reported, is_own = answer or (lost_store, self.reports_lost_store)
@@ -182,28 +179,13 @@ class GroupDiagnosis(Diagnosis):
         # The process that reports has told the user, but of a UserError the main one does.
         return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
-    @property
-    def _patience_s(self) -> float:
-        return self.limits_s["--hang-timeout-s" if self.activity.step > 0 else "--dist-timeout-s"]
-
-    def stuck_after_s(self) -> float:
-        """How long this process's interpreter may rest: the others have by then said that they miss it."""
-        # What the main process does for all may take long.
-        patience_s = self._patience_s if self.monitor.may_force_end else self.limits_s["--dist-timeout-s"]
-        return patience_s + 3 * BEAT_S
-
     def consider_others(self, silent_s: float) -> None:
-        """Reports what a training thread that waits for its GPU, whose kernels wait for others, would not notice.
+        """Reports a next rank that has been silent for too long, and ends this process through the monitor.
 
-        That is a next rank that has been silent for too long, and a GPU that is stuck though all ranks are alive. The
-        monitor then ends this process.
+        A training thread that waits for its GPU, whose kernels wait for others, would not notice.
         """
-        # What the main process does for all may take the longer of the limits.
-        patience_s = max(self.limits_s.values()) + 2 * BEAT_S
-        if silent_s > self._patience_s + 2 * BEAT_S:
+        if silent_s > self.limit_s + 2 * BEAT_S:
             self._report_missed(lambda: self._loss(silent_s, "silence"))
-        elif self.device_probe is not None and (stuck_s := self.device_probe.stuck_s(patience_s)):
-            self._report_missed(lambda: self._stuck(stuck_s))
 
     def consider_loss(self) -> None:
         """The same where a process of this machine has ended and nobody has noticed in what he was doing."""
@@ -227,19 +209,6 @@ class GroupDiagnosis(Diagnosis):
     def _loss(self, waited_s: float | None, error: str) -> Failure:
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
-
-    def _stuck(self, stuck_s: float) -> Failure:
-        """stuck_s: for how long this process's device has not answered."""
-        heartbeats = self.monitor.ping()
-        silent = self._silent(heartbeats)
-        if silent:
-            return Failure(self.diagnose(stuck_s, "", heartbeats), lost=silent)
-        where = ", ".join(f"{self._name(rank)} in {beat.activity}" for rank, beat in sorted(heartbeats.items()))
-        return Failure(
-            f"the GPU of {self._name(self.rank)} has not done within {stuck_s:.0f} s what it was given, and all ranks "
-            f"are alive ({where}); NCCL_DEBUG=INFO tells more",
-            lost=silent,
-        )
 
     def _silent(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         answers = [rank for rank, beat in heartbeats.items() if beat.answers_ping]
@@ -270,7 +239,7 @@ class GroupDiagnosis(Diagnosis):
             ]
         if waited_s is None:
             return "; ".join([*accounts, *[GOES_ON] * self.has_checkpoints])
-        limit = next((f" ({flag} {limit_s:g})" for flag, limit_s in self.limits_s.items() if limit_s == waited_s), "")
+        limit = f" (--dist-timeout-s {waited_s:g})" if waited_s == self.limit_s else ""
         return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:

@@ -67,18 +67,9 @@ class Sharded(Distributed):
         names = ("replicate", "shard")
         is_flat = shape[0] == 1
         self._mesh = init_device_mesh(self.device.type, shape[is_flat:], mesh_dim_names=names[is_flat:])
-        self._set_timeouts(self._device_timeout_s)
+        for group in self._mesh.get_all_groups():  # which need not be the one of `Distributed`
+            group._get_backend(self.device)._set_default_timeout(timedelta(seconds=self._device_timeout_s))
         self._is_whole = False
-
-    def _set_timeouts(self, limit_s: float) -> None:
-        """Of the exchanges within the mesh, whose groups need not be the one of `Distributed`."""
-        for group in self._mesh.get_all_groups():
-            group._get_backend(self.device)._set_default_timeout(timedelta(seconds=limit_s))
-
-    def _expect_promptness(self) -> None:
-        super()._expect_promptness()
-        if self.backend == "gloo":
-            self._set_timeouts(self._flags.hang_timeout_s)
 
     def describe(self) -> str:
         copies = self.world_size // self.shard_size

@@ -53,8 +53,7 @@ class CheckFlags(FlagGroup):
 
     def multi(self) -> MultiDeviceFlags:
         """What they mean as flags of training."""
-        limit_s = self.dist_timeout_s
-        return MultiDeviceFlags("ddp", self.gpu_ids, self.nproc, self.backend, limit_s, hang_timeout_s=limit_s)
+        return MultiDeviceFlags("ddp", self.gpu_ids, self.nproc, self.backend, self.dist_timeout_s)
 
 
 def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
