@@ -94,7 +94,7 @@ def steps(run: Run, windows: Sequence[Window]) -> tuple[float, float]:
     for window in windows:
         train_step(
             run.learner, run.parallel, run.task.phases[window.step.phase], window.micro_batches,
-            total_weight=window.weight, dropout_key=(0, 0, 0, 0),
+            total_weight=window.weight, dropout_key=(0, 0, 0, 0), learning_rate=1e-3,
         )  # fmt: skip
     return 1e3 * (time.process_time() - started) / len(windows), memory_mib("VmHWM") - before
 

@@ -80,7 +80,7 @@ def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedB
         (total_weight, _), current = pending(), window
         window = [next(batches)]
         pending = parallel.start_sum([window[0].weight, 0.0])
-        train_step(learner, parallel, "train", current, total_weight, dropout_key=(0, 0, 0, 0))
+        train_step(learner, parallel, "train", current, total_weight, dropout_key=(0, 0, 0, 0), learning_rate=1e-3)
 
     return step
 

@@ -56,6 +56,24 @@ def test_an_exception_costs_no_step(place, num_steps, run_here, tmp_path, monkey
     assert results[0] == results[1]
 
 
+def test_what_is_saved_within_a_step_is_the_whole_state_before_it(run_here, tmp_path, monkeypatch):
+    """Its optimizers, too, have the learning rate of the last step that is done, not of the one that was broken off."""
+    run_here(*RUN, tmp_path / "whole", "--save-every-steps", 2, "--keep-checkpoints", 0)
+    monkeypatch.setenv("LOCKSTEP_FAULT", "raise forward 0")
+    run_here(*RUN, tmp_path / "run", status=1)
+    saved = load(tmp_path / "run" / "last.pth")
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    (entry,) = [entry for entry in entries if entry["step"] == saved["step"]]
+    unbroken = load(tmp_path / "whole" / entry["file"])
+    rates = [group["lr"] for each in unbroken["optimizers"]["train"] for group in each["param_groups"]]
+    assert rates != [
+        group["lr"]
+        for each in load(tmp_path / "whole" / "last.pth")["optimizers"]["train"]
+        for group in each["param_groups"]
+    ]
+    assert_same_bits(saved["optimizers"], unbroken["optimizers"])
+
+
 @pytest.mark.parametrize(
     ("fault", "where", "num_steps", "told"),
     [

@@ -80,7 +80,8 @@ def one_step(parts, samples, accumulation, optimizer):
     window = [weighted(batch, its.placeholder) for batch, its in zip(parts.loader(keys), keys, strict=True)]
     (total,) = parts.parallel.start_sum([sum(each.weight for each in window)])()
     parts.learner.optimizers[parts.phase] = [optimizer]
-    train_step(parts.learner, parts.parallel, parts.phase, window, total, DROPOUT_KEY)
+    learning_rate = optimizer.param_groups[0]["lr"]
+    train_step(parts.learner, parts.parallel, parts.phase, window, total, DROPOUT_KEY, learning_rate)
 
 
 def gradients_of_step(parts, samples, accumulation):

@@ -100,11 +100,10 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     run.parallel.activity.step = progress.step + 1
     learning_rate = run.learning_rate_of(step)
     if total_weight > 0:
-        run.learner.set_learning_rate(phase, learning_rate)
         result = train_within_memory(
             run, window, partial(
                 train_step, run.learner, run.parallel, phase, total_weight=total_weight,
-                dropout_key=(run.settings.seed, step.epoch, step.phase, step.start),
+                dropout_key=(run.settings.seed, step.epoch, step.phase, step.start), learning_rate=learning_rate,
             ),
         )  # fmt: skip
         progress.totals[phase].add(result.sums, window.weight, result.applied)
@@ -145,6 +144,7 @@ def train_step(
     window: Sequence[WeightedBatch],
     total_weight: float,
     dropout_key: tuple[int, ...],
+    learning_rate: float,
 ) -> StepResult:
     """One optimizer step over a window of micro-batches; exact for any split of the samples.
 
@@ -176,6 +176,7 @@ def train_step(
     parallel.agree_on_gradients(learner.params[phase])
     parallel.activity.enter(OPTIMIZER)
     learner.last_step.changes()
+    learner.set_learning_rate(phase, learning_rate)  # not before, for a rescue saves it with the weights
     outcome = learner.precision.step(
         learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.global_norm
     )
