@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.common.errors import UserError
-from trainer.common.user_class import find_class
+from trainer.common.validation import find_class
 from trainer.task import Task
 
 

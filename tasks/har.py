@@ -42,7 +42,7 @@ from tasks.har_encoder import encode, features_of, load_encoder, refuse_other_en
 from tasks.har_flags import OF_OWN, HarFlags
 from tasks.har_pictures import draw_windows, panels_of
 from trainer.common.errors import UserError
-from trainer.common.streams import to_stderr, to_stdout
+from trainer.common.process import to_stderr, to_stdout
 from trainer.config import given_flags
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of

@@ -28,7 +28,7 @@ from trainer.commands.process_state import process_restored
 from trainer.commands.state import read_state
 from trainer.commands.trained import trained_model
 from trainer.common.errors import UserError
-from trainer.common.json_numbers import with_nan
+from trainer.common.files import with_nan
 from trainer.config import arguments_of, refuse
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched

@@ -19,7 +19,7 @@ from trainer.commands.predict import label_new_data
 from trainer.commands.several import train_several
 from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
-from trainer.common.streams import open_missing, to_stderr
+from trainer.common.process import open_missing, to_stderr
 from trainer.config import refuse
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.common.errors import UserError
-from trainer.common.validation import checked_path, checked_text, expanded, shortened
+from trainer.common.errors import UserError, shortened
+from trainer.common.validation import checked_path, checked_text, expanded
 
 LARGEST = 2**63 - 1
 """Of whole numbers: what the arithmetic of arrays holds."""

@@ -8,7 +8,7 @@ from typing import Any
 import trainer.checkpoint.directory
 import trainer.checkpoint.file
 import trainer.commands.resume
-import trainer.logs.files
+import trainer.logs.run_directory
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.order import Position
 from trainer.loop.ema import ExponentialMovingAverage
@@ -55,7 +55,7 @@ def sums_not_restored() -> None:
 
 
 def metrics_not_cut_back() -> None:
-    trainer.logs.files._truncated = lambda path, step, last_report: path.open("a", buffering=1)
+    trainer.logs.run_directory._truncated = lambda path, step, last_report: path.open("a", buffering=1)
 
 
 def checkpoint_not_flushed() -> None:

@@ -20,7 +20,7 @@ from tests.conftest import ROOT, TINY
 from tests.helpers.weighted_task import Weighted
 from trainer.checkpoint.weights import compare
 from trainer.commands.predict import _print_table
-from trainer.common import streams
+from trainer.common import process
 from trainer.common.errors import reason
 from trainer.loop.contract import checked_metrics
 from trainer.parallel.errors import print_error
@@ -76,12 +76,12 @@ def test_only_what_the_console_refuses_is_lost(monkeypatch):
     os.close(reader)
     gone = os.fdopen(writer, "w")
     monkeypatch.setattr(sys, "stderr", gone)
-    streams.to_stderr("one")
+    process.to_stderr("one")
     assert sys.stderr is not gone
-    streams.to_stderr("two")
+    process.to_stderr("two")
     with suppress(BrokenPipeError):
         gone.close()
-    with pytest.raises(ValueError), streams.outlived("stderr"):
+    with pytest.raises(ValueError), process.outlived("stderr"):
         raise ValueError
 
 

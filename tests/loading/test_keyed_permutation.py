@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from trainer.loading import order
-from trainer.loading.keyed_permutation import NUM_ROUNDS, keyed_permutation
-from trainer.loading.order import EpochOrder
+from trainer.loading.order import NUM_ROUNDS, EpochOrder, keyed_permutation
 
 HUGE = 10**10
 

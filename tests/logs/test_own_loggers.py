@@ -16,7 +16,7 @@ from tests.helpers.recording_logger import METHODS, RECORD, Recording, logged_ru
 from trainer.loading.order import Position
 from trainer.logs import background
 from trainer.logs.background import BackgroundLogger
-from trainer.logs.files import DATA_WAIT
+from trainer.logs.logger import DATA_WAIT
 from trainer.logs.run_log import RunLog
 
 FILE = ROOT / "tests" / "helpers" / "recording_logger.py"

@@ -17,7 +17,7 @@ from tests.helpers.hoarding_task import Hoarder
 from tests.helpers.shaped_task import Plus, Shaped, ShapedObjective
 from trainer.commands.describe import digest_of_data, facts_of_data
 from trainer.common.errors import UserError
-from trainer.common.json_numbers import alike
+from trainer.common.files import alike
 from trainer.loop.contract import check_tensors
 
 RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]

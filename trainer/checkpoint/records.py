@@ -7,8 +7,7 @@ from typing import Any
 
 from trainer.checkpoint.format import schema_error_of_config
 from trainer.common.errors import DiskError
-from trainer.common.files import MOST_RECORD, NO_FILE, read_whole
-from trainer.common.json_numbers import without_nan
+from trainer.common.files import MOST_RECORD, NO_FILE, read_whole, without_nan
 
 CONFIG = "config.json"
 RESULTS = "results.json"

@@ -120,7 +120,7 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
 
 
 def plain(name: str, value: Any) -> None:
-    """A value that `trainer.common.json_numbers.plain` returns."""
+    """A value that `trainer.common.files.plain` returns."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):

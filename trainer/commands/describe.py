@@ -11,8 +11,7 @@ from trainer.checkpoint.records import as_json
 from trainer.checkpoint.schema import brief
 from trainer.commands.flags import Flags
 from trainer.common.errors import UserError
-from trainer.common.files import MOST_RECORD
-from trainer.common.json_numbers import plain
+from trainer.common.files import MOST_RECORD, plain
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 from trainer.task import Task

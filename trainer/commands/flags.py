@@ -16,8 +16,7 @@ from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, with_origins
 from trainer.common.errors import UserError, printable
 from trainer.common.files import require_regular
-from trainer.common.user_class import split_name
-from trainer.common.validation import whole
+from trainer.common.validation import split_name, whole
 from trainer.config import FlagGroup, Option, flag, flag_name, flag_values, options
 from trainer.loop.blocks import BlockFlags
 from trainer.loop.learning_flags import LearningFlags

@@ -22,7 +22,7 @@ from trainer.commands.parse import parse
 from trainer.commands.resume import changed_since_last_start, differences
 from trainer.commands.state import read_state
 from trainer.common.errors import UserError
-from trainer.common.json_numbers import with_nan
+from trainer.common.files import with_nan
 from trainer.config import refuse, shown
 from trainer.logs.console import say
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, num_cores, pick_device

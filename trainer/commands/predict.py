@@ -18,7 +18,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
 from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
-from trainer.common.streams import outlived, to_stderr
+from trainer.common.process import outlived, to_stderr
 from trainer.config import flag_name
 from trainer.loading.batches import BatchLoader, KeyedDataset, Workers
 from trainer.loading.order import evaluation_keys

@@ -14,7 +14,7 @@ from trainer.commands.code_identity import code_changes
 from trainer.commands.flags import Flags
 from trainer.commands.weights import go_on_with_weights
 from trainer.common.errors import UserError
-from trainer.common.json_numbers import alike
+from trainer.common.files import alike
 from trainer.config import flag_values, shown
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best

@@ -18,8 +18,8 @@ from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
 from trainer.commands.train import own_job
 from trainer.common.errors import UserError
-from trainer.common.json_numbers import with_nan, without_nan
-from trainer.common.streams import to_stderr
+from trainer.common.files import with_nan, without_nan
+from trainer.common.process import to_stderr
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
 from trainer.parallel.launch import Launcher

@@ -17,7 +17,7 @@ from trainer.commands.flags import Flags, RunFlags, recorded_values
 from trainer.commands.resume import changed_flags
 from trainer.commands.weights import restore_weights
 from trainer.common.errors import UserError
-from trainer.common.streams import to_stderr
+from trainer.common.process import to_stderr
 from trainer.config import flag_name, group_from_values, refuse, shown
 from trainer.loop.precision import PrecisionFlags, module_in_dtype
 from trainer.parallel.base import SingleDevice

@@ -1,7 +1,9 @@
 """The one exception that is shown to a user without a traceback, and how others are told in a line."""
 
-MOST_SHOWN = 1500
+MOST_OF_LINE = 1500
 """Characters of a line, which may repeat what somebody wrote into a file."""
+MOST_OF_VALUE = 200
+"""Characters of a value in a message."""
 
 
 def printable(text: str) -> str:
@@ -10,10 +12,15 @@ def printable(text: str) -> str:
 
 
 def shown_line(text: str) -> str:
-    """A line as a terminal may show it: `printable`, and without its middle where it is longer than MOST_SHOWN."""
-    if len(text) > MOST_SHOWN:
-        text = f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 3 :]}"
+    """A line as a terminal may show it: `printable`, and without its middle where it is longer than MOST_OF_LINE."""
+    if len(text) > MOST_OF_LINE:
+        text = f"{text[: MOST_OF_LINE // 2]} ... {text[-MOST_OF_LINE // 3 :]}"
     return printable(text)
+
+
+def shortened(text: str) -> str:
+    """What a message shows of a value that may be of any length."""
+    return text if len(text) <= MOST_OF_VALUE else f"{text[:MOST_OF_VALUE]}... ({len(text)} characters)"
 
 
 class UserError(ValueError):

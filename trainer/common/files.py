@@ -1,21 +1,21 @@
-"""Files: what tells two versions apart, what a damaged one raises, and what makes a written one survive."""
+"""Files: read within bounds, written as a whole; and plain values as JSON holds them, without NaN."""
 
 import errno
 import io
 import lzma
+import math
 import os
 import stat as stat_of
 import tarfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from trainer.common.errors import DiskError, UserError
-from trainer.common.validation import shortened
+from trainer.common.errors import DiskError, UserError, shortened
 
 T = TypeVar("T")
 
@@ -238,3 +238,61 @@ def stamp(path: Path) -> tuple[str, int, int]:
     """Changes when the file does: path, size in bytes, time of change in ns."""
     status = os.stat(path)
     return str(path), status.st_size, status.st_mtime_ns
+
+
+def plain(value: Any, name: str = "it") -> Any:
+    """A copy made of None, truth values, numbers, texts, lists, tuples, and dicts with texts or whole numbers as keys.
+
+    Arrays, tensors and sets become lists, a set in an order of its own. name: what a message calls the value. Raises
+    ValueError for whatever none of that says, with the name of the entry.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    if hasattr(value, "tolist"):  # of numpy and torch
+        value = value.tolist()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {_key(key, name): plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, Set):
+        return sorted((plain(item, name) for item in value), key=repr)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        items = [plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    kind = "a whole number of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    raise ValueError(f"{name} is {kind}: must be a number, a text, None, or lists and mappings of these")
+
+
+def _key(key: Any, name: str) -> Any:
+    key = plain(key, f"a name in {name}")
+    if type(key) not in (int, str):
+        raise ValueError(f"{name} has the name {key!r}: must be a text or a whole number")
+    return key
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal; NaN equals NaN, and a tuple a list."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(alike(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def without_nan(value: Any) -> Any:
+    """A copy of a value with None for each NaN and infinity, in mappings and sequences of any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: without_nan(item) for name, item in value.items()}
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return [without_nan(item) for item in value] if is_list else value
+
+
+def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Metrics by name, as they were before they were written; an infinity comes back as NaN."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -1,10 +1,13 @@
-"""Texts and paths that a user gives, as far as they can be any at all."""
+"""Texts, paths and classes that a user gives."""
 
+import importlib
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
-MOST_SHOWN = 200
-"""Characters of a value in a message."""
+from trainer.common.errors import UserError
+from trainer.common.files import refusing_disk_errors
 
 
 def checked_path(text: str) -> Path:
@@ -46,6 +49,44 @@ def checked_text(text: str) -> str:
     return text
 
 
-def shortened(text: str) -> str:
-    """What a message shows of a value that may be of any length."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
+    """The class, a subclass of `base`. Raises UserError.
+
+    comes_first: what stands beside the file goes before all other packages, those of the trainer too; else after them.
+    """
+    path, class_name = split_name(value, flag)
+    found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
+    if found is None:
+        raise UserError(f"{flag} {value}: {path} defines no {class_name}")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{flag} {value}: {class_name} is not a subclass of trainer.{base.__name__}")
+    return found
+
+
+def split_name(value: str, flag: str) -> tuple[Path, str]:
+    """The file, which is there, and the name of the class; nothing is imported. Raises UserError."""
+    file, colon, class_name = value.rpartition(":")
+    if not colon or not class_name.isidentifier():  # a class within another, or within a function
+        raise UserError(f"{flag} {value}: must be path/to/file.py:ClassName")
+    path = Path(file)
+    with refusing_disk_errors(f"{flag} {value}"):
+        if not path.is_file():
+            raise UserError(f"{flag} {value}: there is no file {path}")
+        path.open("rb").close()
+    return path, class_name
+
+
+def _import_file(path: Path, given: str, comes_first: bool) -> object:
+    """Imports a file as a module of its own name, so that data-loading processes find it again by that name."""
+    folder = str(path.parent.resolve())
+    if comes_first and sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    elif folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(path.stem)
+    except (ImportError, SyntaxError, SystemExit) as error:
+        raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
+    if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
+        raise UserError(f"{given}: there is another module named {path.stem}; rename the file")
+    return module

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trainer.common.errors import UserError
-from trainer.common.user_class import find_class
+from trainer.common.validation import find_class
 from trainer.logs.logger import LoggedRun, Logger, Record
 from trainer.task import Picture
 

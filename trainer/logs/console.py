@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from trainer.common.streams import outlived
+from trainer.common.process import outlived
 
 # tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there. Where
 # somebody uses tqdm already, theirs stays.

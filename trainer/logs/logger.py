@@ -8,6 +8,9 @@ from typing import Any, Literal
 from trainer.loading.order import Position
 from trainer.task import Picture
 
+DATA_WAIT = "data_wait_seconds"
+"""How long the main process waited for data: no number of the run, so metrics.jsonl does without."""
+
 
 @dataclass(frozen=True)
 class LoggedRun:

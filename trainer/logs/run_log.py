@@ -10,10 +10,8 @@ import numpy as np
 from trainer.common.errors import printable
 from trainer.loading.order import Position
 from trainer.logs.background import BackgroundLogger, end_all
-from trainer.logs.console import Table, of_headline, progress_bar
-from trainer.logs.console_logger import ConsoleLogger
-from trainer.logs.files import DATA_WAIT
-from trainer.logs.logger import LoggedRun, Logger, Record
+from trainer.logs.console import ProgressBar, Table, of_headline, progress_bar, say
+from trainer.logs.logger import DATA_WAIT, LoggedRun, Logger, Record
 from trainer.task import Picture
 
 T = TypeVar("T")
@@ -168,3 +166,38 @@ class RunLog:
 def scores_text(metrics: Mapping[str, float]) -> str:
     """Metrics in a sentence: "test/loss 0.1234, test/accuracy 0.9876"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+class ConsoleLogger(Logger):
+    """Lines and a progress bar on the console; `open_bar` and `close_bar` enclose the steps between two reports."""
+
+    def __init__(self) -> None:
+        self._bar: ProgressBar | None = None
+
+    def open_bar(self, description: str, num_samples: int, consumed: int) -> None:
+        """A bar over the samples of the epoch. consumed: those trained on before."""
+        self._bar = ProgressBar(num_samples, consumed, "samples", description)
+
+    def advance(self, num_samples: int) -> None:
+        """After every step."""
+        assert self._bar is not None
+        self._bar.bar.update(num_samples)
+
+    def close_bar(self) -> None:
+        """Takes it away."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def say(self, line: str) -> None:
+        say(line)
+
+    def metrics(self, record: Record) -> None:
+        if record.event == "step":
+            assert self._bar is not None
+            loss, learning_rate, *_ = record.values.values()
+            self._bar.report(f"loss={loss:.4f}, lr={learning_rate:.2e}", record.text)
+        else:
+            say(record.text)
+
+    def end(self, state: str) -> None:
+        self.close_bar()

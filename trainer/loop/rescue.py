@@ -18,7 +18,7 @@ from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
 from trainer.checkpoint.snapshot import snapshot
 from trainer.common.errors import DiskError, UnfitState, UserError, reason
-from trainer.common.streams import to_stdout
+from trainer.common.process import to_stdout
 from trainer.loop.checkpointing import diverged, refuse_another_model, state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run

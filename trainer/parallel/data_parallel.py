@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.common.streams import to_stdout
+from trainer.common.process import to_stdout
 from trainer.loading.batches import Batch
 from trainer.parallel.base import Parallel, SingleDevice, require_shape
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus

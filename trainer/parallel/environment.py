@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.common.validation import shortened
+from trainer.common.errors import shortened
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.parallel.schedulers import RANK_NAMES, rank_variables
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trainer.common.errors import UserError, shown_line
-from trainer.common.streams import to_stderr
+from trainer.common.process import to_stderr
 
 MOST_LINES = 400
 """Lines of a traceback that are shown, with the message of its exception."""

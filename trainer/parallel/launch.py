@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from trainer.common.streams import to_stderr
+from trainer.common.process import to_stderr
 from trainer.parallel.devices import MultiDeviceFlags, usable_gpus
 from trainer.parallel.diagnosis import GOES_ON
 from trainer.parallel.environment import RankEnvironment

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.common.errors import UserError
-from trainer.common.validation import shortened
+from trainer.common.errors import UserError, shortened
 from trainer.config import shown
 from trainer.parallel.environment import RankEnvironment, is_under_torchrun
 
