@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tests.conftest import ROOT, launcher
 from tests.helpers import forks
@@ -50,6 +51,10 @@ class Job:
     def kill(self) -> None:
         """SIGKILL to every process of the job."""
         raise NotImplementedError
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Ends a job that hangs. Raises AssertionError with its output, and where each rank was if it could say so."""
+        raise AssertionError(f"{reason}:\n{self.output}")
 
     def kill_rank(self, draw: random.Random) -> None:
         """SIGKILL to one rank, any; the others have to notice."""
@@ -131,9 +136,14 @@ class Forks(Job):
         for process in self._processes:
             process.join(GIVE_UP_S)
         if any(process.is_alive() for process in self._processes):
-            self.kill()
-            raise AssertionError(f"the job did not end:\n{self.output}")
+            self.give_up("the job did not end")
         return [process.exitcode for process in self._processes]
+
+    def give_up(self, reason: str) -> NoReturn:
+        self.send(signal.SIGABRT)
+        time.sleep(1.0)
+        self.kill()
+        super().give_up(reason)
 
     def kill(self) -> None:
         for process in self._processes:
@@ -148,6 +158,7 @@ def wait_until(condition: Callable[[], bool], job: Job) -> bool:
     while not condition():
         if not job.is_running():
             return condition()
-        assert time.monotonic() < deadline, job.output
+        if time.monotonic() > deadline:
+            job.give_up("the job has not come so far")
         time.sleep(0.002)
     return True
