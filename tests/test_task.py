@@ -89,7 +89,7 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
     assert read().learning.warmup_epochs == 1
     assert read("--warmup_steps=3").learning.warmup_epochs is None
     assert read("--grad-accum-steps", "2").batch.global_batch_size is None
-    assert read("--no-amp").precision.amp == "auto"
+    assert read("--no-amp").precision.amp == "off"
     assert read("--no-amp=false").precision.amp == "bf16"
 
 

@@ -21,16 +21,15 @@ from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, TINY, WEIGHTED
 from tests.helpers.machines import race
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.lock import Holder, JobName, Lock, LockTaken, take_lock
+from trainer.checkpoint.lock import Holder, Lock, LockTaken, take_lock
 from trainer.checkpoint.recovery import claim_temporary_files, set_aside
 from trainer.checkpoint.retention import Retention, evict
 from trainer.cli import main
 from trainer.common.errors import UserError
-from trainer.parallel.environment import job_of_launcher
 
 HOLD = (
     "import sys; from pathlib import Path; from trainer.checkpoint.lock import take_lock; "
-    "lock = take_lock(Path(sys.argv[1]), take_over=False); print('held', flush=True); sys.stdin.read()"
+    "lock = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 )
 ELSEWHERE = "process 7 on node-12.cluster"
 STALE_S = 0.6
@@ -71,17 +70,17 @@ def impatient(monkeypatch):
 def left_elsewhere(tmp_path):
     """The lock of tmp_path as a job on another machine leaves it."""
 
-    def leave(job=None):
-        (tmp_path / "lock").write_text(str(Holder(ELSEWHERE, "another", job, "00000000")))
+    def leave():
+        (tmp_path / "lock").write_text(str(Holder(ELSEWHERE, "another", "00000000")))
         return tmp_path / "lock"
 
     return leave
 
 
-def take(directory, take_over=False, job=None):
+def take(directory, take_over=False):
     """Returns how long that took."""
     began = time.monotonic()
-    take_lock(directory, take_over, job).release()
+    take_lock(directory, take_over).release()
     return time.monotonic() - began
 
 
@@ -92,7 +91,7 @@ def test_a_pipe_in_the_place_of_the_lock_is_refused(tmp_path):
     """Opening it would wait without end."""
     os.mkfifo(tmp_path / "lock.held")
     with pytest.raises(OSError, match="is no file, but a device or a pipe"):
-        take_lock(tmp_path, take_over=False)
+        take_lock(tmp_path)
 
 
 def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp_path):
@@ -101,10 +100,10 @@ def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp
 
 
 def test_a_living_holder_is_named_and_not_displaced(hold, tmp_path):
-    holder, job = hold(), JobName("of the user: me")
+    holder = hold()
     for take_over in (False, True):
         with pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}; wait for it"):
-            take(tmp_path, take_over, job)
+            take(tmp_path, take_over)
 
 
 def test_a_dead_holder_is_succeeded_at_once(hold, tmp_path):
@@ -141,7 +140,7 @@ def test_two_pid_namespaces_keep_each_other_out(hold, tmp_path):
 
 
 def test_held_it_names_this_process_and_released_nobody(tmp_path):
-    lock = take_lock(tmp_path, take_over=False)
+    lock = take_lock(tmp_path)
     assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.release()
     assert (tmp_path / "lock").read_text() == ""
@@ -169,7 +168,7 @@ def test_two_jobs_on_one_folder(refused, tmp_path, environment):
         while not (tmp_path / "config.json").exists():
             assert first.poll() is None
             time.sleep(0.02)
-        for more in ([], ["--fresh"], ["--take-over-lock"]):
+        for more in ([], ["--fresh"]):
             refused([f"--save-dir {tmp_path}: in use by process {first.pid} "], *args, *more)
         assert not list(tmp_path.glob("previous-*"))
     finally:
@@ -189,7 +188,7 @@ def test_a_lock_that_nobody_renews_is_taken_over(left_elsewhere, impatient, tmp_
     assert f"in use by {ELSEWHERE}, or left by it when it died; waiting for 1 s" in capsys.readouterr().out
 
 
-def test_the_flag_spares_the_wait(left_elsewhere, tmp_path):
+def test_a_restart_of_the_same_job_does_not_wait(left_elsewhere, tmp_path):
     left_elsewhere()
     assert take(tmp_path, take_over=True) < 1
 
@@ -230,7 +229,7 @@ def test_a_lock_that_is_released_meanwhile_is_taken(left_elsewhere, tmp_path):
 
 
 def test_a_holder_renews_its_lock(impatient, tmp_path):
-    lock = take_lock(tmp_path, take_over=False)
+    lock = take_lock(tmp_path)
     os.utime(tmp_path / "lock", (0, 0))
     time.sleep(STALE_S / 2)
     assert (tmp_path / "lock").stat().st_mtime > 0
@@ -240,36 +239,11 @@ def test_a_holder_renews_its_lock(impatient, tmp_path):
     assert (tmp_path / "lock").stat().st_mtime == 0
 
 
-SLURM = {"SLURM_JOB_ID": "12"}
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "is_same"),
-    [
-        (SLURM, SLURM | {"SLURM_RESTART_COUNT": "1"}, True),
-        (SLURM | {"SLURM_RESTART_COUNT": "9"}, SLURM | {"SLURM_RESTART_COUNT": "10"}, True),
-        (SLURM, SLURM, False),  # two steps of one job may run at once
-        (SLURM | {"SLURM_RESTART_COUNT": "2"}, SLURM | {"SLURM_RESTART_COUNT": "1"}, False),
-        (SLURM, {"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "1"}, False),
-        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, True),
-        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, False),
-        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}, False),
-        ({"TORCHELASTIC_RUN_ID": "12"}, SLURM, False),
-        (SLURM | {"SLURM_RESTART_COUNT": "x"}, SLURM, False),
-        ({}, {}, False),
-    ],
-)
-def test_a_later_start_of_the_same_job_does_not_wait(before, now, is_same, left_elsewhere, impatient, tmp_path):
-    jobs = [JobName(*job) if job else None for job in map(job_of_launcher, (before, now))]
-    left_elsewhere(jobs[0])
-    assert (take(tmp_path, job=jobs[1]) < STALE_S) == is_same
-
-
-def test_the_user_can_name_the_job(left_elsewhere, tmp_path, capsys, signals_restored):
-    left_elsewhere(JobName("of the user: job-5"))
-    argv = ["--task", WEIGHTED, "--epochs", "1", "--num-threads", "1", "--save-dir", str(tmp_path)]
-    assert main([*argv, "--job-id", "job-5"], several_devices=False) == 0
-    assert "waiting" not in capsys.readouterr().out
+def test_a_lock_with_the_name_of_a_job_is_read(left_elsewhere, impatient, tmp_path):
+    """As an earlier version wrote it."""
+    lock = left_elsewhere()
+    lock.write_text(lock.read_text().replace("token", "job 1 of SLURM: 12\ntoken"))
+    assert STALE_S < take(tmp_path) < STALE_S + 1
 
 
 # --- fencing -----------------------------------------------------------------------------------------------------
@@ -280,7 +254,7 @@ def two_holders(left_elsewhere, tmp_path):
     """(one that does not know that it has lost the directory, its successor)"""
     directories = [RunDirectory(tmp_path, Retention(3), print) for _ in range(2)]
     for directory in directories:
-        directory.acquire(take_over_lock=True)  # the kernel does not keep a process from its own lock
+        directory.acquire()  # the kernel does not keep a process from its own lock
         if directory is directories[0]:
             directory.save(state_at(1))
     yield directories
@@ -312,7 +286,7 @@ def test_what_is_renamed_in_the_moment_of_a_taking_is_not_renamed(tmp_path, monk
     def freeze():
         require()
         monkeypatch.setattr(old.writer, "require", require)
-        new.acquire(take_over_lock=True)
+        new.acquire()
 
     monkeypatch.setattr(old.writer, "require", freeze)
     with pytest.raises(LockTaken):
@@ -392,7 +366,7 @@ def test_training_ends_soon_when_the_directory_was_taken_over(tmp_path, capsys, 
     def displace():
         while not (tmp_path / "metrics.jsonl").exists():
             time.sleep(0.01)
-        other.acquire(take_over_lock=True)
+        other.acquire()
 
     thread = threading.Thread(target=displace)
     thread.start()
@@ -406,7 +380,7 @@ def outcome(folder, *race_arguments):
     """(steps that were promised twice, the newest promised, the newest on the disk, takings, freezings)."""
     promised, takings, freezings = race(folder, *race_arguments)
     directory = RunDirectory(folder, Retention(3), print)
-    directory.acquire(take_over_lock=True)
+    directory.acquire()
     newest = directory.load_newest()["step"]
     directory.release()
     return [step for step, times in Counter(promised).items() if times > 1], max(promised), newest, takings, freezings

@@ -14,7 +14,7 @@ from tasks import TASKS
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, launcher, load
 from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
 from tests.helpers.weighted_task import Weighted, WeightedFlags
-from trainer.commands.config_files import ConfigFlags
+from trainer.commands.config_files import RETIRED, ConfigFlags
 from trainer.commands.flags import TRAINER_GROUPS, Flags
 from trainer.commands.parse import parse
 from trainer.config import flag, options
@@ -93,6 +93,16 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
     assert isinstance(read("--config", one, "--task", WEIGHTED).learning.lr, float)
 
 
+@pytest.mark.parametrize("name", RETIRED)
+def test_flags_of_earlier_versions_are_left_out_of_files_and_refused_on_the_command_line(name, write):
+    key, value = name.removeprefix("--"), {"--job-id": '"12"', "--take-over-lock": "true"}.get(name, "1.3")
+    record = write(json.dumps({"config": {name: json.loads(value), "--no-amp": True, "--amp": "auto"}}), "config.json")
+    for file in (write(f"{key} = {value}\nno-amp = true", "old.toml"), record):
+        assert read("--task", "stating", "--config", file).precision.amp == "off"
+    _, problems = parse(["--task", "stating", f"{name}={value}"], several_devices=False)
+    assert problems == [f"{name}={value}: {RETIRED[name]}"]
+
+
 @pytest.mark.parametrize(
     ("lower", "higher", "expected"),
     [
@@ -106,8 +116,8 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
             marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon"),
         ),
         ("grad-accum-steps = 2", "global-batch-size = 8", {"grad_accum_steps": 1, "global_batch_size": 8}),
-        ("amp = 'bf16'", "no-amp = true", {"amp": "auto", "no_amp": True}),
-        ("amp = 'bf16'", "no-amp = false", {"amp": "bf16", "no_amp": False}),
+        ("amp = 'bf16'", "no-amp = true", {"amp": "off"}),
+        ("amp = 'bf16'", "no-amp = false", {"amp": "bf16"}),
         ("init-from = 'main.py'", "resume-from = 'main.py'", {"init_from": None, "resume_from": Path("main.py")}),
         ("resume-from = 'main.py'", "eval-only = true", {"resume_from": None, "eval_only": True}),
         ("init-from = 'main.py'", "eval-only = true", {"init_from": None, "eval_only": True}),

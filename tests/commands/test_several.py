@@ -243,7 +243,7 @@ def in_use(directory):
     directory.mkdir(exist_ok=True)
     code = (
         "import pathlib, sys; from trainer.checkpoint.lock import take_lock; "
-        "lock = take_lock(pathlib.Path(sys.argv[1]), False); print(flush=True); sys.stdin.read()"
+        "lock = take_lock(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     argv = [sys.executable, "-c", code, str(directory)]
     with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:

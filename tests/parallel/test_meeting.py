@@ -18,7 +18,7 @@ from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences
 
 LOCAL = {
     "--task", "--data-dir", "--cache-dir", "--num-workers", "--num-threads", "--gpu-ids", "--logger",
-    "--take-over-lock",
+    "--local-rank",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.file import CheckpointReader, write_checkpoint
-from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, JobName, Lock, LockTaken, Writer, take_lock
+from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, Lock, LockTaken, Writer, take_lock
 from trainer.checkpoint.manifest import MANIFEST, Entry, newest_best, unused_path, write_manifest
 from trainer.checkpoint.records import RESULTS, as_json, read_config, read_json
 from trainer.checkpoint.recovery import claim_temporary_files, find_checkpoints, put_in_place, set_aside
@@ -56,16 +56,10 @@ class RunDirectory:
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(
-        self,
-        take_over_lock: bool = False,
-        agents: Sequence[str] = (),
-        job: JobName | None = None,
-        creates: bool = True,
-    ) -> None:
+    def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
         """Creates, locks and repairs the directory. Raises UserError when it cannot be used.
 
-        take_over_lock, job: see `take_lock`. agents: the torchrun agents of this job. If one of them started the
+        agents: the torchrun agents of this job. If one of them started the
         attempt before too, the job goes on without the node that left its lock. creates: without it the directory of a
         run that trains, which must be there.
         """
@@ -78,7 +72,7 @@ class RunDirectory:
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
-            self._lock = take_lock(self.path, take_over_lock or self.earlier_attempt is not None, job, self._say)
+            self._lock = take_lock(self.path, take_over=self.earlier_attempt is not None, say=self._say)
             claim_temporary_files(self.path, self._lock)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
             put_in_place(self.path, self.entries, self._say, self._lock)

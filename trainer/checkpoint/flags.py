@@ -37,17 +37,6 @@ class CheckpointFlags(FlagGroup):
     fresh: bool = flag(
         False, "start over; what --save-dir holds is moved to a folder previous-N inside it", from_record="ignored"
     )
-    take_over_lock: bool = flag(
-        False, "do not wait for a sign of life of the job on another machine that left its lock in --save-dir",
-        local=True, from_record="ignored",
-    )  # fmt: skip
-    job_id: str | None = flag(
-        None,
-        "names this job where a scheduler starts it again: it takes over its own lock without waiting; by default "
-        "SLURM's job id with its count of restarts, or the run id that torchrun was given",
-        metavar="NAME",
-        from_record="ignored",
-    )
     eval_only: bool = flag(
         False,
         "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets",

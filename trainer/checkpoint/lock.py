@@ -37,31 +37,15 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
-class JobName:
-    """What names a job that a scheduler starts again. start: how often it has been started before, if that is known."""
-
-    name: str
-    start: int | None = None
-
-    def goes_on_after(self, other: "JobName | None") -> bool:
-        """Whether it is the same job, whose other start has ended."""
-        if other is None or self.name != other.name:
-            return False
-        return self.start is None or other.start is None or self.start > other.start
-
-
-@dataclass(frozen=True)
 class Holder:
     """What `lock` says. machine: within which the kernel's locks are seen by all. token: like no other."""
 
     who: str
     machine: str = ""
-    job: JobName | None = None
     token: str = ""
 
     def __str__(self) -> str:
-        job = f"job {self.job.start if self.job.start is not None else '-'} {self.job.name}\n" if self.job else ""
-        return f"{self.who}\nmachine {self.machine}\n{job}token {self.token}\n"
+        return f"{self.who}\nmachine {self.machine}\ntoken {self.token}\n"
 
 
 class Writer:
@@ -135,7 +119,7 @@ class Lock(Writer):
             self.is_lost = True
             raise LockTaken(
                 f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this one "
-                "gave no sign of life, or by a later start of the same job; this run ends, and what it has saved is "
+                "gave no sign of life, or by a restart of the same job; this run ends, and what it has saved is "
                 "intact"
             )
 
@@ -160,13 +144,10 @@ class Lock(Writer):
                 os.utime(self._path)
 
 
-def take_lock(
-    folder: Path, take_over: bool, job: JobName | None = None, say: Callable[[str], None] = lambda line: None
-) -> Lock:
+def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None) -> Lock:
     """The lock, for the life of this process or until it is released. May wait for `STALE_S`.
 
-    take_over: without waiting, from a holder that does not demonstrably live. job: of this process; an earlier start
-    of it is not waited for either. say: gets a line before it waits.
+    take_over: without waiting, from a holder that does not demonstrably live. say: gets a line before it waits.
 
     Raises UserError when another process has it, OSError when the file system refuses.
     """
@@ -180,9 +161,9 @@ def take_lock(
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(folder, left_by) from None
-        own = Holder(own_name(), _machine(folder), job, secrets.token_hex(4))
+        own = Holder(own_name(), _machine(folder), secrets.token_hex(4))
         is_known_to_be_gone = left_by.who == "" or left_by.machine == own.machine
-        if not (take_over or is_known_to_be_gone or (job is not None and job.goes_on_after(left_by.job))):
+        if not (take_over or is_known_to_be_gone):
             say(
                 f"{folder}: in use by {left_by.who}, or left by it when it died; waiting for {STALE_S:.0f} s whether "
                 "it gives a sign of life."
@@ -230,11 +211,9 @@ def _read(path: Path) -> Holder:
     said = dict(line.split(" ", 1) for line in lines if " " in line)
     if not re.fullmatch(r"process \d+ on \S+", who):
         return Holder("")
-    start, _, name = said.get("job", "").partition(" ")
-    job = JobName(name, int(start) if re.fullmatch("[0-9]{1,9}", start) else None) if name else None
     # One that was cut short says no more: the host stands for the machine, so that nobody waits for a dead process.
     machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
-    return Holder(who, machine, job, said.get("token", ""))
+    return Holder(who, machine, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:

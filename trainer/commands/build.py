@@ -295,7 +295,7 @@ def assemble_run(
         ),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
         lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),
-        rank_times=RankTimes(parallel, several.straggler_factor),
+        rank_times=RankTimes(parallel),
         model_outline={
             name: (weight.dtype, tuple(weight.shape)) for name, weight in learner.objective.model.state_dict().items()
         },

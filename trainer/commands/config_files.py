@@ -12,8 +12,13 @@ from trainer.config import FlagGroup, Option, described, flag, nearest, options,
 from trainer.parallel.devices import MultiDeviceFlags
 
 LINE_LENGTH = 120
-FORMER = ("--hang-timeout-s",)
-"""Flags of earlier versions, which the records of their runs still name."""
+RETIRED = {
+    "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
+    "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
+    "--take-over-lock": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
+    "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
+}
+"""What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""
 
 
 @dataclass
@@ -52,13 +57,13 @@ class ConfigFile:
 
         known: flags by field name. all_known: no others exist.
         """
-        fields = {option.name: field for field, option in known.items() if not option.hidden}
+        fields = {option.name: field for field, option in known.items() if not (option.hidden and option.local)}
         values, problems = {}, []
         for name, value in self.settings.items():
-            if self.is_record and name in FORMER:
+            if name in RETIRED:
                 continue
             if name not in fields:
-                near = nearest(name, fields)
+                near = nearest(name, (option.name for option in known.values() if not option.hidden))
                 hint = f"did you mean {_key(near)}?" if near else "see --help"
                 problems += [f"{self}: {_key(name)}: no such flag; {hint}"] if all_known else []
                 continue

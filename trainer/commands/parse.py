@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks import TASKS, find_task, is_same_task, known_task
 from trainer.checkpoint.flags import CheckpointFlags
-from trainer.commands.config_files import ConfigFile, ConfigFlags, read_config_files, with_origins
+from trainer.commands.config_files import RETIRED, ConfigFile, ConfigFlags, read_config_files, with_origins
 from trainer.commands.flags import TRAINER_GROUPS, Flags, FromRun, RunFlags, contradictions
 from trainer.commands.trained import find_record, ships_weights
 from trainer.common.errors import UserError
@@ -98,7 +98,7 @@ def parse(
     problems += layers.take_out_what_users_alone_name(group_types, may_be_named)
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     of_several = () if several_devices else options(MultiDeviceFlags).values()
-    elsewhere = {option.name: OF_SEVERAL_DEVICES for option in of_several}
+    elsewhere = {**RETIRED, **{option.name: OF_SEVERAL_DEVICES for option in of_several}}
     if task_name in TASKS:
         elsewhere |= _of_other_tasks(argv, group_types)
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)

@@ -20,9 +20,7 @@ from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
 
-START_FLAGS = (
-    "--fresh", "--resume-from", "--init-from", "--init-from-partial", "--take-over-lock", "--job-id", "--eval-only"
-)  # fmt: skip
+START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--init-from-partial", "--eval-only")
 _SHOWN_WIDTH = 60
 _CHANGED = "Changed since the checkpoint"
 _verdict = itemgetter("value", "is_best")
@@ -241,6 +239,8 @@ def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Flags of two starts of a run whose value differs, but for those that say how to start: (then, now)."""
+    if then.get("--no-amp") is True:  # as earlier versions recorded `--amp off`
+        then = {**then, "--amp": "off"}
     changed = {
         name: (then[name], value)
         for name, value in now.items()

@@ -16,7 +16,6 @@ from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
 from trainer.commands.jobs import Job, RunAlone, Slots, choose_slots, plan_jobs, run_jobs
-from trainer.commands.train import own_job
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan, without_nan
 from trainer.common.process import to_stderr
@@ -45,7 +44,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)
     directory = RunDirectory(save_dir, flags.checkpoint.retention(task), say)
     try:
-        directory.acquire(flags.checkpoint.take_over_lock, job=own_job(flags.checkpoint))
+        directory.acquire()
         if directory.has_checkpoint:
             raise UserError(
                 f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs"

@@ -1,13 +1,10 @@
 """Training in a run directory: builds the run or finds it finished, trains, scores, and records how it ended."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.flags import CheckpointFlags
-from trainer.checkpoint.lock import JobName
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import better_can_be_scored, score
@@ -21,7 +18,7 @@ from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.base import Parallel
-from trainer.parallel.environment import job_of_launcher, torchrun_agent
+from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.errors import EXIT_FINISHED
 from trainer.task import Task
 
@@ -41,8 +38,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     # Once more around the end: closing a log writes what found no room before.
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(directory.release)
-        job = own_job(flags.checkpoint)
-        parallel.on_main(lambda: directory.acquire(flags.checkpoint.take_over_lock, agents, job))
+        parallel.on_main(lambda: directory.acquire(agents))
         with recorded(directory, parallel) as state, refusing_full_disk():
             run, notes = build_run(flags, task, parallel, directory)
             if _is_finished(run, flags):
@@ -57,14 +53,6 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             at_the_end.callback(run.close)
             open_run(run, notes, flags, argv, agents, loggers)
             return _train(run, flags, state, agents)
-
-
-def own_job(flags: CheckpointFlags) -> JobName | None:
-    """What names the job that this process belongs to, if anybody has said so."""
-    if flags.job_id is not None:
-        return JobName(f"of the user: {' '.join(flags.job_id.split())}")
-    launched = job_of_launcher(os.environ)
-    return JobName(*launched) if launched is not None else None
 
 
 def _is_finished(run: Run, flags: Flags) -> bool:

@@ -31,13 +31,17 @@ class PrecisionFlags(FlagGroup):
     amp: Literal["auto", "bf16", "fp16", "off"] = flag(
         "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU"
     )
-    no_amp: bool = flag(False, "the same as --amp off")
+    no_amp: bool = flag(False, "the same as --amp off", hidden=True)
     dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
     deterministic: bool = flag(
         False,
         "only deterministic algorithms, on GPUs too, where they are slower; on the CPU they are taken anyway, and "
         "an operator that has none is warned of; with this flag it is refused",
     )
+
+    def __post_init__(self) -> None:
+        if self.no_amp and self.amp == "auto":
+            self.amp = "off"
 
     def problems(self) -> list[str]:
         found = []
@@ -226,7 +230,7 @@ def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
     """What the flags mean on a device."""
     dtype = getattr(torch, flags.dtype)
-    amp = "off" if flags.no_amp else resolve_amp(flags.amp, device, dtype)
+    amp = resolve_amp(flags.amp, device, dtype)
     return Precision(amp, dtype, device)
 
 

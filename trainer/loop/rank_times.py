@@ -19,12 +19,12 @@ REPORT_EVERY = 100
 """Optimizer steps."""
 NUM_REPORTS = 5
 """In a row that a process must be slow: what else runs on its machine for a moment shall not count."""
+SLOW_FACTOR = 1.3
+"""A process is slow whose own part of a step takes this many times the median of all processes."""
 
 
 class RankTimes:
     """Tells every process the times of all, every REPORT_EVERY steps.
-
-    factor: a process is slow that takes so many times the median of all, each apart from waiting.
 
     The times go along with the numbers that a step exchanges anyway. They are those of the training thread on the CPU,
     and on a GPU those between events on its stream, looked at when they have long since come to pass: the time that it
@@ -32,8 +32,8 @@ class RankTimes:
     call the methods at the same step.
     """
 
-    def __init__(self, parallel: Parallel, factor: float) -> None:
-        self._parallel, self._factor = parallel, factor
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
         self._clock: HostClock | DeviceClock | None = None
         self._taken: deque[int] = deque()
         self._reports: deque[np.ndarray] = deque(maxlen=NUM_REPORTS)
@@ -81,7 +81,7 @@ class RankTimes:
             return []
         self._reports.append(np.reshape(sums, (-1, len(SENT))))
         reports = np.stack(self._reports)
-        slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], self._factor) if rank not in self._named]
+        slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], SLOW_FACTOR) if rank not in self._named]
         if len(reports) < NUM_REPORTS or not slow:
             return []
         self._named.update(slow)
@@ -96,8 +96,8 @@ class RankTimes:
         total, usual_total = 1e3 * own[rank].sum(), 1e3 * np.quantile(own.sum(1), 0.5, method="lower")
         return (
             f"Rank {rank} ({member}) is slow: a step takes it {total:.3g} ms apart from waiting, where the median is "
-            f"{usual_total:.3g} ms, over the last {NUM_REPORTS * REPORT_EVERY} steps (--straggler-factor "
-            f"{self._factor:g}). Most of it in {OWN[activity]}: {1e3 * own[rank, activity]:.3g} ms instead of "
+            f"{usual_total:.3g} ms, over the last {NUM_REPORTS * REPORT_EVERY} steps. Most of it in "
+            f"{OWN[activity]}: {1e3 * own[rank, activity]:.3g} ms instead of "
             f"{1e3 * usual[activity]:.3g}. The rank that waits longest waits {1e3 * times[:, -1].max():.3g} ms a step."
         )
 

@@ -66,9 +66,6 @@ class MultiDeviceFlags(FlagGroup):
         500, "compare the weights of all processes to the bit after every so many optimizer steps, and before every "
         "save; 0 is off", metavar="STEPS", at_least=0,
     )  # fmt: skip
-    straggler_factor: float = flag(
-        1.3, "name a process that takes so many times as long for its own part of the steps as the median", above=1
-    )
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
     find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
     reshard: Literal["always", "never"] = flag(
@@ -79,7 +76,7 @@ class MultiDeviceFlags(FlagGroup):
         None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others "
         "(default: among all)", at_least=1,
     )  # fmt: skip
-    local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True)
+    local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
 
     def problems(self) -> list[str]:
         found = []

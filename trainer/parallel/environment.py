@@ -130,20 +130,6 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def job_of_launcher(environ: Mapping[str, str]) -> tuple[str, int | None] | None:
-    """What names this job when its scheduler starts it again, and how often it did so before if that is counted.
-
-    torchrun's run id is "none" unless somebody chose one. SLURM queues a job again under its own id once it has ended.
-    """
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        return f"of torchrun: {' '.join(run_id.split())}", None
-    job, starts = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "0")
-    if _NUMBER.fullmatch(job) and _NUMBER.fullmatch(starts):
-        return f"of SLURM: {job}", int(starts)
-    return None
-
-
 def one_process_problems(environ: Mapping[str, str]) -> list[str]:
     """What is wrong with starting a run of one process several times over."""
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
