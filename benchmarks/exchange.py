@@ -25,13 +25,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tasks.har import HarFlags, HarTask
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, WeightedBatch, weighted
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision
 from trainer.loop.train import train_step
-from trainer.loop.windows import WeightedBatch, weighted
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags

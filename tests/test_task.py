@@ -18,6 +18,7 @@ from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
+from trainer.loop.windows import evaluation_batches
 from trainer.parallel.base import SingleDevice
 from trainer.task import Task
 
@@ -166,7 +167,8 @@ def test_batch_of_evaluation_is_that_of_training_unless_told():
 
 
 def test_batch_of_evaluation_is_per_device():
-    assert assembled(ReplicasOnCpu(3), "--eval-batch-size", "5").eval_micro_batch_size == 15
+    run = assembled(ReplicasOnCpu(3), "--eval-batch-size", "5")
+    assert next(evaluation_batches(run, "val")).num_samples == 15
 
 
 # --- runs --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[
         torch.cuda.empty_cache()
     with process_restored(), opened(flags, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
         found = measure_steps(run, *setting.pick((30, 10), (2, 1)))
-        cut_to = run.memory_limit.batch_size
+        cut_to = run.memory.limit.batch_size
     data = found["phases"][DATA]
     report.figure(f"{name}, {kind}", {
         "batch size": cut_to or batch_size,

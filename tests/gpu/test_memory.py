@@ -1,14 +1,11 @@
 """Memory of an imagined GPU that is too small for a batch: the run learns the same with smaller ones."""
 
-import json
-
 import pytest
 
 from tests.conftest import TINY, WEIGHTED
 from tests.gpu.runs import EXACT, assert_same, run, tiny
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from trainer.commands import build
-from trainer.loop.memory_limit import MEMORY
+from trainer.loop.memory import MemoryGuard
 
 KIB = 2**10
 WIDE = ["--width", 64, "--num-train", 96, "--num-val", 64, "--global-batch-size", 48, "--batch-size", 48, *EXACT]
@@ -29,15 +26,15 @@ def test_the_rehearsal_finds_what_fits(tmp_path, cache_dir):
 @on_imagined_gpus()
 def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
     """As if others had taken memory after the rehearsal."""
-    dry_run = build.dry_run
+    dry_run = MemoryGuard.dry_run
 
-    def then_memory_gets_short(of_run):
-        dry_run(of_run)
+    def then_memory_gets_short(*arguments):
+        dry_run(*arguments)
         GPUS.limit_memory(ROOM)
 
-    build.dry_run = then_memory_gets_short
+    MemoryGuard.dry_run = then_memory_gets_short
     tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
-    build.dry_run = dry_run
+    MemoryGuard.dry_run = dry_run
     GPUS.limit_memory(2**30)
     tiny(cache_dir, tmp_path / "roomy", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
     assert "Out of memory in backward at optimizer step 1 with 48 samples per forward" in GPUS.printed()
@@ -50,7 +47,6 @@ def test_an_evaluation_that_finds_no_room_goes_on_with_less(tmp_path, cache_dir)
     GPUS.limit_memory(ROOM // 2)
     tiny(cache_dir, tmp_path / "tight", *WIDE, *small, "--device", "cuda")
     assert "with 64 samples per forward: going on with 32. --eval-batch-size 32" in GPUS.printed()
-    assert json.loads((tmp_path / "tight" / MEMORY).read_text())["eval_batch_size"] < 64
     tiny(cache_dir, tmp_path / "cpu", *WIDE, *small, "--device", "cpu")
     assert_same(tmp_path / "tight", tmp_path / "cpu")
 
@@ -58,13 +54,13 @@ def test_an_evaluation_that_finds_no_room_goes_on_with_less(tmp_path, cache_dir)
 @pytest.mark.slow
 @on_imagined_gpus()
 def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
-    dry_run = build.dry_run
+    dry_run = MemoryGuard.dry_run
 
-    def without_memory(of_run):
+    def without_memory(*arguments):
         GPUS.limit_memory(GPUS.memory_in_use() + KIB)
-        dry_run(of_run)
+        dry_run(*arguments)
 
-    build.dry_run = without_memory
+    MemoryGuard.dry_run = without_memory
     run(cache_dir, "--task", WEIGHTED, *WIDE, "--device", "cuda", "--save-dir", tmp_path, status=2)
     assert "with a single sample per forward" in GPUS.printed()
 

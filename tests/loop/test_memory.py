@@ -18,11 +18,9 @@ from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse
+from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import SampleKeys
-from trainer.loop.memory import dry_run, resplit
-from trainer.loop.memory_limit import MEMORY, MemoryLimit
-from trainer.loop.plan import BatchFlags
-from trainer.loop.windows import WeightedBatch, evaluation_batches
+from trainer.loop.memory import MEMORY, MemoryLimit, resplit
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
@@ -122,9 +120,8 @@ def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
     _, err = run_here(*TINY, "--fit", 0, "--save-dir", tmp_path, status=2)
     # 179 parameters with a gradient and two moments each, of 8 bytes.
     account = (
-        "parameters, gradients and moments of this model take 0.0055 MiB of each device; --multi-gpu fsdp divides them "
-        "(0.0027 MiB on each of 2, 0.0014 MiB on each of 4, 0.00068 MiB on each of 8); --grad-checkpointing keeps "
-        "less for the backward; more accumulation than 12 x 1 samples for a global batch of 12 does not help"
+        "parameters, gradients and moments of this model take 0.0055 MiB of each device; --multi-gpu fsdp divides "
+        "them, --grad-checkpointing keeps less for the backward"
     )
     assert err.splitlines()[-1] == (
         "error: out of memory in forward at optimizer step 1 with a single sample per forward: a smaller --batch-size "
@@ -141,23 +138,7 @@ def test_an_evaluation_is_redone_in_smaller_parts(small, run_here, tmp_path):
         ("7", "4"), ("4", "2")
     ]  # fmt: skip
     assert_same_learning(tmp_path, small)
-    assert memory_of(tmp_path)["eval_batch_size"] == 2
-    out, _ = run_here(*args, "--epochs", 3)
-    assert "Out of memory" not in out
-
-
-def test_an_evaluation_is_split_alike_whoever_had_too_little_memory_before(tmp_path):
-    """By all processes, or samples would be left out, and one process would wait for the others for ever."""
-    sizes, found = [7, 2], []
-    for rank, size in enumerate(sizes):
-        run = built(SingleDevice(CPU), tmp_path)
-        run.memory_limit = replace(run.memory_limit, eval_batch_size=size)
-        run.parallel.rank, run.parallel.world_size = rank, len(sizes)
-        run.parallel.gather = lambda value: sizes
-        found.append(list(evaluation_batches(run, "val")))
-    assert len(found[0]) == len(found[1])
-    counted = [i for own in found for batch, _, counts in own if counts for i in batch["index"].tolist()]
-    assert sorted(counted) == list(range(17))
+    assert out.count("Out of memory") == 2, "later evaluations begin with what fits"
 
 
 @pytest.mark.slow
@@ -240,10 +221,10 @@ def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12", "--fit", "4", "--tight-in", "backward")
     before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
     state = torch.get_rng_state()
-    dry_run(run)
-    (batches,) = run.batches
+    run.memory.dry_run(run.task, run.plan, run.log.say)
+    (batches,) = run.memory.splits
     assert (batches.batch_size, batches.grad_accum_steps, batches.global_batch_size) == (3, 4, 12)
-    assert run.memory_limit.batch_size == 3
+    assert run.memory.limit.batch_size == 3
     assert_same_bits(before, run.learner.objective.state_dict())
     assert all(p.grad is None for p in run.learner.objective.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -270,12 +251,12 @@ def test_libraries_that_find_no_room_count(message, tmp_path, monkeypatch):
         return forward(self, batch, phase)
 
     monkeypatch.setattr(type(run.learner.objective), "forward", short_of_memory)
-    dry_run(run)
-    assert run.memory_limit.batch_size == 3
+    run.memory.dry_run(run.task, run.plan, run.log.say)
+    assert run.memory.limit.batch_size == 3
     message = "CUDA error: an illegal memory access was encountered"
-    run.batches = tuple(replace(split, micro_batch_size=12) for split in run.batches)
+    run.memory.splits = tuple(replace(split, micro_batch_size=12) for split in run.memory.splits)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        dry_run(run)
+        run.memory.dry_run(run.task, run.plan, run.log.say)
 
 
 def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
@@ -288,7 +269,7 @@ def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
         return np.arange(count)
 
     monkeypatch.setattr(type(run.task), "largest_samples", largest_samples)
-    dry_run(run)
+    run.memory.dry_run(run.task, run.plan, run.log.say)
     assert set(epochs) == {6}
 
 
@@ -306,9 +287,9 @@ def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, 
         return forward(self, batch, phase)
 
     monkeypatch.setattr(type(run.learner.objective), "forward", short_of_memory)
-    dry_run(run)
-    assert [split.batch_size for split in run.batches] == [1, 1]
-    assert [split.global_batch_size for split in run.batches] == [1, 2]
+    run.memory.dry_run(run.task, run.plan, run.log.say)
+    assert [split.batch_size for split in run.memory.splits] == [1, 1]
+    assert [split.global_batch_size for split in run.memory.splits] == [1, 2]
 
 
 def rehearse_in_process(environment, folder, fails_early):
@@ -318,10 +299,12 @@ def rehearse_in_process(environment, folder, fails_early):
     run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
     if environment.rank == 1 and fails_early:
         fail_before_the_first_forward(run)
-    dry_run(run)
+    run.memory.dry_run(run.task, run.plan, run.log.say)
     run.learner.nets["train"](a_batch(run, environment.rank))["loss"].backward()
     gradient = torch.cat([p.grad.flatten() for p in run.learner.objective.parameters()])
-    torch.save({"batch_size": run.batches[0].batch_size, "gradient": gradient}, folder / f"rank{environment.rank}")
+    torch.save(
+        {"batch_size": run.memory.splits[0].batch_size, "gradient": gradient}, folder / f"rank{environment.rank}"
+    )
     parallel.close()
     return 0
 
@@ -372,17 +355,17 @@ def test_the_longest_histories_are_rehearsed(cache_dir):
         '{"device": "cpu", "asked_batch_size": 8, "batch_size": "4"}',
         '{"device": "another", "asked_batch_size": 8, "batch_size": 4}',
         '{"device": "cpu", "asked_batch_size": 16, "batch_size": 4}',
-        '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": 5, "batch_size": 4}',
     ],
 )  # fmt: skip
 def test_a_limit_of_something_else_does_not_count(content, tmp_path):
     (tmp_path / MEMORY).write_text(content)
-    unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
+    unknown = MemoryLimit("cpu", asked_batch_size=8)
     assert unknown.remembered(tmp_path) == unknown
 
 
 def test_a_limit_counts_where_it_was_found(tmp_path):
+    """Also in what an older version wrote, with sizes of evaluations."""
     found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
     (tmp_path / MEMORY).write_text(found)
-    unknown = MemoryLimit.unknown(BatchFlags(batch_size=8), CPU)
+    unknown = MemoryLimit("cpu", asked_batch_size=8)
     assert unknown.remembered(tmp_path).batch_size == 4

@@ -12,14 +12,13 @@ from tasks.kgat import KgatFlags, KgatTask
 from tasks.seqrec import SeqrecFlags, SeqrecTask
 from tasks.speech import SpeechFlags, SpeechTask
 from tests.helpers.weighted_task import Weighted, WeightedFlags
-from trainer.loading.batches import BatchLoader
+from trainer.loading.batches import BatchLoader, weighted
 from trainer.loading.order import SampleKeys, split_global_batch
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision
 from trainer.loop.totals import counted
 from trainer.loop.train import train_step
-from trainer.loop.windows import weighted
 from trainer.parallel import ddp
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed

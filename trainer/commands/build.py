@@ -54,8 +54,7 @@ from trainer.loop.contract import (
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
-from trainer.loop.memory import dry_run, refusing_lack_of_memory
-from trainer.loop.memory_limit import MemoryLimit
+from trainer.loop.memory import MemoryGuard, MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
@@ -178,11 +177,11 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     run = assemble_run(flags, task, parallel, directory, before, is_new=state is None)
     run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
     run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, flags, state))
-    unknown = run.memory_limit
+    unknown = run.memory.limit
     limit = parallel.on_main(
         lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path, say)
     )
-    run.memory_limit, run.batches = limit, limit.applied(run.batches, parallel.num_devices, parallel.world_size)
+    run.memory.apply(limit)
     if state is None:
         notes = initialise(run, flags)
         prepare_training(run, flags)
@@ -210,7 +209,7 @@ def open_run(
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
     if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
-        dry_run(run)
+        run.memory.dry_run(run.task, run.plan, run.log.say)
     source = flags.checkpoint.resume_from
     if source is not None and run.parallel.on_main(lambda: _is_to_take_over(run, flags)):
         take_over(run, source)
@@ -240,11 +239,13 @@ def prepare_training(run: Run, flags: Flags) -> None:
         run.parallel.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
     for index, phase in enumerate(task.phases):
-        per_forward = min(2, run.batches[index].batch_size)
+        per_forward = min(2, run.memory.splits[index].batch_size)
         example = example_batch(task, index, per_forward * run.parallel.num_replicas)
-        with refusing_lack_of_memory(run, per_forward):
+        with run.memory.refusing_lack(per_forward):
             learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
-            check_single_samples(learner, run.parallel, phase, run.plan.orders[index], run.batches[index], example)
+            check_single_samples(
+                learner, run.parallel, phase, run.plan.orders[index], run.memory.splits[index], example
+            )
             with refusing_compilation() if flags.blocks.compile else nullcontext():
                 try_phase(learner, run.parallel, phase, example)
     settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
@@ -271,14 +272,15 @@ def assemble_run(
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
     plan = build_plan(flags, task, batches)
     learning_rate = build_learning_rate(flags, task, plan, lr_factor)
+    eval_batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
+    limit = MemoryLimit(parallel.device_kind, flags.batch.batch_size)
     learner, several = build_learner(flags, task, parallel, is_new), flags.multi or MultiDeviceFlags()
     return Run(
         task=task,
         parallel=parallel,
         learner=learner,
         plan=plan,
-        batches=batches,
-        memory_limit=MemoryLimit.unknown(flags.batch, parallel.device),
+        memory=MemoryGuard(batches, limit, eval_batch_size, learner, parallel, directory),
         learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
@@ -292,6 +294,7 @@ def assemble_run(
             save_every_s=60 * flags.checkpoint.save_every_minutes,
             max_s=60 * flags.run.max_minutes,
             log_interval=flags.run.log_interval,
+            eval_batch_size=eval_batch_size,
         ),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
         lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),

@@ -33,7 +33,7 @@ def describe_environment(parallel: Parallel) -> dict[str, Any]:
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
-    parallel, batches = run.parallel, run.batches[0]
+    parallel, batches = run.parallel, run.memory.splits[0]
     world_size, num_devices = parallel.world_size, parallel.num_devices
     lines = [
         f"Devices: {parallel.describe()}",
@@ -60,10 +60,10 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 def describe_batches(run: Run) -> list[str]:
     """A line for each phase about how its batches are cut."""
     lines, num_devices = [], run.parallel.num_devices
-    for phase, split in zip(run.task.phases, run.batches, strict=True):
+    for phase, split in zip(run.task.phases, run.memory.splits, strict=True):
         exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
         lines.append(
-            f"Batch{f' of phase {phase}' if len(run.batches) > 1 else ''}: {split.global_batch_size} samples per "
+            f"Batch{f' of phase {phase}' if len(run.memory.splits) > 1 else ''}: {split.global_batch_size} samples per "
             f"optimizer step, from {split.batch_size} per device per forward (--batch-size is per device) x "
             f"{num_devices} device(s) x {split.grad_accum_steps} accumulation step(s)"
             + ("" if exact else ", the last ones smaller")

@@ -90,7 +90,7 @@ def _write_results(
             "train_seconds": round(progress.train_seconds, 3),
             "world_size": run.parallel.world_size,
             "num_devices": run.parallel.num_devices,
-            "global_batch_size": run.batches[0].global_batch_size,
+            "global_batch_size": run.memory.splits[0].global_batch_size,
             "seed": run.settings.seed,
             "epochs": progress.position.epoch,
             "step": progress.step,

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import CONFIG, read_json
 from trainer.common.errors import UserError
-from trainer.loop.memory_limit import MEMORY
+from trainer.loop.memory import MEMORY
 from trainer.loop.rescue import rescue
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel

@@ -1,6 +1,7 @@
 """From sample keys to batches, in order, in this process or in worker processes."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.queues import Queue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,27 @@ PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""
 # Found before any fork: a child that loads a library waits for ever if another thread was loading one at that moment.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+class WeightedBatch(NamedTuple):
+    """A batch, still in host memory, with the number of its loss terms as its weight.
+
+    num_samples: 0 for the placeholder of a process that has none. A batch of some may weigh nothing, as where no sample
+    has a label, and have a loss nonetheless.
+    """
+
+    batch: Batch
+    weight: float
+    num_samples: int
+
+
+def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
+    """The batch with the number of its loss terms. Raises UserError where that is none."""
+    of_samples = batch["weight"].tolist()
+    weight = math.fsum(of_samples)
+    if not 0 <= weight < math.inf:
+        raise UserError(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
+    return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
 
 
 class KeyedDataset(Protocol):

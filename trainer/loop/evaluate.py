@@ -5,7 +5,6 @@ from torch import Tensor
 
 from trainer.loading.batches import Batch
 from trainer.loop.contract import check_outputs
-from trainer.loop.memory import evaluate_within_memory
 from trainer.loop.per_sample import PerSampleOutputs
 from trainer.loop.run import Run
 from trainer.loop.totals import Totals, counted
@@ -48,7 +47,7 @@ def evaluate(run: Run, split: str) -> Sums:
         start_evaluation(run)
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.activity.enter("evaluation")
-            for (part, weight, num_samples), outputs in evaluate_within_memory(run, batch, forward):
+            for (part, weight, num_samples), outputs in run.memory.evaluate(batch, forward, run.log.say):
                 check_outputs(learner.objective, outputs)
                 sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
                 totals.add(counted(sums, num_samples > 0), weight)

@@ -7,67 +7,289 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.records import read_json
+from trainer.checkpoint.schema import first_schema_error, optional, record, text, whole
 from trainer.common.errors import UserError
-from trainer.loading.batches import Batch, BatchLoader
+from trainer.loading.batches import Batch, BatchLoader, WeightedBatch, weighted
 from trainer.loading.order import SampleKeys
-from trainer.loop.memory_advice import advice
-from trainer.loop.memory_limit import MEMORY, MemoryLimit
-from trainer.loop.plan import BatchSplit, split_batch
-from trainer.loop.run import Run
+from trainer.loop.learner import Learner
+from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.torch_optimizers import moments_of
-from trainer.loop.windows import WeightedBatch, Window, weighted
+from trainer.parallel.base import Parallel
 from trainer.parallel.errors import RestartNeeded
 from trainer.parallel.module_state import leaving_no_trace
+from trainer.parallel.parts import local_shards
+from trainer.task import Task
 
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
 """The activity in which smaller micro-batches do not help: what they take is free again by then."""
+MEMORY = "memory.json"
+_SIZE = whole(at_least=1)
+FORMAT = record(
+    {"device": text(), "asked_batch_size": _SIZE},
+    {"asked_eval_batch_size": optional(_SIZE), "batch_size": optional(_SIZE), "eval_batch_size": optional(_SIZE)},
+    closed=True,
+)
+"""Of that file. Nothing reads the sizes of evaluations, which older versions wrote."""
 _SINGLE = "with a single sample per forward"
-
-
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
 """What cuBLAS, cuDNN, the driver and NCCL say, whose errors have no type of their own."""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Whether it says that the device, or what computes on it, found no room."""
+    """Whether an error says that the device, or what computes on it, found no room."""
     return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
 
 
-# --- training ----------------------------------------------------------------------------------------------------
+def free_memory() -> None:
+    """Frees what only refers to itself, and gives the device what torch keeps of it for later."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing where no GPU is in use
 
 
-def train_within_memory(run: Run, window: Window, step: Callable[[Sequence[WeightedBatch]], T]) -> T:
-    """step(micro-batches of the window), cut into as many as it takes.
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What is known not to fit. It holds for one kind of device, and for the batch size that it was found with.
 
-    A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot be:
-    RestartNeeded is raised. Raises UserError when not even one sample fits.
+    batch_size: samples per device per forward that are left to try; None where nothing failed.
     """
-    while True:
+
+    device: str
+    asked_batch_size: int
+    batch_size: int | None = None
+
+    def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
+        """The limit that an earlier start wrote into the run directory, if it is about the same; else this one.
+
+        say: gets a line about a damaged file.
+        """
+        path = folder / MEMORY
+        written = read_json(path, say)
+        schema_error = first_schema_error([FORMAT], written) if written else None
+        if schema_error is not None:
+            say(f"{path} is damaged: {schema_error}.")
+            return self
+        is_same = all(written.get(name) == getattr(self, name) for name in ("device", "asked_batch_size"))
+        return replace(self, batch_size=written.get("batch_size")) if is_same else self
+
+    def note(self) -> list[str]:
+        """What the user is told at a start that an earlier one has taught something."""
+        if self.batch_size is None:
+            return []
+        return [
+            f"At most {self.batch_size} samples per forward: more did not fit into the memory of {self.device} before. "
+            f"Another --batch-size, or deleting {MEMORY}, tries again."
+        ]
+
+
+class MemoryGuard:
+    """Keeps a run within the memory of its devices, by cutting its batches smaller.
+
+    splits: how the global batches of each phase are cut. limit: what is known not to fit. eval_batch_size: samples
+    per device per forward in evaluation. directory: where the limit is written for the next start.
+    """
+
+    def __init__(
+        self,
+        splits: tuple[BatchSplit, ...],
+        limit: MemoryLimit,
+        eval_batch_size: int,
+        learner: Learner,
+        parallel: Parallel,
+        directory: RunDirectory,
+    ) -> None:
+        self.splits, self.limit, self.eval_batch_size = splits, limit, eval_batch_size
+        self._learner, self._parallel, self._directory = learner, parallel, directory
+
+    def apply(self, limit: MemoryLimit) -> None:
+        """Takes no more samples per forward of the first phase than fit, and of other phases in proportion."""
+        self.limit, fits, asked = limit, limit.batch_size, self.splits[0].batch_size
+        if fits is not None and fits < asked:
+            self.splits = self._resized(lambda size: -(-size * fits // asked))
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        phase: int,
+        micro_batches: Sequence[WeightedBatch],
+        step: Callable[[Sequence[WeightedBatch]], T],
+        say: Callable[[str], None],
+    ) -> T:
+        """step(micro-batches of a global batch of this phase), cut into as many as it takes.
+
+        A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot
+        be: RestartNeeded is raised. Raises UserError when not even one sample fits.
+        """
+        while True:
+            try:
+                # Batches loaded before memory got short are too large.
+                is_short = self.limit.batch_size is not None
+                size = self.splits[phase].micro_batch_size
+                return step(resplit(micro_batches, size) if is_short else micro_batches)
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+                if self._parallel.activity.name == OPTIMIZER:
+                    raise self._hopeless("for the moments of the optimizer") from None
+            # Outside of the handler, because the frames of the exception hold what is to be freed.
+            self._learner.objective.zero_grad(set_to_none=True)
+            self._learner.buffers.undo()
+            free_memory()
+            before = self.splits[phase].batch_size
+            account = f"out of memory in {self._parallel.activity} with {before} samples per forward"
+            change = self._halve(phase)
+            if self._parallel.is_launched:
+                again = f"{account}: the same command goes on from the last checkpoint with {change}"
+                raise RestartNeeded(again, asdict(self.limit))
+            self._remember()
+            sparing = "--batch-size {0.batch_size} --global-batch-size {0.global_batch_size}".format(self.splits[phase])
+            say(f"{account[0].upper()}{account[1:]}: going on with {change}; {sparing} spares the attempt.")
+
+    def _halve(self, phase: int) -> str:
+        """Halves the samples per forward of all phases, since one has no room; returns what changes for that one.
+
+        Raises UserError when a single sample did not fit.
+        """
+        before = self.splits[phase]
+        if before.batch_size == 1:
+            raise self._hopeless(_SINGLE)
+        self.splits = self._resized(lambda size: -(-size // 2))
+        self.limit = replace(self.limit, batch_size=self.splits[0].batch_size)
+        after = self.splits[phase]
+        steps = f"{after.grad_accum_steps} accumulation steps instead of {before.grad_accum_steps}"
+        return f"{after.batch_size}, and {steps} for the same global batch of {after.global_batch_size}"
+
+    def _resized(self, size_of: Callable[[int], int]) -> tuple[BatchSplit, ...]:
+        devices = self._parallel.num_devices, self._parallel.world_size
+        return tuple(split_batch(size_of(own.batch_size), 1, own.global_batch_size, *devices) for own in self.splits)
+
+    def _remember(self) -> None:
+        """Writes the limit for the next start, where this process holds the directory."""
+        if self._directory.is_held:
+            self._directory.write_json(MEMORY, asdict(self.limit))
+
+    def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:
+        """The refusal of a model that is too large, with what it takes of a device without any activation."""
+        rank, world_size = self._parallel.rank, self._parallel.world_size
+        where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
+        trained = {p for params in self._learner.params.values() for p in params}
+        moments = [p for several in self._learner.optimizers.values() for p in moments_of(several)]
+        held = local_shards([*self._learner.objective.parameters(), *trained, *moments])
+        size = sum(tensor.numel() * tensor.itemsize for tensor in held)
+        readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2g} MiB"
+        return UserError(
+            f"{where}out of memory in {self._parallel.activity} {what}: {advice}; parameters, gradients and moments of "
+            f"this model take {readable} of each device; --multi-gpu fsdp divides them, --grad-checkpointing keeps "
+            "less for the backward; or take a smaller model, --amp bf16, or a device with more memory; earlier "
+            "checkpoints are intact"
+        )
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, batch: WeightedBatch, forward: Callable[[Batch], T], say: Callable[[str], None]
+    ) -> list[tuple[WeightedBatch, T]]:
+        """Each part of a batch with forward(part); a single part unless memory is short.
+
+        The parts add up to the whole, whatever they are, so each process does this by itself. Raises UserError when not
+        even one sample fits, and where others wait for this process within its forward.
+        """
+        while True:
+            try:
+                size = self.eval_batch_size * self._parallel.num_replicas
+                return [(part, forward(part.batch)) for part in _parts(batch, size)]
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+            free_memory()
+            before, after = self.eval_batch_size, -(-self.eval_batch_size // 2)
+            if before == 1:
+                raise self._hopeless(_SINGLE)
+            account = f"ut of memory in {self._parallel.activity} with {before} samples per forward: "
+            if self._parallel.exchanges_in_forward:
+                raise UserError(f"o{account}take --eval-batch-size {after}; earlier checkpoints are intact")
+            self.eval_batch_size = after
+            say(f"O{account}going on with {after}. --eval-batch-size {after} spares the attempt.")
+
+    # --- before the first step -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def refusing_lack(self, samples_per_forward: int) -> Iterator[None]:
+        """Around the first forward and backward, of so few samples. Raises UserError where these find no room."""
+        self._parallel.activity.enter("the first forward and backward")
         try:
-            # Batches loaded before memory got short are too large.
-            is_short = run.memory_limit.batch_size is not None
-            size = run.batches[window.step.phase].micro_batch_size
-            return step(resplit(window.micro_batches, size) if is_short else window.micro_batches)
+            yield
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
-            if run.parallel.activity.name == OPTIMIZER:
-                raise _hopeless(run, "for the moments of the optimizer") from None
-        # Outside of the handler, because the frames of the exception hold what is to be freed.
-        _forget_attempt(run)
-        _halve(run, window.step.phase)
+            if samples_per_forward == 1:
+                raise self._hopeless(_SINGLE) from None
+            what = f"with {samples_per_forward} samples per forward"
+            raise self._hopeless(what, "--batch-size 1 tries a single one") from None
+
+    def dry_run(self, task: Task, plan: Plan, say: Callable[[str], None]) -> None:
+        """Tries a forward and a backward of the largest micro-batch of each phase; halves it until it fits everywhere.
+
+        Nothing is left of it. All processes call it. Raises UserError when not even one sample fits. A model whose
+        forward has exchanges with other processes is left out: one that finds no room would leave the others waiting.
+        """
+        modules = self._learner.net.modules()
+        if self._parallel.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+            return
+        while (phase := self._first_too_large(task, plan)) is not None:
+            before = self.splits[phase].batch_size
+            change = self._halve(phase)
+            self._parallel.on_main(self._remember)
+            say(f"{before} samples per forward do not fit into memory: training with {change}.")
+
+    def _first_too_large(self, task: Task, plan: Plan) -> int | None:
+        """The first phase whose largest micro-batch finds no room on some process."""
+        self._parallel.activity.enter("the dry run of the largest batch")
+        with leaving_no_trace(self._learner.objective), self._parallel.keeping_generators():
+            failures = [not self._fits(task, plan, phase) for phase in range(len(task.phases))]
+        found = self._parallel.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
+        return found[0] if found else None
+
+    def _fits(self, task: Task, plan: Plan, phase: int) -> bool:
+        fits = True
+        try:
+            self._forward_and_backward(task, plan, phase)
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+            fits = False
+        self._learner.objective.zero_grad(set_to_none=True)
+        free_memory()
+        return fits
+
+    def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
+        """With the gradients of an earlier micro-batch and the moments in memory."""
+        name, learner = task.phases[phase], self._learner
+        held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
+        last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # where samples have grown, if ever
+        index = task.largest_samples(name, last_epoch, self.splits[phase].micro_batch_size)
+        (batch,) = BatchLoader(task.training_data(name), task.collate)([SampleKeys(index, last_epoch, phase)])
+        net = learner.enter(name)
+        net.train()
+        for _ in range(2):
+            with self._parallel.gradient_sync(net, enabled=False):
+                learner.precision.backward(net(self._parallel.to_device(batch), name)["loss"], 1.0)
+        del held
 
 
 def resplit(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
-    """The same micro-batches with at most so many samples in one."""
+    """Micro-batches with the samples of these, and at most `size` samples in one."""
     return [part for batch in batches for part in _parts(batch, size)]
 
 
@@ -77,176 +299,3 @@ def _parts(weighted_batch: WeightedBatch, size: int) -> list[WeightedBatch]:
         return [weighted_batch]
     cuts = [slice(start, start + size) for start in range(0, len(batch["weight"]), size)]
     return [weighted({name: tensor[cut] for name, tensor in batch.items()}, is_placeholder) for cut in cuts]
-
-
-def _forget_attempt(run: Run) -> None:
-    run.learner.objective.zero_grad(set_to_none=True)
-    run.learner.buffers.undo()
-    free_memory()
-
-
-def free_memory() -> None:
-    """Frees what only refers to itself, and gives the device what torch keeps of it for later."""
-    gc.collect()
-    torch.cuda.empty_cache()  # nothing where no GPU is in use
-
-
-def _halve(run: Run, phase: int) -> None:
-    """Goes on with half the samples per forward of all phases, since one has no room, and says so."""
-    before, (batches, limit) = run.batches[phase], _with_half(run, phase)
-    after = batches[phase]
-    account = f"out of memory in {run.parallel.activity} with {before.batch_size} samples per forward"
-    change = _change(before, after)
-    if run.parallel.is_launched:
-        raise RestartNeeded(
-            f"{account}: the same command goes on from the last checkpoint with {change}", asdict(limit)
-        )
-    run.batches = batches
-    _remember(run, limit)
-    sparing = f"--batch-size {after.batch_size} --global-batch-size {after.global_batch_size} spares the attempt"
-    run.log.say(f"{account[0].upper()}{account[1:]}: going on with {change}; {sparing}.")
-
-
-def _with_half(run: Run, phase: int) -> tuple[tuple[BatchSplit, ...], MemoryLimit]:
-    """The same global batches with half the samples per forward. Raises UserError when a single one did not fit."""
-    _refuse_single(run, run.batches[phase].batch_size)
-    devices = run.parallel.num_devices, run.parallel.world_size
-    batches = tuple(
-        split_batch(-(-split.batch_size // 2), 1, split.global_batch_size, *devices) for split in run.batches
-    )
-    return batches, replace(run.memory_limit, batch_size=batches[0].batch_size)
-
-
-def _refuse_single(run: Run, size: int) -> None:
-    """Raises UserError for so many samples, of which there is no half."""
-    if size == 1:
-        raise _hopeless(run, _SINGLE)
-
-
-def _change(before: BatchSplit, after: BatchSplit) -> str:
-    steps = f"{after.grad_accum_steps} accumulation steps instead of {before.grad_accum_steps}"
-    return f"{after.batch_size}, and {steps} for the same global batch of {after.global_batch_size}"
-
-
-def _hopeless(run: Run, what: str, batch_size: str = "a smaller --batch-size cannot help") -> UserError:
-    rank, world_size = run.parallel.rank, run.parallel.world_size
-    where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
-    return UserError(
-        f"{where}out of memory in {run.parallel.activity} {what}: {batch_size}; {advice(run)}; or take a smaller "
-        "model, --amp bf16, or a device with more memory; earlier checkpoints are intact"
-    )
-
-
-def _remember(run: Run, limit: MemoryLimit) -> None:
-    """For this run and, where this process holds the directory, for its next start."""
-    run.memory_limit = limit
-    if run.directory.is_held:
-        run.directory.write_json(MEMORY, asdict(limit))
-
-
-# --- evaluation --------------------------------------------------------------------------------------------------
-
-
-def evaluate_within_memory(
-    run: Run, batch: WeightedBatch, forward: Callable[[Batch], T]
-) -> list[tuple[WeightedBatch, T]]:
-    """Each part of a batch with forward(part); a single part unless memory is short.
-
-    The parts add up to the whole, whatever they are, so each process does this by itself. Where others wait for it
-    within its forward, RestartNeeded is raised.
-    """
-    while True:
-        try:
-            return [(part, forward(part.batch)) for part in _parts(batch, run.eval_micro_batch_size)]
-        except RuntimeError as error:
-            if not lacks_memory(error):
-                raise
-        free_memory()
-        before = run.memory_limit.samples_per_eval_forward
-        _refuse_single(run, before)
-        smaller = -(-before // 2)
-        limit = replace(run.memory_limit, eval_batch_size=smaller)
-        if run.parallel.exchanges_in_forward:
-            account = f"out of memory in {run.parallel.activity} with {before} samples per forward"
-            change = f"the same command goes on from the last checkpoint with {smaller}"
-            raise RestartNeeded(f"{account}: {change}", asdict(limit))
-        _remember(run, limit)
-        run.log.say(
-            f"Out of memory in {run.parallel.activity} with {before} samples per forward: going on with {smaller}. "
-            f"--eval-batch-size {smaller} spares the attempt."
-        )
-
-
-# --- before the first step ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def refusing_lack_of_memory(run: Run, samples_per_forward: int) -> Iterator[None]:
-    """Around the first forward and backward, of so few samples. Raises UserError where these find no room."""
-    run.parallel.activity.enter("the first forward and backward")
-    try:
-        yield
-    except RuntimeError as error:
-        if not lacks_memory(error):
-            raise
-        if samples_per_forward == 1:
-            raise _hopeless(run, _SINGLE) from None
-        what = f"with {samples_per_forward} samples per forward"
-        raise _hopeless(run, what, "--batch-size 1 tries a single one") from None
-
-
-def dry_run(run: Run) -> None:
-    """Tries a forward and a backward of the largest micro-batch of each phase, and halves it until it fits everywhere.
-
-    Nothing is left of it. All processes call it. Raises UserError when not even one sample fits. A model whose forward
-    has exchanges with other processes is left out: one that finds no room would leave the others waiting.
-    """
-    if run.parallel.exchanges_in_forward:
-        return
-    if any(isinstance(module, nn.SyncBatchNorm) for module in run.learner.net.modules()):
-        return
-    while (phase := _first_too_large(run)) is not None:
-        before = run.batches[phase]
-        run.batches, run.memory_limit = _with_half(run, phase)
-        run.parallel.on_main(lambda: _remember(run, run.memory_limit))
-        change = _change(before, run.batches[phase])
-        run.log.say(f"{before.batch_size} samples per forward do not fit into memory: training with {change}.")
-
-
-def _first_too_large(run: Run) -> int | None:
-    """The first phase whose largest micro-batch finds no room on some process."""
-    run.parallel.activity.enter("the rehearsal of the largest batch")
-    gpus = [run.parallel.device] if run.parallel.device.type == "cuda" else []
-    with leaving_no_trace(run.learner.objective), torch.random.fork_rng(gpus):
-        failures = [not _fits(run, phase) for phase in range(len(run.task.phases))]
-    found = run.parallel.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
-    return found[0] if found else None
-
-
-def _fits(run: Run, phase: int) -> bool:
-    fits = True
-    try:
-        _forward_and_backward(run, phase)
-    except RuntimeError as error:
-        if not lacks_memory(error):
-            raise
-        fits = False
-    run.learner.objective.zero_grad(set_to_none=True)
-    free_memory()
-    return fits
-
-
-def _forward_and_backward(run: Run, phase: int) -> None:
-    """With the gradients of an earlier micro-batch and the moments in memory."""
-    name = run.task.phases[phase]
-    held = [torch.empty_like(p) for p in moments_of(run.learner.optimizers[name], only_to_come=True)]
-    last_epoch = max(0, run.plan.num_steps - 1) // run.plan.steps_per_epoch  # where samples have grown, if ever
-    index = run.task.largest_samples(name, last_epoch, run.batches[phase].micro_batch_size)
-    loader = BatchLoader(run.task.training_data(name), run.task.collate)
-    (batch,) = loader([SampleKeys(index, last_epoch, phase)])
-    net = run.learner.enter(name)
-    net.train()
-    for _ in range(2):
-        with run.parallel.gradient_sync(net, enabled=False):
-            run.learner.precision.backward(net(run.parallel.to_device(batch), name)["loss"], 1.0)
-    del held

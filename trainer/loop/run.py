@@ -14,8 +14,8 @@ from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
-from trainer.loop.memory_limit import MemoryLimit
-from trainer.loop.plan import BatchSplit, Plan, PlannedStep
+from trainer.loop.memory import MemoryGuard
+from trainer.loop.plan import Plan, PlannedStep
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.schedule import LearningRate
@@ -30,6 +30,7 @@ class LoopSettings:
     """What the flags say about the loop itself. patience, save_every_steps, save_every_s, max_s: 0 is off.
 
     patience: evaluations. save_every_s: seconds from one checkpoint to the next. max_s: seconds of training.
+    eval_batch_size: samples per device per forward in evaluation.
     """
 
     seed: int
@@ -40,13 +41,14 @@ class LoopSettings:
     save_every_s: float
     max_s: float
     log_interval: int
+    eval_batch_size: int
 
 
 @dataclass
 class Run:
     """One process's view of a training run.
 
-    batches: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
+    memory: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
     a checkpoint records for the next start: flags, versions, batch arithmetic. model_outline: type and shape of each
     weight and buffer of a checkpoint, as the model was built. tried_saving: phases after whose first step it was tried.
     """
@@ -55,8 +57,7 @@ class Run:
     parallel: Parallel
     learner: Learner
     plan: Plan
-    batches: tuple[BatchSplit, ...]
-    memory_limit: MemoryLimit
+    memory: MemoryGuard
     learning_rate: LearningRate
     loaders: dict[str, BatchLoader]
     directory: RunDirectory
@@ -116,11 +117,6 @@ class Run:
         Or a save would end this run, since another process has taken its directory over.
         """
         return self.directory.is_lost or 0 < self.settings.save_every_s <= self.progress.seconds_since_reading
-
-    @property
-    def eval_micro_batch_size(self) -> int:
-        """Samples per forward of this process in evaluation."""
-        return self.memory_limit.samples_per_eval_forward * self.parallel.num_replicas
 
     def metrics(self, sums: Mapping[str, Sums]) -> dict[str, float]:
         """Metrics of data sets, by names such as "val/accuracy"; all processes call it. sums: of `evaluate`, by set."""

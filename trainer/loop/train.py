@@ -11,18 +11,19 @@ from functools import partial
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.loading.batches import WeightedBatch
 from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
 from trainer.loop.contract import monitored, require_sums
 from trainer.loop.epoch_start import start_epoch
 from trainer.loop.evaluate import validate
 from trainer.loop.learner import Learner
-from trainer.loop.memory import OPTIMIZER, train_within_memory
+from trainer.loop.memory import OPTIMIZER
 from trainer.loop.nonfinite import check_steps
 from trainer.loop.pictures import log_pictures
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord, StepResult
 from trainer.loop.totals import add_sums, counted
-from trainer.loop.windows import Agreed, StopRequested, WeightedBatch, Window, agree_ahead, training_windows
+from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
 from trainer.parallel.base import Parallel
 from trainer.task import Sums
 
@@ -100,11 +101,11 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     run.parallel.activity.step = progress.step + 1
     learning_rate = run.learning_rate_of(step)
     if total_weight > 0:
-        result = train_within_memory(
-            run, window, partial(
+        result = run.memory.train(
+            step.phase, window.micro_batches, partial(
                 train_step, run.learner, run.parallel, phase, total_weight=total_weight,
                 dropout_key=(run.settings.seed, step.epoch, step.phase, step.start), learning_rate=learning_rate,
-            ),
+            ), run.log.say,
         )  # fmt: skip
         progress.totals[phase].add(result.sums, window.weight, result.applied)
         progress.count(step.end - step.start, window.num_samples)

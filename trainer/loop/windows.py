@@ -1,13 +1,11 @@
 """What each step and each evaluation forward works on, fetched ahead and agreed on by all processes."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, tee
 from typing import NamedTuple, TypeVar
 
-from trainer.common.errors import UserError
-from trainer.loading.batches import Batch
+from trainer.loading.batches import WeightedBatch, weighted
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.plan import PlannedStep
@@ -21,18 +19,6 @@ class StopRequested(Exception):
 
 class TimeIsUp(StopRequested):
     """The run has used up its `--max-minutes`, by the clock of the main process."""
-
-
-class WeightedBatch(NamedTuple):
-    """A batch, still in host memory, with the number of its loss terms.
-
-    num_samples: 0 for the placeholder of a process that has none. A batch of some may weigh nothing, as where no sample
-    has a label, and have a loss nonetheless.
-    """
-
-    batch: Batch
-    weight: float
-    num_samples: int
 
 
 class Window(NamedTuple):
@@ -64,19 +50,10 @@ class Agreed(NamedTuple):
 T = TypeVar("T", Window, WeightedBatch)
 
 
-def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """The batch with the number of its loss terms. Raises UserError where that is none."""
-    of_samples = batch["weight"].tolist()
-    weight = math.fsum(of_samples)
-    if not 0 <= weight < math.inf:
-        raise UserError(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
-    return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
-
-
 def training_windows(run: Run) -> Iterator[Window]:
     """This process's part of each global batch that is left in the epoch."""
     position, world_size = run.progress.position, run.parallel.world_size
-    sizes = [split.micro_batch_size for split in run.batches]
+    sizes = [split.micro_batch_size for split in run.memory.splits]
     steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
     all_keys = (keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
     batches = _loaded(run, "train", all_keys)
@@ -105,8 +82,7 @@ def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[Sample
 def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
     """This process's batches of a data set; equally many on every process."""
     num_samples = len(run.task.splits()[split])
-    # A process that has run out of memory in an evaluation knows of it alone, and all must split the samples alike.
-    size = min(run.parallel.gather(run.eval_micro_batch_size))
+    size = run.settings.eval_batch_size * run.parallel.num_replicas
     shard = run.parallel.rank, run.parallel.world_size
     batches = _loaded(run, split, evaluation_keys(num_samples, shard, size))
     while True:

@@ -86,6 +86,15 @@ class Parallel:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def device_kind(self) -> str:
+        """What the devices of this process are called by their maker."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
+    def keeping_generators(self) -> AbstractContextManager[None]:
+        """Within it torch's generators may be drawn from; after it they are where they were."""
+        return torch.random.fork_rng([device for device in self.devices if device.type == "cuda"])
+
     def describe(self) -> str:
         """The devices, in a few words. All processes call it."""
         return ", ".join(map(device_label, self.devices))

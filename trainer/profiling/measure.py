@@ -92,7 +92,7 @@ def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
 
 def ran_out_of_memory(run: Run) -> bool:
     """Whether the run goes on with smaller micro-batches than it was asked for, because those did not fit."""
-    return run.memory_limit.batch_size is not None
+    return run.memory.limit.batch_size is not None
 
 
 def measure_run(flags: Flags, argv: Sequence[str], parallel: Parallel) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
         },
         "world_size": run.parallel.world_size,
         "num_devices": run.parallel.num_devices,
-        "global_batch_size": min(run.batches[0].global_batch_size, run.plan.phase_sizes[0]),
-        "requested_global_batch_size": run.batches[0].global_batch_size,
+        "global_batch_size": min(run.memory.splits[0].global_batch_size, run.plan.phase_sizes[0]),
+        "requested_global_batch_size": run.memory.splits[0].global_batch_size,
         "samples_per_step": num_samples / len(ms),
         "gradient_bytes": gradient_bytes(run.learner),
         "ranks": of_every_rank(run.parallel, step_ms, means),
