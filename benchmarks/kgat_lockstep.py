@@ -25,8 +25,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loading.order import Position, evaluation_keys
-from trainer.loop.epoch_start import start_epoch
-from trainer.loop.evaluate import evaluate
+from trainer.loop.evaluate import evaluate, start_epoch
 from trainer.loop.train import start_segment, train_window
 from trainer.loop.windows import Agreed, Window, agree_ahead, training_windows
 from trainer.task import Objective, Task
@@ -91,8 +90,9 @@ class Lockstep:
         train_window(self.run, *next(self.windows["kg"]))
 
     def attention(self) -> None:
-        self.run.progress.position = Position(epoch=1)
-        start_epoch(self.run)
+        run = self.run
+        run.progress.position = Position(epoch=1)
+        start_epoch(run.task, run.learner, run.parallel, 1, run.log)
 
     def evaluation(self) -> dict[str, float]:
         metrics = self.run.metrics({"test": evaluate(self.run, "test")})

@@ -3,7 +3,7 @@
 import torch
 
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from trainer.loop.per_sample import MOST_IN_FLIGHT, PerSampleOutputs
+from trainer.loop.totals import MOST_IN_FLIGHT, PerSampleOutputs
 from trainer.parallel.base import SingleDevice
 from trainer.task import PerSample
 

@@ -20,7 +20,7 @@ from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.pictures import log_pictures
+from trainer.loop.evaluate import log_pictures
 from trainer.parallel.base import SingleDevice
 
 CPU = torch.device("cpu")

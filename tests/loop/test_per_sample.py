@@ -16,7 +16,7 @@ from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
-from trainer.loop.per_sample import PerSampleOutputs, in_order, joined
+from trainer.loop.totals import PerSampleOutputs, in_order, joined
 from trainer.parallel.base import SingleDevice
 from trainer.task import PerSample
 

@@ -3,8 +3,7 @@ import pytest
 
 from trainer.common.errors import UserError
 from trainer.loading.order import Position
-from trainer.loop.orders import ShuffledOrder, TaskOrder
-from trainer.loop.plan import Plan, split_batch
+from trainer.loop.plan import Plan, ShuffledOrder, TaskOrder, split_batch
 
 POSITIONS = (Position(), Position(1, 0, 8), Position(1, 0, 10))
 

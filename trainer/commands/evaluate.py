@@ -19,8 +19,7 @@ from trainer.commands.weights import use_weights
 from trainer.logs.console import say
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.evaluate import evaluate, validate
-from trainer.loop.pictures import log_pictures
+from trainer.loop.evaluate import evaluate, log_pictures, validate
 from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel, SingleDevice

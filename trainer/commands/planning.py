@@ -5,8 +5,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from trainer.commands.flags import Flags
-from trainer.loop.orders import EPOCHS_KEPT, SampleOrder, ShuffledOrder, TaskOrder
-from trainer.loop.plan import BatchSplit, Plan, split_batch
+from trainer.loop.plan import EPOCHS_KEPT, BatchSplit, Plan, SampleOrder, ShuffledOrder, TaskOrder, split_batch
 from trainer.loop.schedule import LearningRate, device_scaling_factor
 from trainer.parallel.base import Parallel
 from trainer.task import Task, validation_sets

@@ -18,8 +18,7 @@ from trainer.common.errors import UserError, printable
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
-from trainer.loop.orders import SampleOrder, ShuffledOrder
-from trainer.loop.plan import BatchSplit
+from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
 from trainer.parallel.base import Parallel
 from trainer.parallel.module_state import Change, leaving_no_trace
 from trainer.parallel.parts import is_sharded

@@ -1,15 +1,28 @@
-"""Evaluation: every sample of a data set counted once, over all processes."""
+"""What is computed with the whole model outside of steps: evaluations, their pictures, and the start of an epoch."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer.loading.batches import Batch
+from trainer.common.errors import UserError
+from trainer.loading.batches import Batch, BatchLoader
+from trainer.loading.order import SampleKeys
+from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import check_outputs
-from trainer.loop.per_sample import PerSampleOutputs
+from trainer.loop.learner import Learner
+from trainer.loop.precision import Precision, of_dtype
 from trainer.loop.run import Run
-from trainer.loop.totals import Totals, counted
+from trainer.loop.totals import PerSampleOutputs, Totals, counted
 from trainer.loop.windows import agree_ahead, evaluation_batches
-from trainer.task import Objective, Outputs, Sums, validation_sets
+from trainer.parallel.base import Parallel
+from trainer.parallel.parts import is_sharded
+from trainer.task import Objective, Outputs, Picture, Sums, Task, validation_sets
+
+NUM_EXAMPLES = 6
 
 
 def validate(run: Run) -> dict[str, Sums]:
@@ -17,19 +30,9 @@ def validate(run: Run) -> dict[str, Sums]:
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
-def start_evaluation(run: Run) -> None:
-    """Lets the objective, in eval mode, compute what all batches of an evaluation share."""
-    objective = run.learner.objective
-    if type(objective).start_evaluation is Objective.start_evaluation:
-        return
-    run.parallel.activity.enter("the start of the evaluation")
-    with run.parallel.unsharded(objective), run.learner.precision.autocast(run.parallel.device.type):
-        objective.start_evaluation()
-
-
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
-    """The statistics of a data set over all processes: sums in float64 on the CPU.
+    """The statistics of a data set, every sample counted once over all processes: sums in float64 on the CPU.
 
     On the main process outputs per sample are among them, (n, ...) in order of index.
 
@@ -44,7 +47,7 @@ def evaluate(run: Run, split: str) -> Sums:
 
     net.eval()
     with learner.ema.applied():
-        start_evaluation(run)
+        start_evaluation(learner.objective, learner.precision, run.parallel)
         for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.activity.enter("evaluation")
             for (part, weight, num_samples), outputs in run.memory.evaluate(batch, forward, run.log.say):
@@ -55,3 +58,96 @@ def evaluate(run: Run, split: str) -> Sums:
     net.train()
     sums = totals.reduced(run.parallel)
     return sums | per_sample.gathered(run.parallel, len(run.task.splits()[split]))
+
+
+def start_evaluation(objective: Objective, precision: Precision, parallel: Parallel) -> None:
+    """Lets the objective, in eval mode, compute what all batches of an evaluation share."""
+    if type(objective).start_evaluation is Objective.start_evaluation:
+        return
+    parallel.activity.enter("the start of the evaluation")
+    with parallel.unsharded(objective), precision.autocast(parallel.device.type):
+        objective.start_evaluation()
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
+    """Logs what the task has to show of evaluations that just ended. All processes call it; the main one draws.
+
+    sums: of `evaluate`, by data set.
+    """
+    task, learner, parallel = run.task, run.learner, run.parallel
+    has_examples = type(task).example_pictures is not Task.example_pictures
+
+    def draw() -> None:
+        pictures: dict[str, Picture] = {}
+        for split, own in sums.items():
+            found = dict(task.pictures(own))
+            if has_examples:
+                num_samples = len(task.splits()[split])
+                found |= example_pictures(task, learner, parallel, run.loaders[split], num_samples)
+            pictures |= {f"{split}/{name}": picture for name, picture in found.items()}
+        run.log.pictures(run.progress.step, pictures)
+
+    with ExitStack() as weights:
+        if has_examples:
+            weights.enter_context(learner.ema.applied())
+            weights.enter_context(parallel.unsharded(learner.objective))
+        parallel.on_main(draw)
+
+
+@torch.no_grad()
+def example_pictures(
+    task: Task, learner: Learner, parallel: Parallel, loader: BatchLoader, num_samples: int
+) -> Mapping[str, Picture]:
+    """Pictures of a few samples, spread evenly over a data set of so many. Training does not notice."""
+    keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
+    objective, precision = learner.objective, learner.precision
+    batch = of_dtype({name: tensor.to(parallel.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
+    with _in_eval_mode(objective), parallel.keeping_generators(), precision.autocast(parallel.device.type):
+        return task.example_pictures(objective, batch)
+
+
+@contextmanager
+def _in_eval_mode(objective: nn.Module) -> Iterator[None]:
+    was_training = objective.training
+    objective.eval()
+    try:
+        yield
+    finally:
+        objective.train(was_training)
+
+
+# --- the start of an epoch ---------------------------------------------------------------------------------------
+
+
+def start_epoch(task: Task, learner: Learner, parallel: Parallel, epoch: int, log: RunLog | SilentLog) -> None:
+    """Calls the task's `on_epoch_start` on every process. Raises UserError if what it leaves is not the same on all.
+
+    epoch: number of completed ones.
+    """
+    method = type(task).on_epoch_start
+    if method is Task.on_epoch_start:
+        return
+    parallel.activity.enter("the start of the epoch")
+    with torch.no_grad(), parallel.unsharded(learner.objective), learner.precision.autocast(parallel.device.type):
+        task.on_epoch_start(learner.objective, epoch, log.progress)
+    if parallel.world_size == 1:
+        return
+    digests = parallel.gather(_digest(learner.objective))
+    if len(set(digests)) > 1:
+        raise UserError(
+            f"{method.__qualname__} left other weights or buffers on rank "
+            f"{next(rank for rank, digest in enumerate(digests) if digest != digests[0])} than on rank 0; it must be a "
+            "function of the model and the epoch"
+        )
+
+
+def _digest(objective: nn.Module) -> bytes:
+    digest = blake2b()
+    for value in objective.state_dict().values():
+        if is_sharded(value):  # each process has its own
+            continue
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.digest()

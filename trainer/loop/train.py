@@ -14,12 +14,10 @@ from trainer.common.errors import UserError
 from trainer.loading.batches import WeightedBatch
 from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
 from trainer.loop.contract import monitored, require_sums
-from trainer.loop.epoch_start import start_epoch
-from trainer.loop.evaluate import validate
+from trainer.loop.evaluate import log_pictures, start_epoch, validate
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OPTIMIZER
 from trainer.loop.nonfinite import check_steps
-from trainer.loop.pictures import log_pictures
 from trainer.loop.run import Run
 from trainer.loop.step_results import StepRecord, StepResult
 from trainer.loop.totals import add_sums, counted
@@ -66,7 +64,7 @@ def train_epoch(run: Run) -> None:
     progress = run.progress
     if progress.position.at_epoch_start:
         progress.start_epoch(progress.position.epoch, run.task.phases)
-        start_epoch(run)
+        start_epoch(run.task, run.learner, run.parallel, progress.position.epoch, run.log)
     start_segment(run)
     for window, agreed in agree_ahead(run, training_windows(run), is_training=True):
         if progress.last_report < progress.step and run.plan.reports_after(progress.step):

@@ -18,7 +18,7 @@ from trainer.commands.flags import Flags
 from trainer.config import FlagGroup, flag
 from trainer.loading.order import Position
 from trainer.loop.learner import Learner
-from trainer.loop.orders import SampleOrder
+from trainer.loop.plan import SampleOrder
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 from trainer.parallel.base import Parallel
