@@ -6,5 +6,7 @@ from trainer.cli import run_process
 from trainer.parallel.signals import exit_quickly
 
 if __name__ == "__main__":
+    from tasks import TASKS
+
     exit_quickly()
-    sys.exit(run_process(sys.argv[1:], several_devices=False))
+    sys.exit(run_process(sys.argv[1:], several_devices=False, tasks=TASKS))

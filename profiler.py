@@ -8,4 +8,6 @@ from trainer.profiling.performance import PerformanceProfiler, compare_amp_perfo
 __all__ = ["PerformanceProfiler", "compare_amp_performance", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from tasks import TASKS
+
+    sys.exit(main(sys.argv[1:], tasks=TASKS))

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import trainer
-from tasks import is_same_task, name_of
 from tasks.har import HarTask
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
@@ -23,6 +22,7 @@ from trainer.commands.process_state import process_restored
 from trainer.common.errors import UserError
 from trainer.parallel.errors import Failure
 from trainer.parallel.signals import ONE_CTRL_C_S
+from trainer.registry import is_same_task, name_of
 
 SETTINGS = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "num_threads": 1}
 """Those of TINY."""

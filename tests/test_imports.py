@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trainer", "tasks", "models", "data")
 SCRIPTS = ("main", "main_multi_gpu", "profiler")
 CLASSIFIER = "tasks.tabular_classifier"
-FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "cli.py", "api.py"}
+FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "registry.py", "cli.py", "api.py"}
 
 # --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
 
@@ -27,19 +27,20 @@ ARROWS = {
     "trainer.task": {"trainer.loading", "trainer.common"},
     "models": {"trainer.loading", "trainer.common"},
     "data": {"trainer.loading", "trainer.common"},
+    "trainer.registry": CONTRACT,
     "trainer.parallel": CONTRACT,
     "trainer.checkpoint": CONTRACT,
     "trainer.logs": CONTRACT,
+    "trainer.loop": BELOW_THE_LOOP,
+    "trainer.commands": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop"},
+    "trainer.profiling": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands"},
+    "trainer.cli": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands"},
+    "trainer.api": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands", "trainer.cli"},
     "tasks": CONTRACT | {"trainer.checkpoint", "models", "data"},
     CLASSIFIER: BELOW_THE_LOOP | {"tasks", "trainer.api", "trainer.commands", "models", "data"},
-    "trainer.loop": BELOW_THE_LOOP,
-    "trainer.commands": BELOW_THE_LOOP | {"tasks", "trainer.loop"},
-    "trainer.profiling": BELOW_THE_LOOP | {"tasks", "trainer.loop", "trainer.commands"},
-    "trainer.cli": BELOW_THE_LOOP | {"tasks", "trainer.loop", "trainer.commands"},
-    "trainer.api": BELOW_THE_LOOP | {"tasks", "trainer.loop", "trainer.commands", "trainer.cli"},
-    "main": {"trainer.cli", "trainer.parallel.signals"},
-    "main_multi_gpu": {"trainer.cli", "trainer.parallel.signals"},
-    "profiler": {"trainer.profiling"},
+    "main": {"tasks", "trainer.cli", "trainer.parallel.signals"},
+    "main_multi_gpu": {"tasks", "trainer.cli", "trainer.parallel.signals"},
+    "profiler": {"tasks", "trainer.profiling"},
     # trainer/__init__.py, with what a task of one's own needs, and what uses it
     "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api"},
     "examples": {"trainer", "models"},
@@ -200,7 +201,15 @@ def may_import(module: str, name: str) -> bool:
         ("trainer.loop.train", "trainer.loop.plan", True),
         ("trainer.commands.build", "trainer.parallel.base", True),
         ("trainer.logs.console", "trainer.parallel.base", False),
-        ("trainer.loop.train", "tasks", False),
+        ("trainer.commands.parse", "tasks", False),
+        ("trainer.commands.trained", "tasks.har", False),
+        ("trainer.registry", "tasks", False),
+        ("main", "tasks", True),
+        ("tasks.har", "models.har.harnet", True),
+        ("models.har.harnet", "tasks.har", False),
+        ("models.har.harnet", "trainer.config", False),
+        ("trainer.loop.train", "models", False),
+        ("trainer.cli", "data", False),
         ("tasks.har", "trainer.logs.console", False),
         ("trainer.cli", "trainer.profiling.report", False),
         ("trainer.loading.order", "trainer.config", False),

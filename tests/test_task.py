@@ -44,7 +44,7 @@ class Stating(Weighted):
 
 @pytest.fixture
 def stating(monkeypatch):
-    monkeypatch.setitem(TASKS, "stating", lambda: Stating)
+    monkeypatch.setitem(TASKS, "stating", Stating)
 
 
 # --- defaults ----------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
 
 def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
     defaults = {"drop_last": True, "no_test": True}
-    monkeypatch.setitem(TASKS, "stating", lambda: type("Switching", (Weighted,), {"defaults": defaults}))
+    monkeypatch.setitem(TASKS, "stating", type("Switching", (Weighted,), {"defaults": defaults}))
     flags = read()
     assert (flags.batch.drop_last, flags.run.no_test) == (True, True)
     flags = read("--drop-last=false", "--no-test=false")
@@ -96,7 +96,7 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
 
 def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
     defaults = {"optimizer": "sgd", "momentum": 0.9}
-    monkeypatch.setitem(TASKS, "stating", lambda: type("Pushing", (Weighted,), {"defaults": defaults}))
+    monkeypatch.setitem(TASKS, "stating", type("Pushing", (Weighted,), {"defaults": defaults}))
     assert read("--lr", "0.1").learning.momentum == 0.9
     assert read("--optimizer", "adam").learning.momentum is None
 
@@ -118,7 +118,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
 )
 def test_wrong_defaults_are_the_tasks_mistake(defaults, message, monkeypatch):
     task = type("Wrong", (Weighted,), {"defaults": defaults})
-    monkeypatch.setitem(TASKS, "wrong", lambda: task)
+    monkeypatch.setitem(TASKS, "wrong", task)
     with pytest.raises(UserError, match=r"Wrong\.defaults: ") as raised:
         parse(["--task", "wrong"], several_devices=False)
     assert message in str(raised.value)
@@ -126,7 +126,7 @@ def test_wrong_defaults_are_the_tasks_mistake(defaults, message, monkeypatch):
 
 def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
     task = type("Slow", (Weighted,), {"defaults": {"dist_timeout_s": 30, "warmup_steps": None}})
-    monkeypatch.setitem(TASKS, "slow", lambda: task)
+    monkeypatch.setitem(TASKS, "slow", task)
     assert parse(["--task", "slow"], several_devices=False)[1] == []
     flags, _ = parse(["--task", "slow", "--multi-gpu", "ddp"], several_devices=True)
     assert flags.multi.dist_timeout_s == 30

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tasks import name_of, source_file
 from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
@@ -35,6 +34,7 @@ from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
 from trainer.parallel.signals import STOP_SIGNALS, LeftAtOnce
+from trainer.registry import name_of, source_file
 from trainer.task import Task
 
 LOADS_WITHIN_S = 60.0

@@ -28,6 +28,7 @@ from trainer.parallel.devices import keep_freed_memory
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
+from trainer.registry import Registry, hand_in
 from trainer.task import Task
 
 TOLD_WITHIN_S = 3.0
@@ -39,6 +40,7 @@ def run_process(
     several_devices: bool,
     environment: RankEnvironment | None = None,
     task_type: type[Task] | None = None,
+    tasks: Registry | None = None,
 ) -> int:
     """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it.
 
@@ -47,7 +49,7 @@ def run_process(
     if sys.stderr is not None:
         faulthandler.enable(file=2)
     open_missing()
-    status = main(argv, several_devices, environment, task_type)
+    status = main(argv, several_devices, environment, task_type, tasks)
     if some_are_left():
         exit_at_once(status)
     if status != EXIT_FINISHED:
@@ -63,16 +65,20 @@ def main(
     several_devices: bool,
     environment: RankEnvironment | None = None,
     task_type: type[Task] | None = None,
+    tasks: Registry | None = None,
 ) -> int:
     """Runs one command line; returns the exit status.
 
-    environment, task_type: see `read_command_line`.
+    environment, task_type: see `read_command_line`. tasks: what `--task` names; None leaves them as they are.
 
     0: finished. 1: something failed that nobody foresaw, here or in another process. 2: something in the command line,
     the data or the run directory has to be changed first. 128 + n: one process, or a self-launched group, stopped by
     signal n with everything saved; a process that somebody else launched then returns 0, because launchers take
     anything else for a failure.
     """
+    if tasks is not None:
+        hand_in(tasks)
+    run = functools.partial(run_process, tasks=tasks)
     try:
         flags, environment = read_command_line(argv, several_devices, environment, task_type)
         if flags.files.print_config:
@@ -80,9 +86,9 @@ def main(
                 say(flags.as_toml())
             return EXIT_FINISHED
         if flags.several.wanted:
-            return train_several(flags, argv, functools.partial(run_process, several_devices=several_devices))
+            return train_several(flags, argv, functools.partial(run, several_devices=several_devices))
         if starts_processes(flags, environment):
-            return start_processes(flags, argv, run_process)
+            return start_processes(flags, argv, run)
         parallel = start_parallel(flags, environment)
         if parallel.device.type == "cpu":
             keep_freed_memory()

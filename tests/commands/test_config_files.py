@@ -24,6 +24,7 @@ from trainer.profiling.predict import PredictFlags
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES
 from trainer.profiling.scaling import ScalingFlags
 from trainer.profiling.step import StepFlags
+from trainer.registry import find_task
 
 TINY_AS_TOML = "\n".join(f"{name[2:]} = {json.dumps(value)}" for name, value in zip(TINY[::2], TINY[1::2], strict=True))
 
@@ -54,8 +55,8 @@ class Odd(Weighted):
 @pytest.fixture(autouse=True)
 def own_tasks(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file adds its folder
-    monkeypatch.setitem(TASKS, "stating", lambda: Stating)
-    monkeypatch.setitem(TASKS, "odd", lambda: Odd)
+    monkeypatch.setitem(TASKS, "stating", Stating)
+    monkeypatch.setitem(TASKS, "odd", Odd)
 
 
 @pytest.fixture
@@ -310,7 +311,7 @@ def test_every_flag_that_names_a_file_says_whether_a_record_may(monkeypatch):
     """These are read alone, or are the cache's."""
     monkeypatch.undo()
     groups = [*TRAINER_GROUPS, StepFlags, ScalingFlags, BatchSizeFlags, PredictFlags]
-    groups += [find().Config for find in TASKS.values()]
+    groups += [find_task(name).Config for name in TASKS]
     taken = {
         field
         for group in groups if group is not ConfigFlags

@@ -34,10 +34,10 @@ class Digested(Weighted):
 
 @pytest.fixture(autouse=True)
 def own_tasks(monkeypatch):
-    monkeypatch.setitem(TASKS, "weighted", lambda: Weighted)
-    monkeypatch.setitem(TASKS, "digested", lambda: Digested)
-    monkeypatch.setitem(TASKS, "excluding", lambda: Excluding)
-    monkeypatch.setitem(TASKS, "reading", lambda: Reading)
+    monkeypatch.setitem(TASKS, "weighted", Weighted)
+    monkeypatch.setitem(TASKS, "digested", Digested)
+    monkeypatch.setitem(TASKS, "excluding", Excluding)
+    monkeypatch.setitem(TASKS, "reading", Reading)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks import TASKS, is_same_task
+from tasks import TASKS
 from tests.conftest import (
     REFUSAL,
     ROOT,
@@ -21,6 +21,7 @@ from tests.conftest import (
     read_metrics,
 )
 from tests.helpers.weighted_task import Weighted
+from trainer.registry import is_same_task
 
 # --- the same command again --------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch)
         def summarise(self, sums):
             return {name: np.float64(value) for name, value in super().summarise(sums).items()}
 
-    monkeypatch.setitem(TASKS, "numpys", lambda: Numpys)
+    monkeypatch.setitem(TASKS, "numpys", Numpys)
     train(tmp_path, "--task", "numpys")
     out = train(tmp_path, "--task", "numpys", "--epochs", 2)
     assert f"Resuming after optimizer step {STEPS_PER_EPOCH}" in out

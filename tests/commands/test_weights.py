@@ -146,7 +146,7 @@ def test_a_trunk_that_no_group_names_stays_as_it_was(source, train, tmp_path, mo
         def param_groups(self, objective, phase):
             return [{"params": objective.model.layers[4].parameters()}]
 
-    monkeypatch.setitem(TASKS, "tuned", lambda: Tuned)
+    monkeypatch.setitem(TASKS, "tuned", Tuned)
     head = ("layers.4.weight", "layers.4.bias")
     trunk = {name: value for name, value in source.items() if name not in head}
     file = save(trunk, tmp_path / "trunk.pth")

@@ -10,17 +10,22 @@ from functools import cache
 import pytest
 import torch
 
-from tasks import TASKS, find_task
+from tasks import TASKS
 from tests.conftest import ROOT, load
 from trainer.checkpoint.format import CHECKSUM
 from trainer.commands.flags import DEFAULT_CACHE, TRAINER_GROUPS
 from trainer.commands.parse import EXAMPLES, parse
 from trainer.config import build_parser
 from trainer.parallel.devices import MultiDeviceFlags
+from trainer.registry import find_task
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SCRIPTS = {"main.py": False, "main_multi_gpu.py": True}
 OWN_TASK = "examples/own_task.py:Spirals"
+
+
+OF_THE_PROGRAM = {"task": next(iter(TASKS)), "save_dir": f"checkpoints/{next(iter(TASKS))}"}
+"""Defaults that no group of flags has."""
 
 
 def group_types() -> list[type]:
@@ -45,7 +50,7 @@ def real_flags() -> dict[tuple[str, str], str]:
     """What the reference must say: (group, flag) -> default, from the real parser and the real dataclasses."""
     found = {}
     for group in group_types():
-        defaults = {field.name: field.default for field in fields(group)}
+        defaults = {field.name: field.default for field in fields(group)} | OF_THE_PROGRAM
         for title, actions in shown_in_help(build_parser([group], "")).items():
             for action in actions:
                 (name,) = action.option_strings

@@ -46,7 +46,7 @@ def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
         "Config": NoFlags, "monitor": ("val/auc", "max"), "splits": lambda self: splits,
         "build_objective": lambda self: objective(nn.Linear(2, 1)), "summarise": names["summarise"],
     }  # fmt: skip
-    monkeypatch.setitem(TASKS, "recipe", lambda: type("Recipe", (Task,), members))
+    monkeypatch.setitem(TASKS, "recipe", type("Recipe", (Task,), members))
     run_here("--task", "recipe", "--epochs", 2, "--batch-size", 4, "--dtype", "float64", "--save-dir", tmp_path)
     model = load(tmp_path / "best.pth")["model"]
     scores = [float(model["weight"][0] @ torch.from_numpy(p).double() + model["bias"]) for p in splits["test"].points]
@@ -57,7 +57,7 @@ def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
 def test_several_validation_sets(monkeypatch, run_here, tmp_path):
     names = {"Spirals": Spirals, "SpiralData": SpiralData, "Mapping": Mapping, "cached_property": cached_property}
     task = recipe("Several validation sets", **names)["Shifted"]
-    monkeypatch.setitem(TASKS, "shifted", lambda: task)
+    monkeypatch.setitem(TASKS, "shifted", task)
     argv = ["--num-points", 200, "--epochs", 5, "--keep-checkpoints", 1, "--keep-best", 3, "--lr", 0.02]
     run_here("--task", "shifted", *argv, "--save-dir", tmp_path)
     epochs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -128,6 +128,6 @@ def test_mixup_trains(monkeypatch, run_here, tmp_path):
         def summarise(self, sums):
             return {"loss": float(sums["loss"] / sums["weight"])}
 
-    monkeypatch.setitem(TASKS, "mixed", lambda: Mixed)
+    monkeypatch.setitem(TASKS, "mixed", Mixed)
     run_here("--task", "mixed", "--num-points", 100, "--epochs", 1, "--save-dir", tmp_path)
     assert (tmp_path / "results.json").exists()

@@ -24,7 +24,7 @@ from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.new_users import read_users
 from data.speech.reader import read_recordings
 from data.tabular.reader import read_table
-from tasks import TASKS, find_task
+from tasks import TASKS
 from tests.conftest import RANK_VARIABLES, WEIGHTED
 from trainer.cli import main
 from trainer.commands.flags import TRAINER_GROUPS
@@ -32,6 +32,7 @@ from trainer.common.errors import UserError
 from trainer.config import options
 from trainer.parallel.devices import MultiDeviceFlags
 from trainer.profiling.cli import COMMANDS
+from trainer.registry import find_task
 
 DIGITS = "9" * 400
 BAD_VALUES = {

@@ -62,8 +62,8 @@ class SlowSequences(Sequences):
 
 @pytest.fixture
 def showing(monkeypatch):
-    monkeypatch.setitem(TASKS, "showing", lambda: Showing)
-    monkeypatch.setitem(TASKS, "slow", lambda: SlowData)
+    monkeypatch.setitem(TASKS, "showing", Showing)
+    monkeypatch.setitem(TASKS, "slow", SlowData)
 
 
 def train(directory, *argv):

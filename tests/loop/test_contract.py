@@ -134,7 +134,7 @@ BEFORE_TRAINING = {
 
 @pytest.mark.parametrize(("task", "message"), BEFORE_TRAINING.values(), ids=BEFORE_TRAINING)
 def test_what_the_start_can_see_is_refused_before_training(task, message, refused, tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "broken", lambda: task)
+    monkeypatch.setitem(TASKS, "broken", task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
     assert not contents(tmp_path, REFUSAL)
 
@@ -153,7 +153,7 @@ def test_what_a_later_batch_returns_is_refused_with_the_steps_before_it_saved(
 ):
     calls = iter(range(100))
     task = with_sums(lambda loss: {"loss": loss, "correct": loss} if next(calls) < 3 else sums(loss))
-    monkeypatch.setitem(TASKS, "broken", lambda: task)
+    monkeypatch.setitem(TASKS, "broken", task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
     assert load(tmp_path / "run" / "last.pth")["step"] == 2
 
@@ -170,7 +170,7 @@ def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):
         def blocks(self, model):
             return [model.layers[1], model.twin]
 
-    monkeypatch.setitem(TASKS, "tied", lambda: Tied)
+    monkeypatch.setitem(TASKS, "tied", Tied)
     message = "Tied.blocks: names a LayerNorm that shares modules or parameters with another block"
     refused([message], *TINY, "--task", "tied", "--save-dir", tmp_path / "run")
 
@@ -199,5 +199,5 @@ AFTER_AN_EPOCH = {
 
 @pytest.mark.parametrize(("task", "message"), AFTER_AN_EPOCH.values(), ids=AFTER_AN_EPOCH)
 def test_what_only_scores_show_is_one_sentence_too(task, message, refused, tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "broken", lambda: task)
+    monkeypatch.setitem(TASKS, "broken", task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")

@@ -268,7 +268,7 @@ def test_a_start_that_scores_nan_is_scored_once(run_here, tmp_path, monkeypatch)
         def summarise(self, sums):
             return super().summarise(sums) | {"accuracy": math.nan}
 
-    monkeypatch.setitem(TASKS, "unscored", lambda: Unscored)
+    monkeypatch.setitem(TASKS, "unscored", Unscored)
     argv = ["--task", "unscored", *RUN[2:], "--epochs", 1, "--eval-start"]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     cut_back(tmp_path / "whole", entries_of(tmp_path / "whole")[:1], tmp_path / "again")

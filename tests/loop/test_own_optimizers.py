@@ -69,7 +69,7 @@ def keeping(run_here, monkeypatch):
         def optimizers(self, phase, groups, lr):
             return [Keeping(groups, lr, **settings)]
 
-        monkeypatch.setitem(TASKS, "shaped", lambda: type("Kept", (Shaped,), {"build_optimizers": optimizers}))
+        monkeypatch.setitem(TASKS, "shaped", type("Kept", (Shaped,), {"build_optimizers": optimizers}))
         run_here(*RUN, directory, "--max-steps", max_steps)
         return load(directory / "final.pth")
 
@@ -89,7 +89,7 @@ def test_what_it_keeps_has_its_own_types_after_a_resume(run_here, monkeypatch, t
     own = {
         "build_optimizers": lambda self, phase, groups, lr: [OtherTypes([{"params": g["params"]} for g in groups], lr)]
     }
-    monkeypatch.setitem(TASKS, "shaped", lambda: type("Typed", (Shaped,), own))
+    monkeypatch.setitem(TASKS, "shaped", type("Typed", (Shaped,), own))
     for name, steps in (("whole", [6]), ("resumed", [3, 6])):
         for max_steps in steps:
             run_here(*RUN, tmp_path / name, "--dtype", "float64", "--max-steps", max_steps)

@@ -222,6 +222,6 @@ def test_training_takes_sums_alone(refused, monkeypatch, tmp_path):
             objective.forward = lambda *args: {**forward(*args), "x": PerSample(args[0]["label"])}
             return objective
 
-    monkeypatch.setitem(TASKS, "always", lambda: AlwaysPerSample)
+    monkeypatch.setitem(TASKS, "always", AlwaysPerSample)
     message = "in train mode must return a dict of tensors, sums all of them"
     refused([message], "--task", "always", "--save-dir", tmp_path)

@@ -28,7 +28,7 @@ def shaped(run_here, monkeypatch):
     """Trains a variant of the task `shaped` with these members; returns what stands on standard error, in lines."""
 
     def train(directory, *more, status=0, **members):
-        monkeypatch.setitem(TASKS, "shaped", lambda: type("Odd", (Shaped,), members))
+        monkeypatch.setitem(TASKS, "shaped", type("Odd", (Shaped,), members))
         return run_here(*RUN, directory, *more, status=status)[1].splitlines()
 
     return train

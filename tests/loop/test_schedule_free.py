@@ -19,7 +19,7 @@ RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--dtype", "fl
 
 @pytest.fixture
 def train(run_here, monkeypatch):
-    monkeypatch.setitem(TASKS, "shaped", lambda: Free)
+    monkeypatch.setitem(TASKS, "shaped", Free)
 
     def run(directory, max_steps, *more, status=0):
         _, err = run_here(*RUN, directory, "--max-steps", max_steps, *more, status=status)

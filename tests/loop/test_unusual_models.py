@@ -73,7 +73,7 @@ def bare_loop(build, dtype, num_epochs=2):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_learns_what_a_bare_loop_learns(name, dtype, run_here, tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "shaped", lambda: type("Built", (Shaped,), {"build": lambda self: MODELS[name]()}))
+    monkeypatch.setitem(TASKS, "shaped", type("Built", (Shaped,), {"build": lambda self: MODELS[name]()}))
     argv = [*RUN, tmp_path / "run", "--dtype", dtype, "--optimizer", "adamw", "--epochs"]
     run_here(*argv, 1)
     run_here(*argv, 2)
@@ -95,7 +95,7 @@ def test_what_is_frozen_stays_so_where_param_groups_names_it(run_here, tmp_path,
         def param_groups(self, objective, phase):
             return [{"params": objective.model.parameters()}]
 
-    monkeypatch.setitem(TASKS, "shaped", lambda: Frozen)
+    monkeypatch.setitem(TASKS, "shaped", Frozen)
     run_here(*RUN, tmp_path, "--epochs", 2)
     torch.manual_seed(0)
     before, after = Frozen(None, 0, None).build().state_dict(), load(tmp_path / "final.pth")["model"]
@@ -229,7 +229,7 @@ def test_an_operator_without_a_deterministic_algorithm_is_warned_of_or_refused(r
 
             return Plus(added)
 
-    monkeypatch.setitem(TASKS, "shaped", lambda: Unpooling)
+    monkeypatch.setitem(TASKS, "shaped", Unpooling)
     with pytest.warns(UserWarning, match="max_unpooling2d_forward_out does not have a deterministic implementation"):
         run_here(*RUN, tmp_path / "run", "--epochs", 1)
     _, err = run_here(*RUN, tmp_path / "refused", "--epochs", 1, "--deterministic", status=1)

@@ -96,7 +96,7 @@ def test_one_without_a_name_beside_them(run_here, tmp_path):
 
 
 def test_the_table_shows_the_headline_of_each(run_here, tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "headline", lambda: type("Headline", (Shifted,), {"headline": ("auc",)}))
+    monkeypatch.setitem(TASKS, "headline", type("Headline", (Shifted,), {"headline": ("auc",)}))
     run_here("--task", "headline", *FLAGS, "--save-dir", tmp_path)
     heading, *rows = [line.split() for line in (tmp_path / "val.log").read_text().splitlines()][:4]
     assert heading == ["epoch", "val/far/auc", "val/near/auc", "samples_per_second", "epoch_seconds"]
@@ -107,7 +107,7 @@ def test_the_table_shows_the_headline_of_each(run_here, tmp_path, monkeypatch):
 def test_their_order_is_that_of_their_names(run_here, tmp_path, monkeypatch):
     """Not of `splits`, which may go by a folder's listing, and differ from process to process."""
     assert validation_sets(["val/b", "train", "val", "validation", "val/a", "test"]) == ["val", "val/a", "val/b"]
-    monkeypatch.setitem(TASKS, "other", lambda: type("Other", (Shifted,), {"order_of_sets": ("far", "near")}))
+    monkeypatch.setitem(TASKS, "other", type("Other", (Shifted,), {"order_of_sets": ("far", "near")}))
     for name in (f"{FILE}:Shifted", "other"):
         run_here("--task", name, *FLAGS, "--save-dir", tmp_path / name[-5:])
     assert read_metrics(tmp_path / "other", "epoch") == read_metrics(tmp_path / "ifted", "epoch")

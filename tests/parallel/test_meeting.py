@@ -15,6 +15,7 @@ from trainer.common.errors import UserError
 from trainer.config import options
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences, within
+from trainer.registry import find_task
 
 LOCAL = {
     "--task", "--data-dir", "--cache-dir", "--num-workers", "--num-threads", "--gpu-ids", "--logger",
@@ -24,7 +25,7 @@ LOCAL = {
 
 def test_which_flags_may_differ_between_ranks():
     """Of `--task` another rule compares all but the folder."""
-    groups = [*TRAINER_GROUPS, *(find().Config for find in TASKS.values())]
+    groups = [*TRAINER_GROUPS, *(find_task(name).Config for name in TASKS)]
     assert {option.name for group in groups for option in options(group).values() if option.local} == LOCAL
 
 

@@ -32,6 +32,8 @@ class Points:
         points = self.points[keys.index]
         return {"point": points, "side": (points[:, 0] > 0).astype(np.int64)}
 """,
+    "tasks/__init__.py": "",
+    "tasks/numbers.py": "NUM_SIDES = 2\n",
     "sides.py": """
 from dataclasses import dataclass
 
@@ -39,6 +41,7 @@ import torch.nn.functional as F
 
 from data.points import Points
 from models.network import Network
+from tasks.numbers import NUM_SIDES
 from trainer.config import FlagGroup
 from trainer.task import Objective, Task
 
@@ -61,7 +64,7 @@ class Sides(Task):
         return {"train": Points(40), "val": Points(9), "test": Points(8)}
 
     def build_objective(self):
-        return SidesObjective(Network(2, 2))
+        return SidesObjective(Network(2, NUM_SIDES))
 
     def summarise(self, sums):
         return {"loss": float(sums["loss"] / sums["weight"])}
@@ -105,6 +108,25 @@ from trainer.commands.parse import parse
 assert parse(["--task", sys.argv[1]], several_devices=False)[1] == []
 print(*(name for name in sys.modules if name.partition(".")[0] in ("data", "models")))
 """
+
+
+FROM_PYTHON = """
+import sys
+
+import trainer
+from sides import Sides
+
+metrics, run = trainer.fit(Sides, epochs=1, device="cpu", save_dir=sys.argv[1])
+assert "test/loss" in metrics
+trainer.load(sys.argv[1])
+assert sys.modules["tasks"].__file__ == sys.argv[2], "their own package"
+"""
+
+
+def test_a_script_may_have_them_beside_it_too(own_task, command, tmp_path):
+    script = Path(own_task).parent / "script.py"
+    script.write_text(FROM_PYTHON)
+    command(script, tmp_path / "run", script.parent / "tasks" / "__init__.py", PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.parametrize(("task", "expected"), [(WEIGHTED, set()), ("har", {"data", "models"})])

@@ -13,8 +13,8 @@ class CheckpointFlags(FlagGroup):
     """The run directory: saving, resuming, evaluating"""
 
     save_dir: Path = flag(
-        Path("checkpoints/har"),
-        "everything of this run; an unfinished run in it is resumed; if not given, named after the task",
+        Path("checkpoints"),
+        "everything of this run; an unfinished run in it is resumed; if not given, a folder named after the task",
         from_record="ignored",
     )
     save_every_steps: int = flag(0, "also save every so many steps; 0 is off", at_least=0)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from tasks import without_folder
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import with_checksum
@@ -66,6 +65,7 @@ from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.devices import MultiDeviceFlags, pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
+from trainer.registry import without_folder
 from trainer.task import Objective, Task, validation_sets
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)

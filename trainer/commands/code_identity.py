@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tasks import source_file
+from trainer.registry import source_file
 from trainer.task import Task
 
 GIT_TIMEOUT_S = 5.0

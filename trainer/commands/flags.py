@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tasks import TASKS
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import ConfigFile, ConfigFlags, as_toml, with_origins
 from trainer.common.errors import UserError, printable
@@ -23,6 +22,7 @@ from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.plan import BatchFlags
 from trainer.loop.precision import PrecisionFlags
 from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
+from trainer.registry import workloads
 from trainer.task import Task
 
 EXPORTERS: dict[str, tuple[str, ...]] = {".pt2": (), ".onnx": ("onnx", "onnxscript")}
@@ -35,7 +35,7 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag(
-        "har", f"{', '.join(TASKS)}, or a task of your own: path/to/file.py:ClassName", local=True,
+        "", lambda: f"{', '.join(workloads())}, or a task of your own: path/to/file.py:ClassName", local=True,
         from_record="refused",
     )  # fmt: skip
     epochs: int | None = flag(None, "passes over the training data (default: 20)", at_least=1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import TASKS, find_task, is_same_task, known_task
 from trainer.checkpoint.flags import CheckpointFlags
 from trainer.commands.config_files import RETIRED, ConfigFile, ConfigFlags, read_config_files, with_origins
 from trainer.commands.flags import TRAINER_GROUPS, Flags, FromRun, RunFlags, contradictions
@@ -15,6 +14,7 @@ from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
 from trainer.parallel.devices import MultiDeviceFlags
+from trainer.registry import default_task, find_task, is_same_task, known_task, workloads
 from trainer.task import Task
 
 DESCRIPTION = {
@@ -80,7 +80,7 @@ def parse(
     group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
     if tool is not None:
         group_types.insert(0, tool)
-    layers, from_run, may_be_named = Layers({}, {}), FromRun(), set(given)
+    layers, from_run, may_be_named = Layers({"task": default_task()}, {}), FromRun(), set(given)
     if task_type is not None:
         _check_config(task_name, task_type, group_types)
         group_types.append(task_type.Config)
@@ -99,7 +99,7 @@ def parse(
     about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     of_several = () if several_devices else options(MultiDeviceFlags).values()
     elsewhere = {**RETIRED, **{option.name: OF_SEVERAL_DEVICES for option in of_several}}
-    if task_name in TASKS:
+    if task_name in workloads():
         elsewhere |= _of_other_tasks(argv, group_types)
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
@@ -117,8 +117,8 @@ def _of_other_tasks(argv: Sequence[str], group_types: Sequence[type]) -> dict[st
     """What is wrong with flags that only other tasks of the trainer have, which are imported where there are some."""
     strange = names_given(argv) - {option.name for option in options(*group_types).values()} - {"--help"}
     owners: dict[str, list[str]] = {}
-    for task, find in TASKS.items() if strange else ():
-        for option in options(find().Config).values():
+    for task in workloads() if strange else ():
+        for option in options(find_task(task).Config).values():
             owners.setdefault(option.name, []).append(task)
     return {name: f"is for --task {' or '.join(owners[name])}; add that" for name in strange & owners.keys()}
 
@@ -133,7 +133,7 @@ def _choose_task(
     name, source = asked.values.get("task"), asked.origins.get("task")
     if name is None and record is not None:
         name, source = record.settings["--task"], record
-    name = name or RunFlags.task
+    name = name or default_task()
     try:
         of_record = source is not None and source.is_record and ":" in name
         return name, task_type or (known_task(name) if of_record else find_task(name)), []
@@ -158,7 +158,7 @@ def _take_from_run(
     if not is_same_task(task_name, record.settings["--task"]):
         return FromRun()  # another task does not go on with it, which is refused later
     known = {"task": options(RunFlags)["task"]}
-    taken = {} if "task" in asked or task_name == RunFlags.task else {"task": task_name}
+    taken = {} if "task" in asked or task_name == default_task() else {"task": task_name}
     several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
     if task_type is not None:
         own = {**options(task_type.Config), **({} if several else {"seed": options(RunFlags)["seed"]})}
@@ -206,7 +206,7 @@ def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
 
 def _own_folder(task_name: str, task_type: type[Task]) -> Path:
     """Where runs of a task are unless the user says otherwise: one of another task could not go on there."""
-    return CheckpointFlags.save_dir.parent / (task_name if task_name in TASKS else task_type.__name__)
+    return CheckpointFlags.save_dir / (task_name if task_name in workloads() else task_type.__name__)
 
 
 @dataclass

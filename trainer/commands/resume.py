@@ -6,7 +6,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from tasks import is_same_task
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.records import read_config
@@ -19,6 +18,7 @@ from trainer.config import flag_values, shown
 from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
+from trainer.registry import is_same_task
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--init-from-partial", "--eval-only")
 _SHOWN_WIDTH = 60

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tasks import is_same_task, known_task
 from trainer.checkpoint.file import read_checkpoint, read_settings
 from trainer.checkpoint.weights import TrainedRun, find_settings, find_weights, holds_run, runs_within
 from trainer.commands.config_files import ConfigFile
@@ -21,6 +20,7 @@ from trainer.common.process import to_stderr
 from trainer.config import flag_name, group_from_values, refuse, shown
 from trainer.loop.precision import PrecisionFlags, module_in_dtype
 from trainer.parallel.base import SingleDevice
+from trainer.registry import is_same_task, known_task
 from trainer.task import Objective, Task
 
 CPU = torch.device("cpu")

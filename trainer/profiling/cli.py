@@ -27,16 +27,20 @@ from trainer.parallel.launch import launch, num_processes
 from trainer.profiling import batch_size, check, predict, scaling, step
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES, exit_status, in_use
 from trainer.profiling.report import unwritable_targets
+from trainer.registry import Registry, hand_in, workloads
 
 
-def main(argv: Sequence[str], environment: RankEnvironment | None = None) -> int:
+def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks: Registry | None = None) -> int:
     """Runs one command line; returns the exit status.
 
     environment: who this process is, when it was started by `launch`; otherwise read from the environment.
+    tasks: what `--task` names; None leaves them as they are.
 
     0: measured. 1: something failed that nobody foresaw, or `check` found something broken. 2: something in the command
     line or the data has to be changed first.
     """
+    if tasks is not None:
+        hand_in(tasks)
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         summaries = {name: command.about[0].splitlines()[0] for name, command in COMMANDS.items()}
@@ -90,7 +94,7 @@ def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironme
         problems += contradictions
     refuse([*problems, *not_measured(flags), *command.problems(flags, argv[1:])])
     if flags.multi is not None and flags.multi.has_processes and environment is None:
-        return launch(partial(main, list(argv)), num_processes(flags.multi, flags.devices.device))
+        return launch(partial(main, list(argv), tasks=workloads()), num_processes(flags.multi, flags.devices.device))
     parallel = start_parallel(flags, environment)
     with in_use(parallel):
         parallel.together(lambda: refuse(unwritable_targets(flags.tool, parallel.is_main)))

@@ -23,6 +23,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESTART, Failure, print_refusal
 from trainer.parallel.launch import launch
 from trainer.parallel.signals import leave_at_once
+from trainer.registry import Registry, hand_in, workloads
 
 PROCESSES_ON_CPU = 2
 """Unless told otherwise, so that there is something to exchange."""
@@ -92,7 +93,7 @@ def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measure
 
     argv: flags of training and of the tool. measurement: picklable.
     """
-    job = partial(_measure_here, world, list(argv), tool, measurement)
+    job = partial(_measure_here, workloads(), world, list(argv), tool, measurement)
     status, result = run_job(job, world.num_devices if world.mode == "ddp" else 1)
     if status != 0:
         raise Failure(f"measuring {world} ended with status {status}", status)
@@ -100,8 +101,16 @@ def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measure
 
 
 def _measure_here(
-    world: World, argv: list[str], tool: type[FlagGroup], measurement: Measurement, result: Path, rank: RankEnvironment
+    tasks: Registry,
+    world: World,
+    argv: list[str],
+    tool: type[FlagGroup],
+    measurement: Measurement,
+    result: Path,
+    rank: RankEnvironment,
 ) -> int:
+    hand_in(tasks)
+
     def work() -> int:
         flags = placed(parse([*argv, *FOR_SEVERAL_DEVICES], True, tool)[0], world)
         parallel = start_parallel(flags, rank)
