@@ -25,6 +25,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tasks.har import HarFlags, HarTask
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import BatchLoader, WeightedBatch, weighted
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loop.ema import ExponentialMovingAverage
@@ -33,7 +34,6 @@ from trainer.loop.precision import Precision, in_precision
 from trainer.loop.train import train_step
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
 from trainer.task import Objective

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import retention_of
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse
@@ -26,7 +27,7 @@ def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_mem
         keep_freed_memory()
     set_up_torch(flags, parallel)
     task = build_task(flags)
-    directory = RunDirectory(folder, flags.checkpoint.retention(task), print)
+    directory = RunDirectory(folder, retention_of(flags.checkpoint, task), print)
     directory.acquire()
     run, notes = build_run(flags, task, parallel, directory)
     open_run(run, notes, flags, argv)

@@ -26,7 +26,7 @@ from benchmarks.exchange import (
     under_ddp,
 )
 from tasks.har import HarFlags, HarTask
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded
 

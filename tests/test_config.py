@@ -165,7 +165,7 @@ def test_help_names_every_task(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{', '.join(TASKS)}, or a task of your own" in shown
+    assert f"Workloads: {', '.join(TASKS)}." in shown and "or a task of your own" in shown
 
 
 @pytest.mark.parametrize(("task", "says"), [("har", True), ("seqrec", False)])

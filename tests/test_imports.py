@@ -14,22 +14,23 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trainer", "tasks", "models", "data")
 SCRIPTS = ("main", "main_multi_gpu", "profiler")
 CLASSIFIER = "tasks.tabular_classifier"
-FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "registry.py", "cli.py", "api.py"}
+FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "flags.py", "registry.py", "cli.py", "api.py"}
 
 # --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
 
 CONTRACT = {"trainer.task", "trainer.config", "trainer.loading", "trainer.common"}
-BELOW_THE_LOOP = CONTRACT | {"trainer.parallel", "trainer.checkpoint", "trainer.logs"}
+BELOW_THE_LOOP = CONTRACT | {"trainer.flags", "trainer.parallel", "trainer.checkpoint", "trainer.logs"}
 ARROWS = {
     "trainer.common": set(),
     "trainer.loading": {"trainer.common"},
     "trainer.config": {"trainer.loading", "trainer.common"},
+    "trainer.flags": {"trainer.config", "trainer.common"},
     "trainer.task": {"trainer.loading", "trainer.common"},
     "models": {"trainer.loading", "trainer.common"},
     "data": {"trainer.loading", "trainer.common"},
     "trainer.registry": CONTRACT,
-    "trainer.parallel": CONTRACT,
-    "trainer.checkpoint": CONTRACT,
+    "trainer.parallel": CONTRACT | {"trainer.flags"},
+    "trainer.checkpoint": CONTRACT | {"trainer.flags"},
     "trainer.logs": CONTRACT,
     "trainer.loop": BELOW_THE_LOOP,
     "trainer.commands": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop"},

@@ -21,7 +21,7 @@ from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import start_parallel
-from trainer.commands.flags import TRAINER_GROUPS, ExportFlags, Flags, PredictFlags, SeveralFlags
+from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.process_state import process_restored
 from trainer.commands.state import read_state
@@ -29,7 +29,7 @@ from trainer.commands.trained import trained_model
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan
 from trainer.config import arguments_of, refuse
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent

@@ -35,7 +35,7 @@ class FlagGroup:
 
 def flag(
     default: Any,
-    help: str | Callable[[], str],
+    help: str,
     *,
     metavar: str | None = None,
     hidden: bool = False,
@@ -45,7 +45,6 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
-    help: what `--help` says; a function where that is not known before.
     hidden: neither shown in `--help` nor recorded.
     local: the processes of a run may have different values, since the value does not decide what is learned, such as
         where a machine keeps its data; without it a run whose processes differ is refused.
@@ -128,17 +127,12 @@ class Option:
             raise TypeError(f"{field.name}: must be made by flag(default, help)")
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
             raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values take tuple[int, ...]")
-        self._help: str | Callable[[], str] = field.metadata["help"]
+        self.help: str = field.metadata["help"]
         self.metavar: str | None = field.metadata["metavar"]
         self.hidden: bool = field.metadata["hidden"]
         self.local: bool = field.metadata["local"]
         self.from_record: str = field.metadata["from_record"]
         self.limits: dict[str, float] = field.metadata["limits"]
-
-    @property
-    def help(self) -> str:
-        """What `--help` says of it."""
-        return self._help if isinstance(self._help, str) else self._help()
 
     @property
     def adds_up(self) -> bool:

@@ -6,7 +6,7 @@ from functools import partial
 from benchmarks.on_gpu.models import MODELS
 from benchmarks.on_gpu.part import Report, Setting
 from benchmarks.on_gpu.throughput import PRECISIONS, of_model
-from trainer.commands.flags import TRAINER_GROUPS
+from trainer.flags import TRAINER_GROUPS
 
 FLAG = "compile"
 PRECISION = "bf16"

@@ -14,10 +14,10 @@ from tasks import TASKS
 from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, launcher, load
 from tests.docs.test_docs import OWN_TASK, code_blocks, commands_in, reference
 from tests.helpers.weighted_task import Weighted, WeightedFlags
-from trainer.commands.config_files import RETIRED, ConfigFlags
-from trainer.commands.flags import TRAINER_GROUPS, Flags
+from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.config import flag, options
+from trainer.flags import RETIRED, TRAINER_GROUPS, ConfigFlags
 from trainer.profiling.batch_size import BatchSizeFlags
 from trainer.profiling.cli import names_several_devices, not_measured
 from trainer.profiling.predict import PredictFlags

@@ -8,7 +8,7 @@ import torch
 
 from tests.conftest import ROOT, load
 from tests.docs.test_docs import code_blocks, commands_in
-from trainer.commands import flags
+from trainer import flags
 
 SPIRALS = ["--hidden-units", 7, "--num-points", 64, "--epochs", 1, "--num-threads", 1]
 OWN_TASKS = """

@@ -307,7 +307,7 @@ def test_a_folder_of_several_runs_names_one(trained, windows, on_cpu, tmp_path):
 def test_documented_session(label, cache_dir, tmp_path, monkeypatch):
     document = (ROOT / "docs" / "predicting.md").read_text()
     (script,) = re.findall(r"^```python\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
-    monkeypatch.setattr("trainer.commands.flags.DEFAULT_CACHE", cache_dir / "lockstep")
+    monkeypatch.setattr("trainer.flags.DEFAULT_CACHE", cache_dir / "lockstep")
     monkeypatch.chdir(tmp_path)
     exec(script, {})
     rows = label(tmp_path / "walk.csv")

@@ -18,8 +18,8 @@ from tasks.har import HarFlags, HarTask
 from tests.conftest import LOCKS, ROOT, TINY, WEIGHTED, assert_same_bits, contents, load
 from trainer.commands.jobs import choose_slots
 from trainer.commands.parse import parse
+from trainer.flags import DeviceFlags
 from trainer.loading.order import SampleKeys
-from trainer.parallel.devices import DeviceFlags
 
 SMALL = [
     "--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 128, "--no-augmentation", "--num-threads", 1

@@ -13,10 +13,9 @@ import torch
 from tasks import TASKS
 from tests.conftest import ROOT, load
 from trainer.checkpoint.format import CHECKSUM
-from trainer.commands.flags import DEFAULT_CACHE, TRAINER_GROUPS
 from trainer.commands.parse import EXAMPLES, parse
 from trainer.config import build_parser
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import DEFAULT_CACHE, TRAINER_GROUPS, MultiDeviceFlags
 from trainer.registry import find_task
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

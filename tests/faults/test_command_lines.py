@@ -27,10 +27,9 @@ from data.tabular.reader import read_table
 from tasks import TASKS
 from tests.conftest import RANK_VARIABLES, WEIGHTED
 from trainer.cli import main
-from trainer.commands.flags import TRAINER_GROUPS
 from trainer.common.errors import UserError
 from trainer.config import options
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import TRAINER_GROUPS, MultiDeviceFlags
 from trainer.profiling.cli import COMMANDS
 from trainer.registry import find_task
 

@@ -14,7 +14,7 @@ from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.jobs import choose_slots
 from trainer.commands.parse import parse
-from trainer.parallel.devices import DeviceFlags
+from trainer.flags import DeviceFlags
 from trainer.parallel.signals import StopRequest
 
 SCORED = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--epochs", 1, *EXACT]

@@ -18,12 +18,12 @@ from trainer.checkpoint.retention import Retention
 from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory import MEMORY, MemoryLimit, resplit
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
 from trainer.common.errors import UserError
-from trainer.loop.learning_flags import LearningFlags
+from trainer.flags import LearningFlags, MultiDeviceFlags
 from trainer.loop.optimizers import build_optimizers, completed_groups, hidden_matrices
 from trainer.loop.precision import Precision, _step_on_device
 from trainer.loop.torch_optimizers import ZeroStartSGD, moments_of, without_compiler
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import MultiDeviceFlags
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or newer")
 

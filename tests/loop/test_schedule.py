@@ -4,7 +4,8 @@ import typing
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.loop.schedule import LearningRate, Schedule, device_scaling_factor, lr_factor
+from trainer.flags import Schedule
+from trainer.loop.schedule import LearningRate, device_scaling_factor, lr_factor
 
 SCHEDULES = typing.get_args(Schedule)
 

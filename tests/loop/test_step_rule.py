@@ -12,6 +12,7 @@ from tasks.kgat import KgatFlags, KgatTask
 from tasks.seqrec import SeqrecFlags, SeqrecTask
 from tasks.speech import SpeechFlags, SpeechTask
 from tests.helpers.weighted_task import Weighted, WeightedFlags
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import BatchLoader, weighted
 from trainer.loading.order import SampleKeys, split_global_batch
 from trainer.loop.ema import ExponentialMovingAverage
@@ -22,7 +23,6 @@ from trainer.loop.train import train_step
 from trainer.parallel import ddp
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 from trainer.task import PerSample
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import TINY, contents
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -15,8 +15,8 @@ from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
 from trainer.checkpoint.weights import TrainedRun
 from trainer.common.errors import UserError
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loop.precision import Precision
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded, built_as_outline, meta_state_of, refuse_what_cannot_be_cut
 from trainer.parallel.meta_state import without_weights

@@ -25,9 +25,9 @@ from tests.helpers.processes import (
     num_training_ranks,
     session_members,
 )
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel import launch as launching
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_RESTART
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.launch import launch
 
 WORLD_SIZE = 2

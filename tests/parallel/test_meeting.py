@@ -10,9 +10,9 @@ from tasks import TASKS
 from tests.conftest import REFUSAL, TINY, contents
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, free_port
-from trainer.commands.flags import TRAINER_GROUPS
 from trainer.common.errors import UserError
 from trainer.config import options
+from trainer.flags import TRAINER_GROUPS
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences, within
 from trainer.registry import find_task

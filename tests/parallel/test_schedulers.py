@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY, contents
 from tests.helpers.processes import free_port
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, is_launched, read_rank_environment
 from trainer.parallel.schedulers import first_host
 

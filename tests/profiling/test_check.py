@@ -11,9 +11,9 @@ import torch
 from tests.parallel.test_launch import free_port
 from tests.profiling.conftest import CPU, TORCHRUN
 from trainer.common.errors import UserError
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import Failure
 from trainer.profiling import check, machine, processes

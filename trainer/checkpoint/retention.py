@@ -9,6 +9,8 @@ from typing import Literal
 
 from trainer.checkpoint.lock import Writer
 from trainer.checkpoint.manifest import Entry, best_first, newest_best
+from trainer.flags import CheckpointFlags
+from trainer.task import Task
 
 LINKS = ("last.pth", "best.pth", "final.pth")
 
@@ -44,6 +46,11 @@ class Retention:
     newest: int
     best: int = 1
     mode: Literal["max", "min"] = "max"
+
+
+def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
+    """Which checkpoints stay of a run of this task."""
+    return Retention(flags.keep_checkpoints, flags.keep_best, mode=task.monitor[1])
 
 
 def evict(

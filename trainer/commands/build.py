@@ -17,6 +17,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import with_checksum
 from trainer.checkpoint.records import CONFIG, RESULTS, as_json, read_config
+from trainer.checkpoint.retention import retention_of
 from trainer.commands.code_identity import code_digests, identify_code
 from trainer.commands.describe import describe_environment, describe_run, digest_of_data, facts_of_data
 from trainer.commands.flags import Flags
@@ -33,6 +34,7 @@ from trainer.commands.resume import (
 from trainer.commands.weights import initialise
 from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
+from trainer.flags import MultiDeviceFlags
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
@@ -63,7 +65,7 @@ from trainer.loop.torch_optimizers import moments_of
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import MultiDeviceFlags, pick_device, set_num_threads
+from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.registry import without_folder
 from trainer.task import Objective, Task, validation_sets
@@ -266,7 +268,11 @@ def assemble_run(
     """
     data_facts, digest = parallel.together(lambda: (facts_of_data(task), digest_of_data(task)))
     require_same_data(task, parallel, data_facts, digest)
-    directory = directory or RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), say)
+    directory = directory or RunDirectory(
+        flags.checkpoint.save_dir,
+        retention_of(flags.checkpoint, task),
+        say,
+    )
     values = flags.values()
     sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
     batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)

@@ -8,28 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.files import MOST_RECORD, read_whole
-from trainer.config import FlagGroup, Option, described, flag, nearest, options, shown
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.config import FlagGroup, Option, described, nearest, options, shown
+from trainer.flags import RETIRED, MultiDeviceFlags
 
 LINE_LENGTH = 120
-RETIRED = {
-    "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
-    "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
-    "--take-over-lock": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
-    "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
-}
-"""What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""
-
-
-@dataclass
-class ConfigFlags(FlagGroup):
-    """Settings in files"""
-
-    config: tuple[Path, ...] | None = flag(
-        None, "take settings from these files: TOML, or a run's config.json, which repeats that run; a later file goes "
-        "before an earlier one, and the command line before all", metavar="FILE",
-    )  # fmt: skip
-    print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
 
 
 @dataclass(frozen=True)

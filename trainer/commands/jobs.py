@@ -24,8 +24,9 @@ from trainer.commands.state import read_state
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan
 from trainer.config import refuse, shown
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.logs.console import say
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, num_cores, pick_device
+from trainer.parallel.devices import num_cores, pick_device
 from trainer.parallel.launch import Launcher, exit_status
 
 POLL_INTERVAL_S = 0.5

@@ -6,14 +6,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.flags import CheckpointFlags
-from trainer.commands.config_files import RETIRED, ConfigFile, ConfigFlags, read_config_files, with_origins
-from trainer.commands.flags import TRAINER_GROUPS, Flags, FromRun, RunFlags, contradictions
+from trainer.commands.config_files import ConfigFile, read_config_files, with_origins
+from trainer.commands.flags import Flags, FromRun, contradictions
 from trainer.commands.trained import find_record, ships_weights
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
-from trainer.loop.learning_flags import OPTIMIZER_SETTINGS, LearningFlags
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import (
+    OPTIMIZER_SETTINGS,
+    RETIRED,
+    TRAINER_GROUPS,
+    CheckpointFlags,
+    ConfigFlags,
+    LearningFlags,
+    MultiDeviceFlags,
+    RunFlags,
+)
 from trainer.registry import default_task, find_task, is_same_task, known_task, workloads
 from trainer.task import Task
 
@@ -96,7 +103,8 @@ def parse(
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
     problems += layers.take_out_what_users_alone_name(group_types, may_be_named)
-    about = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    about = f"{description} Workloads: {', '.join(workloads())}.", examples
     of_several = () if several_devices else options(MultiDeviceFlags).values()
     elsewhere = {**RETIRED, **{option.name: OF_SEVERAL_DEVICES for option in of_several}}
     if task_name in workloads():

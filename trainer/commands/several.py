@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import read_json
+from trainer.checkpoint.retention import retention_of
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags
@@ -42,7 +43,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)
-    directory = RunDirectory(save_dir, flags.checkpoint.retention(task), say)
+    directory = RunDirectory(save_dir, retention_of(flags.checkpoint, task), say)
     try:
         directory.acquire()
         if directory.has_checkpoint:

@@ -6,6 +6,7 @@ from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.records import RESULTS, read_json
+from trainer.checkpoint.retention import retention_of
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags
@@ -29,7 +30,11 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
     128 + n: stopped by signal n.
     """
-    directory = RunDirectory(flags.checkpoint.save_dir, flags.checkpoint.retention(task), say)
+    directory = RunDirectory(
+        flags.checkpoint.save_dir,
+        retention_of(flags.checkpoint, task),
+        say,
+    )
     loggers: list[BackgroundLogger] = []
     parallel.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from trainer.checkpoint.file import read_checkpoint, read_settings
 from trainer.checkpoint.weights import TrainedRun, find_settings, find_weights, holds_run, runs_within
 from trainer.commands.config_files import ConfigFile
-from trainer.commands.flags import Flags, RunFlags, recorded_values
+from trainer.commands.flags import Flags, recorded_values
 from trainer.commands.resume import changed_flags
 from trainer.commands.weights import restore_weights
 from trainer.common.errors import UserError
 from trainer.common.process import to_stderr
 from trainer.config import flag_name, group_from_values, refuse, shown
-from trainer.loop.precision import PrecisionFlags, module_in_dtype
+from trainer.flags import PrecisionFlags, RunFlags
+from trainer.loop.precision import module_in_dtype
 from trainer.parallel.base import SingleDevice
 from trainer.registry import is_same_task, known_task
 from trainer.task import Objective, Task

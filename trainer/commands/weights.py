@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.flags import CheckpointFlags
 from trainer.checkpoint.weights import WeightComparison, compare
 from trainer.commands.flags import Flags
 from trainer.common.errors import UserError
+from trainer.flags import CheckpointFlags
 from trainer.loop.run import Run
 from trainer.parallel.base import Parallel
 

@@ -5,7 +5,6 @@ Neither changes a name in a state dict, nor what a run saves.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag
+from trainer.flags import BlockFlags
 from trainer.parallel.module_state import (
     ABSENT,
     Change,
@@ -35,20 +34,6 @@ _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support doubl
 """Words of torch's error in the second backward of compiled code."""
 _MOST_VERSIONS = 64
 """Versions of one function that torch compiles before it runs it as it is; to torch all blocks are one function."""
-
-
-@dataclass
-class BlockFlags(FlagGroup):
-    """Speed and memory"""
-
-    compile: bool = flag(
-        False, "compile the model by torch.compile, each of its blocks by itself: quicker steps on GPUs, after a start "
-        "of up to minutes",
-    )  # fmt: skip
-    grad_checkpointing: bool = flag(
-        False, "keep of each block of the model its inputs alone, and compute the rest anew in the backward: less "
-        "memory, longer steps, the same result to the bit",
-    )  # fmt: skip
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:

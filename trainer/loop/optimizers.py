@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.common.errors import UserError
+from trainer.flags import LearningFlags
 from trainer.loop.ema import keeps_average
-from trainer.loop.learning_flags import LearningFlags
 from trainer.loop.torch_optimizers import ZeroStartSGD, without_compiler
 from trainer.parallel.optimizer_states import remember_settings
 from trainer.parallel.parts import is_sharded

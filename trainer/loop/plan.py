@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag
 from trainer.loading.order import EpochOrder, Position
 
 EPOCHS_KEPT = 2
@@ -114,35 +113,6 @@ class TaskOrder:
 
 SampleOrder = ShuffledOrder | TaskOrder
 """The samples of each global batch of a phase."""
-
-
-MOST_SAMPLES = 2**31 - 1
-"""Of a batch: more is a slip of the hand, and products of such numbers are beyond what arrays can be indexed with."""
-
-
-@dataclass
-class BatchFlags(FlagGroup):
-    """Batches"""
-
-    batch_size: int = flag(32, "samples per device per forward", at_least=1, at_most=MOST_SAMPLES)
-    grad_accum_steps: int = flag(1, "forwards per optimizer step", at_least=1, at_most=MOST_SAMPLES)
-    global_batch_size: int | None = flag(
-        None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it", at_least=1,
-        at_most=MOST_SAMPLES,
-    )  # fmt: skip
-    drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
-    eval_batch_size: int | None = flag(
-        None, "samples per device per forward in evaluation (default: --batch-size)", at_least=1,
-        at_most=MOST_SAMPLES,
-    )  # fmt: skip
-
-    def problems(self) -> list[str]:
-        if self.global_batch_size is not None and self.grad_accum_steps != 1:
-            return [
-                f"--global-batch-size {self.global_batch_size} and --grad-accum-steps {self.grad_accum_steps}: "
-                "exclude each other; the second follows from the first"
-            ]
-        return []
 
 
 class PlannedStep(NamedTuple):

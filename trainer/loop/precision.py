@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag
+from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
 from trainer.loop.torch_optimizers import take_step
 from trainer.parallel.parts import local_shards
@@ -22,34 +21,6 @@ M = TypeVar("M", bound=nn.Module)
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_FLOOR = 1.0
 """The gradient scaler goes no lower; at the floor an overflow is no longer the scale's fault."""
-
-
-@dataclass
-class PrecisionFlags(FlagGroup):
-    """Precision"""
-
-    amp: Literal["auto", "bf16", "fp16", "off"] = flag(
-        "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU"
-    )
-    no_amp: bool = flag(False, "the same as --amp off", hidden=True)
-    dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
-    deterministic: bool = flag(
-        False,
-        "only deterministic algorithms, on GPUs too, where they are slower; on the CPU they are taken anyway, and "
-        "an operator that has none is warned of; with this flag it is refused",
-    )
-
-    def __post_init__(self) -> None:
-        if self.no_amp and self.amp == "auto":
-            self.amp = "off"
-
-    def problems(self) -> list[str]:
-        found = []
-        if self.no_amp and self.amp in AMP_DTYPES:
-            found.append(f"--no-amp and --amp {self.amp}: exclude each other; give one")
-        if self.dtype == "float64" and self.amp in AMP_DTYPES:
-            found.append(f"--amp {self.amp}: is for --dtype float32; with float64 leave it out")
-        return found
 
 
 def resolve_amp(amp: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -3,17 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from trainer.common.errors import UserError
-
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 WSD_DECAY_SHARE = 0.2
 """Of the run. A shorter decay ends worse, a longer one hardly better (Hägele et al., 2024, arXiv:2405.18392)."""
 
 
-def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: Schedule = "cosine") -> float:
+def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: str = "cosine") -> float:
     """The factor on the base learning rate: linear warm-up, then the schedule.
 
     progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of
@@ -49,7 +46,7 @@ class LearningRate:
     floor: float
     warmup: float
     total: float
-    schedule: Schedule = "cosine"
+    schedule: str = "cosine"
     num_steps: int = 0
     factor_of_step: Callable[[int, int], float | None] | None = None
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.process import to_stdout
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import Batch
 from trainer.parallel.base import Parallel, SingleDevice, require_shape
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
+from trainer.parallel.devices import usable_gpus
 from trainer.task import Outputs, PerSample
 
 

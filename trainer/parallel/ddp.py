@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError, reason
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
 from trainer.parallel.ddp_module import LightDistributedDataParallel
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, device_label, usable_gpus
+from trainer.parallel.devices import device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error

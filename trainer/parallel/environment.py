@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.common.errors import shortened
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import MultiDeviceFlags
 from trainer.parallel.schedulers import RANK_NAMES, rank_variables
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"

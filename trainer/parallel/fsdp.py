@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.common.errors import UserError
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.left_out import LeftOut

@@ -22,7 +22,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from trainer.common.process import to_stderr
-from trainer.parallel.devices import MultiDeviceFlags, usable_gpus
+from trainer.flags import MultiDeviceFlags
+from trainer.parallel.devices import usable_gpus
 from trainer.parallel.diagnosis import GOES_ON
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_RESTART

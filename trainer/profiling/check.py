@@ -22,9 +22,10 @@ from typing import Literal
 import torch
 
 from trainer.config import FlagGroup, flag
+from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.base import Parallel
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.devices import DeviceFlags, MultiDeviceFlags, usable_gpus
+from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import num_processes
 from trainer.parallel.signals import STOP_SIGNALS

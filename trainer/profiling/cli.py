@@ -21,7 +21,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices, parse
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
-from trainer.parallel.devices import MultiDeviceFlags
+from trainer.flags import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.parallel.launch import launch, num_processes
 from trainer.profiling import batch_size, check, predict, scaling, step

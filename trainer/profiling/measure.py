@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.retention import retention_of
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.config import FlagGroup, flag
@@ -54,7 +55,7 @@ def opened(
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
         run_flags, checkpoint = replace(flags.run, max_minutes=0.0), replace(flags.checkpoint, save_dir=folder)
         flags = replace(flags, run=run_flags, checkpoint=checkpoint)
-        directory = RunDirectory(folder, flags.checkpoint.retention(task), print)
+        directory = RunDirectory(folder, retention_of(flags.checkpoint, task), print)
         parallel.on_main(directory.acquire)
         leaving.callback(directory.release)
         if quiet:

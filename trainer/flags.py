@@ -1,0 +1,503 @@
+"""Every flag of the trainer, in the groups of `--help`. A task has its own, in its `Config`."""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from trainer.common.errors import UserError
+from trainer.common.files import require_regular
+from trainer.common.validation import split_name
+from trainer.config import FlagGroup, flag, given_flags, shown
+
+DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
+EXPORTERS: dict[str, tuple[str, ...]] = {".pt2": (), ".onnx": ("onnx", "onnxscript")}
+"""Kinds of files that `--export` writes, with the packages that it takes beside torch."""
+MOST_SAMPLES = 2**31 - 1
+"""Of a batch: more is a slip of the hand, and products of such numbers are beyond what arrays can be indexed with."""
+MOST_THREADS = 1024
+"""Of a process: with far more, starting them fails without a word."""
+MOST_PROCESSES = 1024
+"""Of a machine."""
+OPTIMIZER_SETTINGS = {
+    "betas": ("adamw", "adam", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd",),
+}
+"""Flags that only some of the optimizers have, and which ones those are."""
+RETIRED = {
+    "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
+    "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
+    "--take-over-lock": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
+    "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
+}
+"""What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+
+
+@dataclass
+class RunFlags(FlagGroup):
+    """What to train"""
+
+    task: str = flag(
+        "", "a workload of those above, or a task of your own: path/to/file.py:ClassName", local=True,
+        from_record="refused",
+    )  # fmt: skip
+    epochs: int | None = flag(None, "passes over the training data (default: 20)", at_least=1)
+    max_steps: int | None = flag(
+        None, "optimizer steps of the whole run, instead of --epochs; it may end within an epoch", at_least=1
+    )
+    max_minutes: float = flag(
+        0.0, "pause the run, with everything saved, when it has been trained for so long over all its starts; 0 is off",
+        at_least=0,
+    )  # fmt: skip
+    eval_every: int | None = flag(
+        None, "score the validation set after every so many epochs, and after the last (default: 1)", metavar="EPOCHS",
+        at_least=1,
+    )  # fmt: skip
+    eval_every_steps: int | None = flag(
+        None, "the same in optimizer steps, also within an epoch", metavar="STEPS", at_least=1
+    )
+    eval_start: bool = flag(
+        False, "score the validation set before the first step too: weights that training does not improve are kept",
+    )  # fmt: skip
+    seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
+    num_workers: int = flag(
+        0, "data-loading processes per rank, and as many more for evaluation once it begins; 0 loads in the trainer, "
+        "which is fastest where a batch is only gathered from memory", local=True, at_least=0,
+    )  # fmt: skip
+    cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs", local=True)
+    log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+    logger: tuple[str, ...] | None = flag(
+        None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS",
+        local=True, from_record="refused",
+    )  # fmt: skip
+    no_test: bool = flag(
+        False, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
+        "settings",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.max_steps is None:
+            self.epochs = 20
+        if self.eval_every is None and self.eval_every_steps is None:
+            self.eval_every = 1
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.epochs is not None and self.max_steps is not None:
+            found.append(f"--epochs {self.epochs} and --max-steps {self.max_steps}: exclude each other; give one")
+        if self.eval_every is not None and self.eval_every_steps is not None:
+            given = f"--eval-every {self.eval_every} and --eval-every-steps {self.eval_every_steps}"
+            found.append(f"{given}: exclude each other; give one")
+        for logger in self.logger or ():
+            try:
+                split_name(logger, "--logger")
+            except UserError as error:
+                found.append(str(error))
+        return found
+
+    @property
+    def length_flag(self) -> str:
+        """What says how long the run is."""
+        return "--epochs" if self.max_steps is None else "--max-steps"
+
+
+@dataclass
+class BatchFlags(FlagGroup):
+    """Batches"""
+
+    batch_size: int = flag(32, "samples per device per forward", at_least=1, at_most=MOST_SAMPLES)
+    grad_accum_steps: int = flag(1, "forwards per optimizer step", at_least=1, at_most=MOST_SAMPLES)
+    global_batch_size: int | None = flag(
+        None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it", at_least=1,
+        at_most=MOST_SAMPLES,
+    )  # fmt: skip
+    drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
+    eval_batch_size: int | None = flag(
+        None, "samples per device per forward in evaluation (default: --batch-size)", at_least=1,
+        at_most=MOST_SAMPLES,
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        if self.global_batch_size is not None and self.grad_accum_steps != 1:
+            return [
+                f"--global-batch-size {self.global_batch_size} and --grad-accum-steps {self.grad_accum_steps}: "
+                "exclude each other; the second follows from the first"
+            ]
+        return []
+
+
+@dataclass
+class LearningFlags(FlagGroup):
+    """Learning"""
+
+    optimizer: Literal["adamw", "adam", "sgd", "muon"] = flag(
+        "adamw", "what makes a step of a gradient; muon: hidden matrices by Muon, the rest by adamw"
+    )
+    lr: float = flag(1e-3, "learning rate after warm-up", above=0)
+    min_lr: float = flag(0.0, "learning rate at the end, of every schedule but constant", at_least=0)
+    schedule: Schedule = flag(
+        "cosine", "the learning rate after warm-up; wsd: constant, then down to --min-lr over the last fifth of the run"
+    )
+    warmup_epochs: float | None = flag(None, "epochs of linear warm-up (default: a tenth of the run)", at_least=0)
+    warmup_steps: int | None = flag(None, "the same in optimizer steps", at_least=0)
+    scale_lr: Literal["none", "linear", "sqrt"] = flag(
+        "none", "multiply --lr by global batch / one-device batch, by its root, or not at all"
+    )
+    weight_decay: float = flag(
+        0.01, "not applied to norms and biases; decoupled in adamw and muon, added to the gradient in adam and sgd",
+        at_least=0,
+    )  # fmt: skip
+    betas: tuple[float, ...] | None = flag(
+        None, "two decay rates of adamw and adam, also within muon (default: 0.9 0.999)", at_least=0, below=1
+    )
+    eps: float | None = flag(None, "added to the denominator by the same ones (default: 1e-08)", above=0)
+    momentum: float | None = flag(None, "of sgd (default: 0) and muon (default: 0.95)", at_least=0, below=1)
+    nesterov: bool = flag(False, "sgd: Nesterov's momentum, which muon always has")
+    max_grad_norm: float = flag(1.0, "clip the norm of the whole gradient to this; 0 does not clip", at_least=0)
+    ema_decay: float = flag(
+        0.0,
+        "evaluate and keep an exponential moving average of the weights, for example 0.999; 0 is off",
+        at_least=0,
+        below=1,
+    )
+    on_nonfinite: Literal["stop", "skip"] = flag(
+        "stop", "when a loss or gradient is not finite: end the run, or leave that optimizer step out"
+    )
+    early_stopping_patience: int = flag(
+        0, "stop after so many evaluations without a better validation score; 0 never stops early", at_least=0
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.min_lr > self.lr:
+            found.append(f"--min-lr {self.min_lr}: must not be above --lr {self.lr}")
+        if self.min_lr > 0 and self.schedule == "constant":
+            found.append(f"--min-lr {self.min_lr}: --schedule constant never comes down; leave one of them out")
+        if self.warmup_epochs is not None and self.warmup_steps is not None:
+            found.append("--warmup-epochs and --warmup-steps: exclude each other; give one")
+        return found + self._problems_of_settings()
+
+    def _problems_of_settings(self) -> list[str]:
+        found = []
+        for field, owners in OPTIMIZER_SETTINGS.items():
+            names = " or ".join(owners)
+            if self.optimizer not in owners:
+                found += [
+                    f"{given}: --optimizer {self.optimizer} has no such setting; leave it out, or take {names}"
+                    for given in given_flags(self, [field])
+                ]
+        if self.betas is not None and len(self.betas) != 2:
+            found.append(f"--betas {shown(self.betas)}: must be two values")
+        if self.optimizer == "sgd" and self.nesterov and not self.momentum:
+            found.append("--nesterov: needs --momentum above 0")
+        return found
+
+
+@dataclass
+class PrecisionFlags(FlagGroup):
+    """Precision"""
+
+    amp: Literal["auto", "bf16", "fp16", "off"] = flag(
+        "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU"
+    )
+    no_amp: bool = flag(False, "the same as --amp off", hidden=True)
+    dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
+    deterministic: bool = flag(
+        False,
+        "only deterministic algorithms, on GPUs too, where they are slower; on the CPU they are taken anyway, and "
+        "an operator that has none is warned of; with this flag it is refused",
+    )
+
+    def __post_init__(self) -> None:
+        if self.no_amp and self.amp == "auto":
+            self.amp = "off"
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.no_amp and self.amp in ("bf16", "fp16"):
+            found.append(f"--no-amp and --amp {self.amp}: exclude each other; give one")
+        if self.dtype == "float64" and self.amp in ("bf16", "fp16"):
+            found.append(f"--amp {self.amp}: is for --dtype float32; with float64 leave it out")
+        return found
+
+
+@dataclass
+class BlockFlags(FlagGroup):
+    """Speed and memory"""
+
+    compile: bool = flag(
+        False, "compile the model by torch.compile, each of its blocks by itself: quicker steps on GPUs, after a start "
+        "of up to minutes",
+    )  # fmt: skip
+    grad_checkpointing: bool = flag(
+        False, "keep of each block of the model its inputs alone, and compute the rest anew in the backward: less "
+        "memory, longer steps, the same result to the bit",
+    )  # fmt: skip
+
+
+@dataclass
+class DeviceFlags(FlagGroup):
+    """Devices"""
+
+    device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
+    num_threads: int | None = flag(
+        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", local=True,
+        at_least=1, at_most=MOST_THREADS,
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        known = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,6}))?", self.device)
+        if known is None:
+            return [f"--device {self.device}: must be auto, cpu, cuda or cuda:N"]
+        num_gpus = torch.cuda.device_count()
+        if self.device.startswith("cuda") and int(known[1] or 0) >= num_gpus:
+            return [f"--device {self.device}: {_visible_gpus(num_gpus)}; choose another or --device cpu"]
+        return []
+
+
+def _visible_gpus(count: int) -> str:
+    return "this machine shows no GPU" if not count else f"the visible GPUs are 0 to {count - 1}"
+
+
+@dataclass
+class CheckpointFlags(FlagGroup):
+    """The run directory: saving, resuming, evaluating"""
+
+    save_dir: Path = flag(
+        Path("checkpoints"),
+        "everything of this run; an unfinished run in it is resumed; if not given, a folder named after the task",
+        from_record="ignored",
+    )
+    save_every_steps: int = flag(0, "also save every so many steps; 0 is off", at_least=0)
+    save_every_minutes: float = flag(
+        0.0, "also save when so much time has passed since the last checkpoint; 0 is off", at_least=0
+    )
+    keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0 keeps all", metavar="N", at_least=0)
+    keep_best: int = flag(1, "of those with the best validation scores so many are kept too", metavar="K", at_least=1)
+    resume_from: Path | None = flag(
+        None, "go on from this checkpoint file instead of the newest in --save-dir", from_record="refused"
+    )
+    init_from: Path | None = flag(
+        None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do",
+        from_record="refused",
+    )  # fmt: skip
+    init_from_partial: Path | None = flag(
+        None, "the same with as many of its weights as the model has by name and shape; says which these are",
+        from_record="refused",
+    )  # fmt: skip
+    fresh: bool = flag(
+        False, "start over; what --save-dir holds is moved to a folder previous-N inside it", from_record="ignored"
+    )
+    eval_only: bool = flag(
+        False,
+        "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets",
+        from_record="ignored",
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        files = {
+            "--resume-from": self.resume_from,
+            "--init-from": self.init_from,
+            "--init-from-partial": self.init_from_partial,
+        }
+        for name, path in files.items():
+            if path is not None and not path.is_file():
+                found.append(f"{name} {path}: {'is not a file' if path.exists() else 'does not exist'}")
+        if self.resume_from is not None and self.init_from is not None:
+            found.append("--resume-from and --init-from: exclude each other; the first goes on, the second starts anew")
+        if self.init_from_partial is not None:
+            others = {"--resume-from": self.resume_from, "--init-from": self.init_from, "--eval-only": self.eval_only}
+            found += [
+                f"{name} and --init-from-partial: exclude each other; give one"
+                for name, value in others.items()
+                if value
+            ]
+        if self.fresh and self.resume_from is not None:
+            found.append("--fresh and --resume-from: exclude each other; to start from weights use --init-from")
+        if self.eval_only and self.fresh:
+            found.append("--eval-only and --fresh: exclude each other; a fresh directory has nothing to score")
+        return found
+
+
+@dataclass
+class SeveralFlags(FlagGroup):
+    """Several runs"""
+
+    seeds: int = flag(
+        1, "train with so many seeds, from --seed on, each in a folder of --save-dir; then show mean, deviation and "
+        "ensemble. One run per GPU at a time; on the CPU as many at once as there are cores, with --num-threads 1 "
+        "unless you give another number: small models run better side by side than on several threads each",
+        metavar="N", at_least=1,
+    )  # fmt: skip
+    folds: int = flag(
+        0, "cross-validate: so many runs in the same manner, each scored on a part of the training data that it holds "
+        "out; the test set is left alone; 0 is off", metavar="K", at_least=0,
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        return ["--folds 1: must be at least 2, or 0 for none"] if self.folds == 1 else []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the command line asks for more than one run."""
+        return self.seeds > 1 or self.folds > 0
+
+    @property
+    def as_given(self) -> str:
+        """These flags as a message names them."""
+        given = [f"--seeds {self.seeds}"] * (self.seeds > 1) + [f"--folds {self.folds}"] * (self.folds > 0)
+        return " ".join(given)
+
+
+@dataclass
+class PredictFlags(FlagGroup):
+    """Labelling new data"""
+
+    predict: Path | None = flag(
+        None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
+        "of that run; what it holds, the task says", metavar="FILE", from_record="refused",
+    )  # fmt: skip
+    output: Path | None = flag(
+        None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE",
+        from_record="refused",
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        if self.predict is not None and self.predict.exists() and not self.predict.is_dir():
+            try:
+                require_regular(self.predict)
+            except OSError as error:
+                return [f"--predict {self.predict}: {error.strerror}; give a file or a folder"]
+        if self.output is None:
+            return []
+        given, target = f"--output {self.output}", self.output.resolve()
+        if self.predict is None:
+            return [f"{given}: belongs to --predict; leave it out"]
+        if target.exists() and not target.is_file():
+            return [f"{given}: is not a file; name one, or leave it out to print the table"]
+        if target == self.predict.resolve():
+            return [f"{given}: would overwrite what is to be labelled; name another file"]
+        return _problems_of_folder(given, target)
+
+
+@dataclass
+class ExportFlags(FlagGroup):
+    """Taking the model elsewhere"""
+
+    export: Path | None = flag(
+        None, "do not train: write the model with the best weights of --save-dir (or --resume-from FILE), by the flags "
+        "of that run, as a program that runs without this trainer: a .pt2 of torch.export, or an .onnx", metavar="FILE",
+        from_record="refused",
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        if self.export is None:
+            return []
+        given, target = f"--export {self.export}", self.export.resolve()
+        if target.suffix not in EXPORTERS:
+            return [f"{given}: must end in {' or '.join(EXPORTERS)}"]
+        missing = [name for name in EXPORTERS[target.suffix] if importlib.util.find_spec(name) is None]
+        if missing:
+            return [f"{given}: needs {' and '.join(missing)}: pip install {' '.join(missing)}, or name a .pt2"]
+        if target.exists() and not target.is_file():
+            return [f"{given}: is not a file; name another"]
+        return _problems_of_folder(given, target)
+
+
+def _problems_of_folder(given: str, target: Path) -> list[str]:
+    """Of the folder that a file is to be written to."""
+    if not target.parent.is_dir():
+        return [f"{given}: there is no folder {target.parent}; create it first"]
+    if not os.access(target.parent, os.W_OK):
+        return [f"{given}: cannot be written: no permission to write into {target.parent}; name another file"]
+    return []
+
+
+@dataclass
+class ConfigFlags(FlagGroup):
+    """Settings in files"""
+
+    config: tuple[Path, ...] | None = flag(
+        None, "take settings from these files: TOML, or a run's config.json, which repeats that run; a later file goes "
+        "before an earlier one, and the command line before all", metavar="FILE",
+    )  # fmt: skip
+    print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
+
+
+@dataclass
+class MultiDeviceFlags(FlagGroup):
+    """Several devices"""
+
+    multi_gpu: Literal["dp", "ddp", "fsdp"] | None = flag(
+        None, "dp: one process drives several GPUs (nn.DataParallel); ddp: one process per device (faster); fsdp: so "
+        "too, each of which keeps a part of the model (for what does not fit)",
+    )  # fmt: skip
+    gpu_ids: tuple[int, ...] | None = flag(
+        None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID", local=True
+    )
+    nproc: int | None = flag(
+        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)", at_least=1,
+        at_most=MOST_PROCESSES,
+    )  # fmt: skip
+    backend: Literal["nccl", "gloo"] | None = flag(
+        None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
+    )
+    dist_timeout_s: float = flag(
+        600.0, "seconds after which a process that waits for another one gives up, and names it", above=0
+    )
+    lockstep_every: int = flag(
+        500, "compare the weights of all processes to the bit after every so many optimizer steps, and before every "
+        "save; 0 is off", metavar="STEPS", at_least=0,
+    )  # fmt: skip
+    sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
+    find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
+    reshard: Literal["always", "never"] = flag(
+        "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward (faster, but "
+        "only gradients and moments stay in parts)",
+    )  # fmt: skip
+    shard_size: int | None = flag(
+        None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others "
+        "(default: among all)", at_least=1,
+    )  # fmt: skip
+    local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
+
+    def problems(self) -> list[str]:
+        found = []
+        num_gpus = torch.cuda.device_count()
+        if self.multi_gpu is None:
+            found.append("--multi-gpu: needs a value, dp, ddp or fsdp; to train on one device run main.py")
+        if self.gpu_ids is not None:
+            shown = f"--gpu-ids {','.join(map(str, self.gpu_ids))}"
+            absent = [i for i in self.gpu_ids if not 0 <= i < num_gpus]
+            if absent:
+                found.append(f"{shown}: there is no GPU {', '.join(map(str, absent))}; {_visible_gpus(num_gpus)}")
+            if len(set(self.gpu_ids)) < len(self.gpu_ids):
+                found.append(f"{shown}: names a GPU twice")
+        if self.nproc is not None and self.multi_gpu == "dp":
+            found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp and fsdp; dp is a single process")
+        if self.find_unused_parameters and self.multi_gpu == "fsdp":
+            found.append("--find-unused-parameters: is for --multi-gpu ddp; leave it out")
+        if self.multi_gpu != "fsdp":
+            sharding = {"--reshard": self.reshard != "always" and self.reshard, "--shard-size": self.shard_size}
+            found += [f"{name} {value}: is for --multi-gpu fsdp" for name, value in sharding.items() if value]
+        return found
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether each device has a process of its own."""
+        return self.multi_gpu in ("ddp", "fsdp")
+
+
+TRAINER_GROUPS: tuple[type, ...] = (
+    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, BlockFlags, DeviceFlags, CheckpointFlags, SeveralFlags,
+    PredictFlags, ExportFlags, ConfigFlags, MultiDeviceFlags,
+)  # fmt: skip
+"""The flags that every task has, in the order of `Flags`; those of several devices come last."""
