@@ -129,7 +129,7 @@ def measure_save(num_saves: int = 5) -> float:
         for _ in range(num_saves):
             started = time.perf_counter()
             save(run)
-            finish_saving(run)
+            finish_saving(run.parallel, run.saver)
             times.append(time.perf_counter() - started)
         run.close()
         run.directory.release()

@@ -35,7 +35,7 @@ def take_over(run: Run, source: Path) -> None:
         run.log.say(f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here.")
         run.progress.best = None
     save(run, value, is_best)
-    finish_saving(run)
+    finish_saving(run.parallel, run.saver)
 
 
 def _copy_best(source: Path, best: Best, run: Run) -> bool:

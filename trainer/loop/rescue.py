@@ -140,9 +140,9 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
     is_whole = learner.last_step.find() == before and not learner.ema.is_applied
-    if not is_whole or diverged(run, copied["model"]):
+    if not is_whole or diverged(run.learner.objective.model, copied["model"]):
         return None
-    refuse_another_model(run, copied["model"])
+    refuse_another_model(copied["model"], run.model_outline, run.progress.step)
     return copied | {"value": None, "is_best": False}
 
 

@@ -50,9 +50,9 @@ def train(run: Run) -> None:
         # What an epoch's start does to the model is done again at the next start, to the model as it was before.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
-        finish_saving(run)
+        finish_saving(run.parallel, run.saver)
         raise
-    finish_saving(run)
+    finish_saving(run.parallel, run.saver)
 
 
 def train_epoch(run: Run) -> None:
@@ -119,7 +119,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     if logs:
         log_step(run, phase, learning_rate, result.grad_norm)
     if total_weight > 0 and phase not in run.tried_saving:
-        try_saving(run)
+        try_saving(run.learner, run.parallel, run.model_outline, progress, run.learning_rate.peak)
         run.tried_saving.add(phase)
     if saves:
         save(run)
@@ -188,7 +188,7 @@ def train_step(
 
 def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> None:
     """Logs the mean loss since the last time; the one place in the step that waits for the device."""
-    report_saving(run)
+    report_saving(run.saver, run.log)
     progress = run.progress
     totals = progress.totals[phase].reduced(run.parallel)
     loss, weight = float(totals["loss"]), float(totals["weight"])
@@ -237,7 +237,7 @@ def keeping_steps(run: Run) -> Iterator[None]:
         yield
     except UserError:
         save(run)
-        finish_saving(run)
+        finish_saving(run.parallel, run.saver)
         raise
 
 
