@@ -82,7 +82,7 @@ def test_shipped_model_exports(argv, inputs, other, make_task):
     calls = [task.exported(objective, batch) for batch in export.example_batches(task)]
     program = export.traced(calls)
     assert export.shapes(program) == inputs
-    _, answer = export._as_pt2(program, {})
+    _, answer = export.as_pt2(program, {})
     given = other()
     calls.append(calls[0]._replace(inputs=given, expected=calls[0].program(**given)))
     for call in calls:

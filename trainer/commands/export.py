@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import AdditionalInputs, Dim, ExportedProgram
 
 from trainer.commands.describe import facts_of_data
 from trainer.commands.flags import Flags
@@ -31,14 +31,14 @@ from trainer.parallel.base import Parallel
 from trainer.task import Exported, Objective, Task, validation_sets
 
 ABOUT = "about.json"
-"""The name within a .pt2 of what is told about it."""
+"""The name of the entry within a .pt2 that describes the program."""
 _BATCH_SIZES = (4, 3, 2, 1)
-"""Of the batches that programs are traced from and checked on: what differs between them may have any size."""
+"""Sizes of the batches that programs are traced from and checked on: what differs between them may have any size."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """How far answers may be apart, as a share of the largest number in an output."""
 
 Answer = Callable[[Exported], Sequence[Tensor]]
-"""What a written program answers to a call, one tensor after the other."""
+"""Calls a written program; returns its outputs, one after the other."""
 
 
 @torch.no_grad()
@@ -57,23 +57,19 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     objective.start_evaluation()
     batches = [of_dtype(parallel.to_device(batch), dtype) for batch in example_batches(task)]
     calls = [task.exported(objective, batch) or recorded_call(task, objective, batch) for batch in batches]
-    with _refusing_failures(f"--export {path}: torch cannot export {type(calls[0].program).__name__}"), _quietly():
+    with _refusing_failures(f"--export {path}: torch cannot export {type(calls[0].program).__name__}"):
         program = traced(calls)
-        about = {
-            "task": run.state["task"],
-            "inputs": shapes(program),
-            "data_facts": facts_of_data(task),
-        }
-        content, answer = _FORMATS[path.suffix](program, about)
-        difference = None if answer is None else max(largest_difference(call, answer(call)) for call in calls)
+        inputs = shapes(program)
+        about = {"task": run.state["task"], "inputs": inputs, "data_facts": facts_of_data(task)}
+        content, answer = as_pt2(program, about) if path.suffix == ".pt2" else _as_onnx(program)
+        difference = answer and max(largest_difference(call, answer(call)) for call in calls)
     if difference is not None and not difference <= _TOLERANCE[dtype]:
         raise UserError(
             f"--export {path}: not written, for what was exported differs from the model by {difference:.1e} of its "
             "largest answer"
         )
     write_output(path, content, "--export")
-    inputs = ", ".join(f"{name} {shape}" for name, shape in about["inputs"].items())
-    say(f"Exported {run.label} to {path}. Inputs: {inputs}")
+    say(f"Exported {run.label} to {path}. Inputs: {', '.join(f'{name} {shape}' for name, shape in inputs.items())}")
     sizes = f"{len(calls)} batches of {min(_BATCH_SIZES)} to {max(_BATCH_SIZES)} samples"
     if difference is None:
         say("Not compared with the model, since onnxruntime is not installed.")
@@ -81,11 +77,8 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
         say(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest answer.")
 
 
-# --- what is exported --------------------------------------------------------------------------------------------
-
-
 def example_batches(task: Task) -> Iterator[Batch]:
-    """Of a validation set, or of the test set: samples at random, the same at every time.
+    """Random samples of a validation set, or of the test set; the same at every time.
 
     Contiguous in memory: programs take what lies as their first batch did.
     """
@@ -105,7 +98,8 @@ def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        calls.append(Exported(model, inputs, _copied(output)))
+        # Cloned, since a forward may write into what its model returned.
+        calls.append(Exported(model, inputs, [tensor.clone() for tensor in _tensors(output)]))
 
     with model.register_forward_hook(record, with_kwargs=True):
         objective(batch)
@@ -119,50 +113,36 @@ def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
 
 def traced(calls: Sequence[Exported]) -> ExportedProgram:
     """The program of the first call, which takes whatever sizes differ between the calls."""
-    first = calls[0]
-    every_input = [call.inputs for call in calls]
-    sizes = {
-        name: _free_sizes([inputs.get(name) for inputs in every_input], first.lengths.get(name, ()))
-        for name in first.inputs
-    }
+    first, others = calls[0], AdditionalInputs()
+    for call in calls[1:]:
+        others.add(*_arguments(call))
     args, kwargs = _arguments(first)
+    sizes = others.dynamic_shapes(first.program, args, kwargs)
+    for name, lengths in first.lengths.items():
+        sizes[name] = [Dim.DYNAMIC if dim in lengths else size for dim, size in enumerate(sizes[name])]
     return torch.export.export(first.program, args, kwargs, dynamic_shapes=sizes)
 
 
-def _free_sizes(values: Sequence[Any], lengths: Sequence[int]) -> Any:
-    """In the form that torch.export takes. values: of one input in all calls."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        differs = [len({value.shape[dim] for value in values}) > 1 for dim in range(first.dim())]
-        return {dim: Dim.DYNAMIC for dim in range(first.dim()) if differs[dim] or dim in lengths}
-    if isinstance(first, Mapping):
-        return {name: _free_sizes([value[name] for value in values], lengths) for name in first}
-    if isinstance(first, tuple | list):
-        return [_free_sizes(parts, lengths) for parts in zip(*values, strict=True)]
-    return None
-
-
 def _arguments(call: Exported) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """By position as far as the signature lets."""
+    """The inputs by position, as far as the signature lets, and the others by name."""
     bound = inspect.BoundArguments(inspect.signature(call.program.forward), dict(call.inputs))
     return bound.args, bound.kwargs
 
 
 def shapes(program: ExportedProgram) -> dict[str, str]:
-    """Of each tensor that the program takes, such as "(?, 9, 128)"; a question mark stands for any size."""
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found = {}
-    for name in program.graph_signature.user_inputs:
-        if isinstance(name, str) and isinstance(value := nodes[name].meta["val"], Tensor):
-            sizes = [str(size) if isinstance(size, int) else "?" for size in value.shape]
-            found[name] = f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
-    return found
+    """The shape of each tensor that the program takes, such as "(?, 9, 128)"; ? stands for any size."""
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    inputs = {str(name): values.get(str(name)) for name in program.graph_signature.user_inputs}
+    sizes = {
+        name: tuple(n if isinstance(n, int) else "?" for n in value.shape)
+        for name, value in inputs.items()
+        if isinstance(value, Tensor)
+    }
+    return {name: str(shape).replace("'", "") for name, shape in sizes.items()}
 
 
-# --- how it is written -------------------------------------------------------------------------------------------
-
-
-def _as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, Answer | None]:
+def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, Answer]:
+    """The content of a .pt2, and what calls the program in it."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={ABOUT: json.dumps(about)})
     file.seek(0)
@@ -175,7 +155,8 @@ def _as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, 
     return file.getvalue(), answer
 
 
-def _as_onnx(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, Answer | None]:
+def _as_onnx(program: ExportedProgram) -> tuple[bytes, Answer | None]:
+    """The content of an .onnx, and what calls the program in it, where onnxruntime is installed."""
     converted = torch.onnx.export(program, dynamo=True, verbose=False)
     assert converted is not None
     content = converted.model_proto.SerializeToString()
@@ -184,69 +165,50 @@ def _as_onnx(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes,
     session = importlib.import_module("onnxruntime").InferenceSession(content, providers=["CPUExecutionProvider"])
 
     def answer(call: Exported) -> Sequence[Tensor]:
-        tensors = _tensors(list(call.inputs.values()))
-        names = [each.name for each in session.get_inputs()]
+        names, tensors = (each.name for each in session.get_inputs()), _tensors(list(call.inputs.values()))
         outputs = session.run(None, dict(zip(names, (t.cpu().numpy() for t in tensors), strict=True)))
         return [torch.from_numpy(output) for output in outputs]
 
     return content, answer
 
 
-_FORMATS = {".pt2": _as_pt2, ".onnx": _as_onnx}
-
-
 @contextmanager
 def _refusing_failures(what: str) -> Iterator[None]:
-    """Makes a UserError of whatever torch raises about a model that it cannot export; there is no common kind."""
+    """Makes a UserError of whatever torch raises (there is no common kind); mutes what it says to its own authors."""
+    logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{what}: {reason}; another form of it can be given by `Task.exported`") from error
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what torch says to the authors of its exporter."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
-
-
-# --- whether it is right -----------------------------------------------------------------------------------------
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
     """As a share of the largest finite number of an output; infinite where infinities or shapes differ."""
     expected = _tensors(call.expected)
-    if len(expected) != len(found):
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return float("inf")
-    return max((_difference(*pair) for pair in zip(expected, found, strict=True)), default=0.0)
+    pairs = zip(expected, found, strict=True)
+    return max((_difference(one.double().cpu(), other.double().cpu()) for one, other in pairs), default=0.0)
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
-    expected, found = expected.double().cpu(), found.double().cpu()
     finite = expected.isfinite()
-    if expected.shape != found.shape or not torch.equal(expected[~finite], found[~finite]):
+    if not torch.equal(expected[~finite], found[~finite]):
         return float("inf")
     if not finite.any():
         return 0.0
-    difference = float((expected[finite] - found[finite]).abs().max())
+    difference = float((expected - found)[finite].abs().max())
     return difference / max(float(expected[finite].abs().max()), torch.finfo(torch.float64).tiny)
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """All of them, in order."""
+    """All tensors in nested tuples, lists and dictionaries, in order."""
     if isinstance(values, Tensor):
         return [values]
     parts = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple | list) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _copied(values: Any) -> list[Tensor]:
-    """Since a forward may go on to write into what its model returned."""
-    return [tensor.clone() for tensor in _tensors(values)]
