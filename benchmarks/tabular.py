@@ -44,7 +44,7 @@ from models.tabular.predictor import TabularModel, predict
 from tasks.tabular import SHIPPED, TabularTask
 from tasks.tabular_classifier import Strategy, TabularClassifier
 from trainer.checkpoint.weights import find_weights
-from trainer.commands.trained import model_of
+from trainer.commands.weights import model_of
 
 NUM_TRAIN = NUM_TEST = 512
 FEWEST_OF_CLASS = 3

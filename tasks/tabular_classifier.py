@@ -31,7 +31,7 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.records import read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.state import STATE
-from trainer.commands.trained import model_of
+from trainer.commands.weights import model_of
 from trainer.common.errors import UserError
 from trainer.common.files import written_as_a_whole
 from trainer.logs.console import say

@@ -25,7 +25,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.process_state import process_restored
 from trainer.commands.state import read_state
-from trainer.commands.trained import trained_model
+from trainer.commands.weights import trained_model
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan
 from trainer.config import arguments_of, refuse

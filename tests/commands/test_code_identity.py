@@ -12,8 +12,9 @@ import pytest
 
 from tests.conftest import ROOT, WEIGHTED, load
 from tests.helpers.weighted_task import Weighted
-from trainer.commands import code_identity
-from trainer.commands.code_identity import code_changes, identify_code, read_git
+from trainer.commands import facts
+from trainer.commands.facts import identify_code, read_git
+from trainer.commands.resume import code_changes
 
 ONE = {"commit": "1" * 40, "changed": False, "task_file": "my.py", "task_sha256": "a"}
 
@@ -66,7 +67,7 @@ def test_without_git_or_a_repository_nothing_is_known(tmp_path, monkeypatch):
     slow = tmp_path / "git"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(code_identity, "GIT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(facts, "GIT_TIMEOUT_S", 0.1)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert read_git.__wrapped__(ROOT) == (None, None)
     monkeypatch.setenv("PATH", str(tmp_path / "plain"))
@@ -101,7 +102,7 @@ def test_what_changed_is_told_where_both_are_known(then, now, changes):
 def test_a_resume_tells_of_other_code(train, cli, tmp_path, monkeypatch):
     """And of a task's file that was edited."""
     file = shutil.copy(WEIGHTED.rpartition(":")[0], tmp_path / "edited_task.py")
-    monkeypatch.setattr(code_identity, "read_git", lambda folder: ("1" * 40, False))
+    monkeypatch.setattr(facts, "read_git", lambda folder: ("1" * 40, False))
     own = ["--task", f"{file}:Weighted"]
     train(tmp_path / "run", *own)
     code = load(tmp_path / "run" / "last.pth")["code"]
@@ -110,7 +111,7 @@ def test_a_resume_tells_of_other_code(train, cli, tmp_path, monkeypatch):
     assert code == json.loads((tmp_path / "run" / "config.json").read_text())["code"]
 
     Path(file).write_text(Path(file).read_text() + "\n# edited\n")
-    monkeypatch.setattr(code_identity, "read_git", lambda folder: ("2" * 40, True))
+    monkeypatch.setattr(facts, "read_git", lambda folder: ("2" * 40, True))
     changed = [
         "Changed since the checkpoint: --epochs 1 -> 2",
         "Changed since the checkpoint: the code, commit 1111111 -> 2222222",
@@ -123,5 +124,5 @@ def test_a_resume_tells_of_other_code(train, cli, tmp_path, monkeypatch):
     def fail(folder):
         raise AssertionError("nothing but training asks git")
 
-    monkeypatch.setattr(code_identity, "read_git", fail)
+    monkeypatch.setattr(facts, "read_git", fail)
     train(tmp_path / "run", *own, "--eval-only")

@@ -12,7 +12,7 @@ from examples.own_task import SpiralFlags
 from tests.conftest import ROOT, load
 from trainer.checkpoint.weights import find_weights
 from trainer.commands.parse import parse
-from trainer.commands.trained import rebuild_task
+from trainer.commands.weights import rebuild_task
 
 OF_RUN = "From the run in {}: --num-points 64, --hidden-units 7"
 OWN_TASK = """

@@ -20,7 +20,8 @@ from tests.helpers.malicious import Malicious
 from trainer.checkpoint.file import read_checkpoint
 from trainer.commands.build import assemble_run, build_task, prepare_training
 from trainer.commands.parse import parse
-from trainer.commands.resume import resume, take_weights
+from trainer.commands.resume import Changes, resume
+from trainer.commands.weights import resume_weights
 from trainer.common.errors import UserError
 from trainer.parallel.base import SingleDevice
 
@@ -194,8 +195,10 @@ def outcome_of(run, file):
         assert str(error).startswith("x.pth: ") and "weights_only" not in str(error)
     try:
         state = read_checkpoint(file, "x.pth")
-        take_weights(run, state)
-        resume(run, state)
+        changes = Changes(state, run.facts, run.task)
+        changes.refuse_another_run()
+        resume_weights(run.learner, state, run.parallel, "")
+        resume(run, changes)
     except UserError:
         return "refused"
     return "went on"

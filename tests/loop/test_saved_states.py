@@ -15,7 +15,7 @@ from tasks import TASKS
 from tests.conftest import ROOT, assert_messages, assert_same_bits, load
 from tests.helpers.hoarding_task import Hoarder
 from tests.helpers.shaped_task import Plus, Shaped, ShapedObjective
-from trainer.commands.describe import digest_of_data, facts_of_data
+from trainer.commands.facts import digest_of_data, facts_of_data
 from trainer.common.errors import UserError
 from trainer.common.files import alike
 from trainer.loop.contract import check_tensors

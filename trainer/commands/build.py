@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,19 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import with_checksum
 from trainer.checkpoint.records import CONFIG, RESULTS, as_json, read_config
 from trainer.checkpoint.retention import retention_of
-from trainer.commands.code_identity import code_digests, identify_code
-from trainer.commands.describe import describe_environment, describe_run, digest_of_data, facts_of_data
+from trainer.commands.facts import code_digests, describe_environment, digest_of_data, facts_of_data, identify_code
 from trainer.commands.flags import Flags
 from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
 from trainer.commands.resume import (
+    Changes,
     brings_another_run,
     choose_run_id,
     choose_start,
     resume,
     starts_over,
-    take_over,
-    take_weights,
+    take_best_beside,
 )
-from trainer.commands.weights import initialise
+from trainer.commands.weights import initialise, resume_weights
 from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 from trainer.flags import MultiDeviceFlags
@@ -43,6 +43,7 @@ from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.blocks import prepare_blocks, refusing_compilation, settle_recomputed
+from trainer.loop.checkpointing import finish_saving, save
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
@@ -101,14 +102,6 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
         **code_digests(flags.task_type),
         **run,
     }
-
-
-def require_same_data(task: Task, parallel: Parallel, data_facts: Mapping[str, Any], digest: str | None) -> None:
-    """Raises UserError, on all processes, where their data sets are not the same, as far as the task tells."""
-    sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
-    sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
-    facts = {**sizes, **data_facts, "data_digest": digest}
-    parallel.require_same(facts, "give all ranks the same data, by the same flags, wherever each of them keeps it")
 
 
 def set_up_torch(flags: Flags, parallel: Parallel) -> None:
@@ -174,23 +167,27 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
 
     All processes call it; a UserError is raised on all of them.
     """
-    state = parallel.load_on_main(lambda: choose_start(directory, flags))
+    given = flags.checkpoint
+    state = parallel.load_on_main(lambda: choose_start(directory, given))
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, parallel, directory, before, is_new=state is None)
     run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
-    run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, flags, state))
+    run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, given, state))
     unknown = run.memory.limit
     limit = parallel.on_main(
-        lambda: unknown if starts_over(directory, flags) else unknown.remembered(directory.path, say)
+        lambda: unknown if starts_over(directory, given) else unknown.remembered(directory.path, say)
     )
     run.memory.apply(limit)
     if state is None:
-        notes = initialise(run, flags)
+        notes = initialise(run.learner, given, task.shipped_weights(), parallel)
         prepare_training(run, flags)
     else:
-        take_weights(run, state)
+        changes = Changes(state, run.facts, task)
+        changes.refuse_another_run()
+        advice = "choose another --save-dir, or start over with --fresh"
+        resume_weights(run.learner, state, parallel, f"{changes.undo_hint()}, {advice}")
         prepare_training(run, flags)
-        notes = resume(run, state)
+        notes = resume(run, changes)
     return run, [*notes, *limit.note()]
 
 
@@ -206,20 +203,81 @@ def open_run(
 
     agents: the torchrun agents of this job. loggers: those of the user's own; on the main process alone.
     """
+    given, parallel, directory = flags.checkpoint, run.parallel, run.directory
     facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
-    run.parallel.on_main(lambda: _claim_directory(run, flags, facts, loggers))
+
+    def open_on_main() -> None:
+        directory.require_space(size_of_checkpoint(run.learner))
+        if starts_over(directory, given):
+            directory.start_over()
+        directory.delete(RESULTS)
+        # As it will be read: with texts for names, and lists for tuples.
+        directory.write_json(CONFIG, with_checksum(json.loads(as_json(facts))))
+        config = {name.lstrip("-"): value for name, value in run.facts["config"].items()}
+        logged = LoggedRun(run.facts["run_id"], directory.path, config, run.progress.step, run.progress.last_report)
+        with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
+            run.log = RunLog(logged, run.task.headline, loggers)
+
+    parallel.on_main(open_on_main)
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    if run.parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
+    if parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         run.memory.dry_run(run.task, run.plan, run.log.say)
-    source = flags.checkpoint.resume_from
-    if source is not None and run.parallel.on_main(lambda: _is_to_take_over(run, flags)):
-        take_over(run, source)
+    source = given.resume_from
+    if source is not None and parallel.on_main(lambda: _is_to_take_over(directory, source, run.progress.step)):
+        best, run_id = run.progress.best, run.facts["run_id"]
+        value, is_best, has_best = parallel.on_main(lambda: take_best_beside(source, best, directory, run_id))
+        if best is not None and not has_best:
+            run.log.say(
+                f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
+            )
+            run.progress.best = None
+        save(run, value, is_best)
+        finish_saving(parallel, run.saver)
 
 
-def _is_to_take_over(run: Run, flags: Flags) -> bool:
-    entries = run.directory.entries
-    return brings_another_run(run.directory, flags) or all(entry.step != run.progress.step for entry in entries)
+def size_of_checkpoint(learner: Learner) -> int:
+    """Bytes of the weights, their moving average and the moments of the optimizers."""
+    weights = sum(value.nbytes for value in learner.objective.state_dict().values())
+    moments = sum(p.nbytes for several in learner.optimizers.values() for p in moments_of(several))
+    return weights * (2 if learner.ema.enabled else 1) + moments
+
+
+def _is_to_take_over(directory: RunDirectory, source: Path, step: int) -> bool:
+    """Whether the directory lacks the checkpoint of `--resume-from`."""
+    return brings_another_run(directory, source) or all(entry.step != step for entry in directory.entries)
+
+
+def describe_run(run: Run, flags: Flags) -> list[str]:
+    """The lines at the start of every run."""
+    task, parallel, batches, num_workers = run.task, run.parallel, run.memory.splits, flags.run.num_workers
+    world_size, num_devices = parallel.world_size, parallel.num_devices
+    lines = [f"Devices: {parallel.describe()}"]
+    for phase, split in zip(task.phases, batches, strict=True):
+        exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
+        lines.append(
+            f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per "
+            f"optimizer step, from {split.batch_size} per device per forward (--batch-size is per device) x "
+            f"{num_devices} device(s) x {split.grad_accum_steps} accumulation step(s)"
+            f"{'' if exact else ', the last ones smaller'}"
+        )
+    lines += [
+        f"Workers: {num_workers} per rank, {num_workers * world_size} in all"
+        f"{', and as many for evaluation' if num_workers else ''}. "
+        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
+        f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
+        f"Model: {run.learner.num_parameters} parameters.",
+        *task.remarks(),
+        *run.lockstep.remarks(),
+        *run.learner.buffers.forward_state.remarks(world_size),
+    ]
+    if (peak := run.learning_rate.peak) != flags.learning.lr:
+        whole, one_device = batches[0].global_batch_size, flags.batch.batch_size * flags.batch.grad_accum_steps
+        why = f"{num_devices} devices"
+        if whole != one_device * num_devices:
+            why = f"a global batch of {whole} samples instead of {one_device}"
+        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {peak:g} for {why}")
+    return lines
 
 
 def prepare_training(run: Run, flags: Flags) -> None:
@@ -263,87 +321,72 @@ def assemble_run(
 ) -> Run:
     """The parts, with fresh weights and a silent log; nothing is written.
 
-    directory: for a run that trains. before: `facts` of the checkpoint to go on from, or of an attempt that saved none.
-    is_new: it does not go on, and no checkpoint brings what the task gives a new model.
+    directory: for a run that trains. before: `facts` of the checkpoint to resume, or of an attempt that saved none.
+    is_new: it resumes nothing, and no checkpoint brings what the task gives a new model.
     """
-    data_facts, digest = parallel.together(lambda: (facts_of_data(task), digest_of_data(task)))
-    require_same_data(task, parallel, data_facts, digest)
-    directory = directory or RunDirectory(
-        flags.checkpoint.save_dir,
-        retention_of(flags.checkpoint, task),
-        say,
-    )
-    values = flags.values()
-    sizes = [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases]
-    batches, lr_factor = arrange_batches(flags, values, sizes, parallel, before)
+    facts = start_facts(flags, task, parallel)
+    batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], parallel, before)
     plan = build_plan(flags, task, batches)
-    learning_rate = build_learning_rate(flags, task, plan, lr_factor)
-    eval_batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
-    limit = MemoryLimit(parallel.device_kind, flags.batch.batch_size)
+    facts |= {
+        "global_batch_sizes": [split.global_batch_size for split in batches],
+        "phase_sizes": plan.phase_sizes,
+    }
+    directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     learner, several = build_learner(flags, task, parallel, is_new), flags.multi or MultiDeviceFlags()
+    model, eval_batch_size = learner.objective.model, flags.batch.eval_batch_size or flags.batch.batch_size
+    limit = MemoryLimit(parallel.device_kind, flags.batch.batch_size)
     return Run(
         task=task,
         parallel=parallel,
         learner=learner,
         plan=plan,
         memory=MemoryGuard(batches, limit, eval_batch_size, learner, parallel, directory),
-        learning_rate=learning_rate,
+        learning_rate=build_learning_rate(flags, task, plan, facts["lr_factor"]),
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
         saver=BackgroundSaver(directory),
-        settings=LoopSettings(
-            seed=flags.run.seed,
-            eval_start=flags.run.eval_start,
-            on_nonfinite=flags.learning.on_nonfinite,
-            patience=flags.learning.early_stopping_patience,
-            save_every_steps=flags.checkpoint.save_every_steps,
-            save_every_s=60 * flags.checkpoint.save_every_minutes,
-            max_s=60 * flags.run.max_minutes,
-            log_interval=flags.run.log_interval,
-            eval_batch_size=eval_batch_size,
-        ),
+        settings=loop_settings(flags),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
         lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),
         rank_times=RankTimes(parallel),
-        model_outline={
-            name: (weight.dtype, tuple(weight.shape)) for name, weight in learner.objective.model.state_dict().items()
-        },
-        facts={
-            "task": flags.run.task,
-            "config": values,
-            "batch_sizes": sizes,
-            "global_batch_sizes": [split.global_batch_size for split in batches],
-            "lr_factor": lr_factor,
-            "phase_sizes": plan.phase_sizes,
-            "data_facts": data_facts,
-            "environment": describe_environment(parallel),
-            **({} if digest is None else {"data_digest": digest}),
-        },
+        model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
+        facts=facts,
     )
 
 
-def _claim_directory(run: Run, flags: Flags, facts: Mapping[str, Any], loggers: Sequence[BackgroundLogger]) -> None:
-    """Records what is about to run, and opens its log. Raises UserError when there is no room for checkpoints."""
-    directory = run.directory
-    weights = sum(value.nbytes for value in run.learner.objective.state_dict().values())
-    moments = sum(p.nbytes for several in run.learner.optimizers.values() for p in moments_of(several))
-    directory.require_space(weights * (2 if run.learner.ema.enabled else 1) + moments)
-    if starts_over(directory, flags):
-        directory.start_over()
-    directory.delete(RESULTS)
-    # As it will be read: with texts for names, and lists for tuples.
-    directory.write_json(CONFIG, with_checksum(json.loads(as_json(facts))))
-    with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
-        run.log = RunLog(_logged(run), run.task.headline, loggers)
-
-
-def _logged(run: Run) -> LoggedRun:
-    config = {name.lstrip("-"): value for name, value in run.facts["config"].items()}
-    progress = run.progress
-    return LoggedRun(run.facts["run_id"], run.directory.path, config, progress.step, progress.last_report)
-
-
 # --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def start_facts(flags: Flags, task: Task, parallel: Parallel) -> dict[str, Any]:
+    """Facts of this start that a checkpoint records. Raises UserError where the processes have different data."""
+    data_facts, digest = parallel.together(lambda: (facts_of_data(task), digest_of_data(task)))
+    sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
+    sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
+    advice = "give all ranks the same data, by the same flags, wherever each of them keeps it"
+    parallel.require_same({**sizes, **data_facts, "data_digest": digest}, advice)
+    return {
+        "task": flags.run.task,
+        "config": flags.values(),
+        "batch_sizes": [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases],
+        "data_facts": data_facts,
+        "environment": describe_environment(parallel),
+        **({} if digest is None else {"data_digest": digest}),
+    }
+
+
+def loop_settings(flags: Flags) -> LoopSettings:
+    """What the flags say about the loop itself."""
+    return LoopSettings(
+        seed=flags.run.seed,
+        eval_start=flags.run.eval_start,
+        on_nonfinite=flags.learning.on_nonfinite,
+        patience=flags.learning.early_stopping_patience,
+        save_every_steps=flags.checkpoint.save_every_steps,
+        save_every_s=60 * flags.checkpoint.save_every_minutes,
+        max_s=60 * flags.run.max_minutes,
+        log_interval=flags.run.log_interval,
+        eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
+    )
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) -> Learner:

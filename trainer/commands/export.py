@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import AdditionalInputs, Dim, ExportedProgram
 
-from trainer.commands.describe import facts_of_data
+from trainer.commands.facts import facts_of_data
 from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
-from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.commands.weights import find_run, rebuild_task, shipped_weights, trained_objective
 from trainer.common.errors import UserError
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
@@ -118,7 +118,8 @@ def traced(calls: Sequence[Exported]) -> ExportedProgram:
         others.add(*_arguments(call))
     args, kwargs = _arguments(first)
     sizes = others.dynamic_shapes(first.program, args, kwargs)
-    for name, lengths in first.lengths.items():
+    for name in first.lengths.keys() & sizes.keys():
+        lengths = first.lengths[name]
         sizes[name] = [Dim.DYNAMIC if dim in lengths else size for dim, size in enumerate(sizes[name])]
     return torch.export.export(first.program, args, kwargs, dynamic_shapes=sizes)
 

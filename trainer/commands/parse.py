@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.commands.config_files import ConfigFile, read_config_files, with_origins
 from trainer.commands.flags import Flags, FromRun, contradictions
-from trainer.commands.trained import find_record, ships_weights
+from trainer.commands.weights import find_record, ships_weights
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.flags import (

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
-from trainer.commands.trained import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.commands.weights import find_run, rebuild_task, shipped_weights, trained_objective
 from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.common.process import outlived, to_stderr

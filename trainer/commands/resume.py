@@ -1,73 +1,47 @@
-"""Where a run starts: afresh, from a checkpoint of its directory, or from a file."""
+"""Where a run starts: afresh, from a checkpoint of its directory, or from a file; and what has changed since."""
 
 import secrets
 from collections.abc import Mapping
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.records import read_config
-from trainer.commands.code_identity import code_changes
-from trainer.commands.flags import Flags
-from trainer.commands.weights import go_on_with_weights
 from trainer.common.errors import UserError
 from trainer.common.files import alike
 from trainer.config import flag_values, shown
-from trainer.loop.checkpointing import finish_saving, restore_progress, save
+from trainer.flags import CheckpointFlags
+from trainer.loop.checkpointing import restore_progress
 from trainer.loop.progress import Best
 from trainer.loop.run import Run
 from trainer.registry import is_same_task
+from trainer.task import Task
 
 START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--init-from-partial", "--eval-only")
 _SHOWN_WIDTH = 60
 _CHANGED = "Changed since the checkpoint"
-_verdict = itemgetter("value", "is_best")
-"""Of a checkpoint: the monitored metric, None where there was no validation, and whether it was the best so far."""
 
 
-def take_over(run: Run, source: Path) -> None:
-    """Saves what `--resume-from` brought, and the best checkpoint beside it, so that the directory stands alone."""
-    best = run.progress.best
-    value, is_best = run.parallel.on_main(lambda: _verdict(read_checkpoint(source, f"--resume-from {source}")))
-    if best is not None and not is_best and not run.parallel.on_main(lambda: _copy_best(source, best, run)):
-        run.log.say(f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here.")
-        run.progress.best = None
-    save(run, value, is_best)
-    finish_saving(run.parallel, run.saver)
-
-
-def _copy_best(source: Path, best: Best, run: Run) -> bool:
-    beside = source.parent / "best.pth"
-    if not beside.is_file():
-        return False
-    state = read_checkpoint(beside, str(beside))
-    if _verdict(state) != (best.value, True):
-        return False
-    run.directory.save(state | {"run_id": run.facts["run_id"]})
-    return True
-
-
-def starts_over(directory: RunDirectory, flags: Flags) -> bool:
+def starts_over(directory: RunDirectory, given: CheckpointFlags) -> bool:
     """`--fresh`, which counts once: not again in the command that torchrun restarts."""
-    return flags.checkpoint.fresh and directory.earlier_attempt is None
+    return given.fresh and directory.earlier_attempt is None
 
 
-def choose_start(directory: RunDirectory, flags: Flags) -> dict[str, Any] | None:
-    """The checkpoint to go on from, or None. Raises UserError.
+def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, Any] | None:
+    """The checkpoint to resume, or None. Raises UserError.
 
-    `--resume-from` counts once: when the newest checkpoint already descends from it, the run goes on from there.
+    `--resume-from` counts once: when the newest checkpoint already descends from it, the run resumes there.
     """
-    source = flags.checkpoint.resume_from
-    if starts_over(directory, flags):
+    source = given.resume_from
+    if starts_over(directory, given):
         return None
     if source is None:
         return directory.load_newest() if directory.has_checkpoint else None
     if _has_taken_over(directory, source):
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
-    if brings_another_run(directory, flags):
+    if brings_another_run(directory, source):
         state.pop("run_id", None)  # that of another run from now on
         directory.forget_values()
     else:
@@ -79,70 +53,192 @@ def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
     return bool(directory.entries) and directory.entries[-1].source in (str(source), str(source.resolve()))
 
 
-def brings_another_run(directory: RunDirectory, flags: Flags) -> bool:
+def brings_another_run(directory: RunDirectory, source: Path | None) -> bool:
     """Whether `--resume-from` names a checkpoint from elsewhere, to which nothing in the directory belongs yet."""
-    source = flags.checkpoint.resume_from
     if source is None or _has_taken_over(directory, source):
         return False
     return source.resolve().parent != directory.path.resolve()
 
 
-def choose_run_id(directory: RunDirectory, flags: Flags, state: Mapping[str, Any] | None) -> str:
-    """What names the run to loggers: that of the checkpoint to go on from, or of the directory, or a new one.
+def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mapping[str, Any] | None) -> str:
+    """What names the run to loggers: from the checkpoint to resume, or the directory, or a new one.
 
     state: of `choose_start`. It comes first since it has a checksum, and config.json may be damaged or lost.
     """
-    recorded = {} if starts_over(directory, flags) else read_config(directory.path)
+    recorded = {} if starts_over(directory, given) else read_config(directory.path)
     for facts in (state or {}, recorded):
         if "run_id" in facts:
             return str(facts["run_id"])
     return secrets.token_hex(6)  # no random generator: a seed must not give two runs one name
 
 
-def take_weights(run: Run, state: Mapping[str, Any]) -> None:
-    """Those of a checkpoint to go on from. Raises UserError when it does not fit."""
-    if not is_same_task(state["task"], run.facts["task"]):
-        raise UserError(f"--task {run.facts['task']}: the checkpoint is of {state['task']}; choose another --save-dir")
-    _refuse_another_optimizer(state["config"], run.facts["config"])
-    _refuse_other_phases(run, state)
-    refuse_other_data(run, state, "the checkpoint", to_train=True)
-    advice = "choose another --save-dir, or start over with --fresh"
-    go_on_with_weights(run, state, "the checkpoint", f"{undo_hint(run, state)}, {advice}")
+def take_best_beside(
+    source: Path, best: Best | None, directory: RunDirectory, run_id: str
+) -> tuple[float | None, bool, bool]:
+    """Copies the best checkpoint beside `--resume-from` into the directory, unless `source` is the best itself.
 
-
-def refuse_other_data(run: Run, state: Mapping[str, Any], source: str, to_train: bool = False) -> None:
-    """Raises UserError where the task tells other facts of its data than those that the weights were trained on.
-
-    to_train: the weights are trained further; then facts that only the new data have count too.
+    Returns the monitored metric of `source`, whether it was the best so far, and whether the best is in the directory
+    once `source` is.
     """
-    then, now = state.get("data_facts", {}), run.facts["data_facts"]
-    names = then.keys() | now.keys() if to_train else then.keys()
-    different = sorted(name for name in names if not alike(then.get(name), now.get(name)))
-    if different:
-        name = different[0]
+    state = read_checkpoint(source, f"--resume-from {source}")
+    value, is_best = state["value"], state["is_best"]
+    beside = source.parent / "best.pth"
+    if best is None or is_best:
+        return value, is_best, True
+    found = read_checkpoint(beside, str(beside)) if beside.is_file() else {}
+    has_best = (found.get("value"), found.get("is_best")) == (best.value, True)
+    if has_best:
+        directory.save(found | {"run_id": run_id})
+    return value, is_best, has_best
+
+
+def resume(run: Run, changes: "Changes") -> list[str]:
+    """Restores the moment of a checkpoint whose weights are taken; returns what to tell the user. Raises UserError."""
+    state = changes.then
+    if list(state["model"]) != list(run.learner.objective.model.state_dict()):
         raise UserError(
-            f"the training data have other {name} than those that {source} was trained on: "
-            f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; "
-            f"{_advice_on_data(run, state, to_train)}"
+            "the model has its parameters in another order than at the checkpoint, whose moments would go to others; "
+            "make them in that order, or begin with the weights alone by --init-from"
         )
+    restore_progress(run, state)
+    plan, progress, notes = run.plan, run.progress, []
+    if not run.is_complete:
+        done = f"{plan.consumed(progress.position)} of {plan.samples_per_epoch} samples"
+        notes.append(f"Resuming after optimizer step {progress.step}: epoch {progress.position.epoch + 1}, {done}.")
+    if state["phase_sizes"] != plan.phase_sizes:
+        if not progress.position.at_epoch_start:
+            changes.refuse_other_epochs()
+        notes.append(f"The training data changed: {state['phase_sizes']} -> {plan.phase_sizes} samples.")
+    notes += changes.notes_on_data
+    if progress.best is not None and changes.scores_differ:
+        epoch = progress.best.epoch
+        progress.best, progress.evaluations_since_best = None, 0
+        run.parallel.on_main(run.directory.forget_values)
+        notes.append(f"The best checkpoint so far (epoch {epoch}) is that of other data; best counts from here.")
+    return [*notes, *changes.notes_on_start]
 
 
-def _advice_on_data(run: Run, state: Mapping[str, Any], to_train: bool = True) -> str:
-    """To start over is right where the same flags lead to other data, and not where the flags are others."""
-    hint = undo_hint(run, state, "")
-    otherwise = "choose another --save-dir" if hint else "start over with --fresh"
-    return (hint or "give it the same data") + (f", or {otherwise}" if to_train else "")
+# --- what has changed --------------------------------------------------------------------------------------------
 
 
-def notes_on_data(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """What the user should know where the data have changed since, though not in what `refuse_other_data` looks at."""
-    then, now = state.get("data_digest"), run.facts.get("data_digest")
-    if None in (then, now) or then == now:
-        return []
-    return [
-        "What is trained on and what is held out are not those of the checkpoint: scores cannot be compared with those "
-        "before, and may be of what was trained on."
-    ]
+class Changes:
+    """What differs between a checkpoint and the run that takes it.
+
+    then: the checkpoint. now: `facts` of the run. flags: those that changed, (then, now) by name.
+    """
+
+    def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], task: Task) -> None:
+        self.then, self.now = then, now
+        self.flags = changed_flags(then.get("config", {}), now["config"])
+        self._task = task
+
+    def undo_hint(self, otherwise: str = "give the flags that it was trained with") -> str:
+        """What to undo when the model or the data are others: the task's flags that changed. otherwise: if none."""
+        names = [name for name in flag_values(self._task.config) if name in self.flags]
+        own = [f"{name} (was {shown(self.flags[name][0])})" for name in names]
+        return f"undo the change of {', '.join(own)}" if own else otherwise
+
+    def refuse_another_run(self) -> None:
+        """Raises UserError for a checkpoint that no run of these flags can resume, whatever its weights are."""
+        task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
+        if not is_same_task(self.then["task"], task):
+            raise UserError(f"--task {task}: the checkpoint is of {self.then['task']}; choose another --save-dir")
+        if (before := self.then["config"]["--optimizer"]) != optimizer:
+            raise UserError(
+                f"--optimizer {optimizer}: the checkpoint holds the moments of {before}; go on with that one, or "
+                "begin with the weights alone: --init-from, in another --save-dir"
+            )
+        if (before := len(self.then["phase_sizes"])) != num_phases:
+            raise UserError(
+                f"--task {task}: has {num_phases} phases, and the checkpoint is of one with {before}: undo the change "
+                "of the task, or choose another --save-dir"
+            )
+        self.refuse_other_data("the checkpoint", to_train=True)
+
+    def refuse_other_data(self, source: str, to_train: bool = False) -> None:
+        """Raises UserError where the task's facts of its data differ from those that the weights were trained on.
+
+        source: what a message calls the weights. to_train: they are trained further; then facts that only the new data
+        have count too.
+        """
+        then, now = self.then.get("data_facts", {}), self.now["data_facts"]
+        for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
+            if not alike(then.get(name), now.get(name)):
+                raise UserError(
+                    f"the training data have other {name} than those that {source} was trained on: "
+                    f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; {self._advice_on_data(to_train)}"
+                )
+
+    def _advice_on_data(self, to_train: bool = True) -> str:
+        """To start over is right where the same flags lead to other data, and not where the flags are others."""
+        hint = self.undo_hint("")
+        otherwise = "choose another --save-dir" if hint else "start over with --fresh"
+        return (hint or "give it the same data") + (f", or {otherwise}" if to_train else "")
+
+    def refuse_other_epochs(self) -> NoReturn:
+        """Raises UserError for a checkpoint in mid-epoch: an epoch has another number of samples now."""
+        then, now = self.then["phase_sizes"], self.now["phase_sizes"]
+        wholes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
+        if "--drop-last" in self.flags:
+            before = f"--drop-last (was {shown(self.flags['--drop-last'][0])})"
+            advice = f"undo the change of {before} until the epoch ends, or start over with --fresh"
+        elif self.now["config"]["--drop-last"] and wholes[0] != wholes[1]:
+            advice = (
+                f"what --drop-last leaves out depends on the global batch: {wholes[1]} now, {wholes[0]} then; go back "
+                "to that one, or start over with --fresh"
+            )
+        else:
+            advice = self._advice_on_data()
+        raise UserError(f"an epoch has {now} samples and the checkpoint in mid-epoch is of one with {then}; {advice}")
+
+    @property
+    def scores_differ(self) -> bool:
+        """Whether the data have changed, so that scores on them cannot be compared with the best one before.
+
+        They have changed where the task's digest has, or without a digest the number of samples.
+        """
+        digests = self.then.get("data_digest"), self.now.get("data_digest")
+        if None not in digests:
+            return digests[0] != digests[1]
+        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # leaves out some of the same
+        return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
+
+    @property
+    def notes_on_data(self) -> list[str]:
+        """Tells the user of data that have changed, though not in what `refuse_other_data` looks at."""
+        then, now = self.then.get("data_digest"), self.now.get("data_digest")
+        if None in (then, now) or then == now:
+            return []
+        return [
+            "What is trained on and what is held out are not those of the checkpoint: scores cannot be compared with "
+            "those before, and may be of what was trained on."
+        ]
+
+    @property
+    def notes_on_scoring(self) -> list[str]:
+        """Tells the user of weights that are scored with other flags of the task, or another seed, than theirs."""
+        return self._notes_on_flags({"--seed", *flag_values(self._task.config)})
+
+    def _notes_on_flags(self, names: set[str]) -> list[str]:
+        changed = [(name, *values) for name, values in self.flags.items() if name in names]
+        return [f"{_CHANGED}: {name} {shown(then)} -> {shown(now)}" for name, then, now in changed]
+
+    @property
+    def notes_on_start(self) -> list[str]:
+        """Tells the user which flags, code and environment have changed."""
+        notes = self._notes_on_flags(set(self.flags))
+        notes += [f"{_CHANGED}: {change}" for change in code_changes(self.then["code"], self.now["code"])]
+        then, now = self.then["environment"], self.now["environment"]
+        wholes = self.now["global_batch_sizes"]
+        if then["num_devices"] != now["num_devices"] and wholes == self.then["global_batch_sizes"]:
+            notes.append(
+                f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
+                f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
+            )
+        different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+        if different:
+            notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
+        return notes
 
 
 def _beginning(value: Any) -> str:
@@ -151,90 +247,18 @@ def _beginning(value: Any) -> str:
     return text if len(text) <= _SHOWN_WIDTH else f"{text[:_SHOWN_WIDTH]}..."
 
 
-def resume(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """Goes on from a checkpoint whose weights are taken; returns what the user should know. Raises UserError."""
-    changed = changed_flags(state["config"], run.facts["config"])
-    if list(state["model"]) != list(run.learner.objective.model.state_dict()):
-        raise UserError(
-            "the model has its parameters in another order than at the checkpoint, whose moments would go to others; "
-            "make them in that order, or begin with the weights alone by --init-from"
-        )
-    restore_progress(run, state)
-    plan, position, sizes = run.plan, run.progress.position, run.facts["phase_sizes"]
-    notes = []
-    if not run.is_complete:
-        where = f"epoch {position.epoch + 1}, {plan.consumed(position)} of {plan.samples_per_epoch} samples"
-        notes.append(f"Resuming after optimizer step {run.progress.step}: {where}.")
-    if sizes != state["phase_sizes"]:
-        if not position.at_epoch_start:
-            raise UserError(
-                f"an epoch has {sizes} samples and the checkpoint in mid-epoch is of one with {state['phase_sizes']}; "
-                f"{_advice_on_epochs(run, state, changed)}"
-            )
-        notes.append(f"The training data changed: {state['phase_sizes']} -> {sizes} samples.")
-    notes += notes_on_data(run, state)
-    notes += _forget_best_of_other_data(run, state)
-    notes += _notes_on_changes(changed)
-    notes += [f"{_CHANGED}: {change}" for change in code_changes(state["code"], run.facts["code"])]
-    then, now = state["environment"], run.facts["environment"]
-    wholes = run.facts["global_batch_sizes"]
-    if then["num_devices"] != now["num_devices"] and wholes == state["global_batch_sizes"]:
-        notes.append(
-            f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
-            f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
-        )
-    different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
-    if different:
-        notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
-    return notes
-
-
-def _advice_on_epochs(run: Run, state: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> str:
-    if "--drop-last" in changed:
-        before = f"--drop-last (was {shown(changed['--drop-last'][0])})"
-        return f"undo the change of {before} until the epoch ends, or start over with --fresh"
-    then, now = state["global_batch_sizes"], run.facts["global_batch_sizes"]
-    if run.facts["config"]["--drop-last"] and then != now:
-        before, after = (" and ".join(map(str, wholes)) for wholes in (then, now))
-        return (
-            f"what --drop-last leaves out depends on the global batch: {after} now, {before} then; go back to that "
-            "one, or start over with --fresh"
-        )
-    return _advice_on_data(run, state)
-
-
-def _forget_best_of_other_data(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """Forgets the best epoch where the data have changed, since scores on other data cannot be compared.
-
-    They have changed where the task's digest has, or without a digest the number of samples.
-    """
-    best, now = run.progress.best, run.facts
-    digests = state.get("data_digest"), now.get("data_digest")
-    drops = state["config"]["--drop-last"] or now["config"]["--drop-last"]  # which leaves out some of the same
-    has_changed = digests[0] != digests[1] if None not in digests else state["phase_sizes"] != now["phase_sizes"]
-    if best is None or not has_changed or (drops and None in digests):
-        return []
-    run.progress.best, run.progress.evaluations_since_best = None, 0
-    run.parallel.on_main(run.directory.forget_values)
-    return [f"The best checkpoint so far (epoch {best.epoch}) is that of other data; best counts from here."]
-
-
-def _refuse_other_phases(run: Run, state: Mapping[str, Any]) -> None:
-    then, now = len(state["phase_sizes"]), len(run.task.phases)
-    if then != now:
-        raise UserError(
-            f"--task {run.facts['task']}: has {now} phases, and the checkpoint is of one with {then}: undo the change "
-            "of the task, or choose another --save-dir"
-        )
-
-
-def _refuse_another_optimizer(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    before, name = then["--optimizer"], now["--optimizer"]
-    if name != before:
-        raise UserError(
-            f"--optimizer {name}: the checkpoint holds the moments of {before}; go on with that one, or begin with the "
-            "weights alone: --init-from, in another --save-dir"
-        )
+def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two identities of `identify_code`, as far as both are known."""
+    differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
+    changes = []
+    if "commit" in differing:
+        changes.append(f"the code, commit {then['commit'][:7]} -> {now['commit'][:7]}")
+    if "changed" in differing:
+        some = {False: "none", True: "some"}
+        changes.append(f"the code, uncommitted changes {some[then['changed']]} -> {some[now['changed']]}")
+    if "task_sha256" in differing:
+        changes.append(f"the task's file {now['task_file']}")
+    return changes
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -266,23 +290,5 @@ def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[st
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Of flags (then, now), in a sentence about what was then; empty where there are none."""
+    """Flags (then, now) in a sentence about what was then; empty where there are none."""
     return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())
-
-
-def notes_on_flags(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """What the user should know where weights are scored with other flags of the task, or another seed, than theirs."""
-    changed = changed_flags(state.get("config", {}), run.facts["config"])
-    own = {"--seed", *flag_values(run.task.config)}
-    return _notes_on_changes({name: values for name, values in changed.items() if name in own})
-
-
-def _notes_on_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    return [f"{_CHANGED}: {name} {shown(then)} -> {shown(now)}" for name, (then, now) in changed.items()]
-
-
-def undo_hint(run: Run, state: Mapping[str, Any], otherwise: str = "give the flags that it was trained with") -> str:
-    """What to undo when a checkpoint is of another model or data: the task's flags that changed. otherwise: if none."""
-    changed = changed_flags(state.get("config", {}), run.facts["config"])
-    own = [f"{name} (was {shown(changed[name][0])})" for name in flag_values(run.task.config) if name in changed]
-    return f"undo the change of {', '.join(own)}" if own else otherwise

@@ -65,11 +65,15 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
-    if run.parallel.on_main(lambda: brings_another_run(run.directory, flags)):
+    if run.parallel.on_main(lambda: brings_another_run(run.directory, flags.checkpoint.resume_from)):
         return False
     results = run.parallel.on_main(lambda: read_json(path / RESULTS))
     is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or flags.run.no_test)
-    if is_finished and run.parallel.on_main(lambda: better_can_be_scored(run, results)):
+    if (
+        is_finished
+        and run.plan.has_validation
+        and run.parallel.on_main(lambda: better_can_be_scored(run.directory, results))
+    ):
         return False
     if is_finished and run.parallel.is_main:
         in_epochs = flags.run.max_steps is None

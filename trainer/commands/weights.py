@@ -1,18 +1,38 @@
 """Weights into a model: the one place for training, scoring, labelling, ensembles and `--init-from`."""
 
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.weights import WeightComparison, compare
-from trainer.commands.flags import Flags
+from trainer.checkpoint.file import read_checkpoint, read_settings
+from trainer.checkpoint.weights import (
+    TrainedRun,
+    WeightComparison,
+    compare,
+    find_settings,
+    find_weights,
+    holds_run,
+    runs_within,
+)
+from trainer.commands.config_files import ConfigFile
+from trainer.commands.flags import Flags, recorded_values
+from trainer.commands.resume import changed_flags
 from trainer.common.errors import UserError
-from trainer.flags import CheckpointFlags
-from trainer.loop.run import Run
-from trainer.parallel.base import Parallel
+from trainer.common.process import to_stderr
+from trainer.config import flag_name, group_from_values, refuse, shown
+from trainer.flags import CheckpointFlags, PrecisionFlags, RunFlags
+from trainer.loop.learner import Learner
+from trainer.loop.precision import module_in_dtype
+from trainer.parallel.base import Parallel, SingleDevice
+from trainer.registry import is_same_task, known_task
+from trainer.task import Objective, Task
+
+CPU = torch.device("cpu")
 
 
 def restore_weights(
@@ -50,57 +70,54 @@ def restore_what_fits(
     return comparison
 
 
-def use_weights(run: Run, weights: Mapping[str, Tensor], source: str, hint: str) -> None:
-    """Gives a run weights to be scored: those of a checkpoint are averaged already, if at all."""
-    restore_weights(run.learner.objective.model, weights, run.parallel, source, hint)
-    run.learner.ema.restart()
+def use_weights(learner: Learner, weights: Mapping[str, Tensor], parallel: Parallel, source: str, hint: str) -> None:
+    """Takes the weights of a checkpoint to be scored, which are averaged already, if at all. See `restore_weights`."""
+    restore_weights(learner.objective.model, weights, parallel, source, hint)
+    learner.ema.restart()
 
 
-def go_on_with_weights(run: Run, state: Mapping[str, Any], source: str, hint: str) -> None:
-    """Gives a run those of a checkpoint to train on, and their moving average."""
-    model, parallel = run.learner.objective.model, run.parallel
+def resume_weights(learner: Learner, state: Mapping[str, Any], parallel: Parallel, hint: str) -> None:
+    """Takes the weights of a checkpoint to train on, and their moving average."""
+    model, source = learner.objective.model, "the checkpoint"
     restore_weights(model, state["model"], parallel, source, hint)
-    run.learner.ema.restore(state)
+    learner.ema.restore(state)
     if "training_model" in state:
         restore_weights(model, state["training_model"], parallel, source, hint)
 
 
-def initialise(run: Run, flags: Flags) -> list[str]:
+def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, parallel: Parallel) -> list[str]:
     """Begins with fresh weights, or those of a file if the flags name one; returns what the user should know.
 
-    Raises UserError when they do not fit.
+    shipped: `Task.shipped_weights`. Raises UserError when they do not fit.
     """
-    notes = _take_from_file(run, flags.checkpoint)
-    run.learner.ema.restart()
-    return notes
-
-
-def _take_from_file(run: Run, given: CheckpointFlags) -> list[str]:
-    model, parallel = run.learner.objective.model, run.parallel
+    model, notes = learner.objective.model, []
     if given.init_from is not None:
         label = f"--init-from {given.init_from}"
         hint = "take the weights of a model with the same flags, or what fits of them by --init-from-partial"
         restore_weights(model, _read(parallel, given.init_from, label), parallel, label, hint)
-        return [f"Starting with the weights of {given.init_from}."]
-    if given.init_from_partial is not None:
+        notes = [f"Starting with the weights of {given.init_from}."]
+    elif given.init_from_partial is not None:
         label = f"--init-from-partial {given.init_from_partial}"
-        weights = _read(parallel, given.init_from_partial, label)
-        return _described(restore_what_fits(model, weights, parallel, label), given.init_from_partial)
-    shipped = run.task.shipped_weights()
-    if shipped is not None:
-        label = "the weights that come with this task"
-        weights = _read(parallel, shipped, label)
-        comparison = compare(model, weights)
-        if comparison.unlike or comparison.unknown:
-            first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
-            raise UserError(
-                f"{label} are of another model: {first}; leave out the flags that change the model, or name other "
-                "weights by --init-from"
-            )
-        parallel.load_weights(comparison.fitting, model)
-        others = f"; initialised anew: {_first(comparison.missing)}" if comparison.missing else "."
-        return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
-    return []
+        comparison = restore_what_fits(model, _read(parallel, given.init_from_partial, label), parallel, label)
+        notes = _described(comparison, given.init_from_partial)
+    elif shipped is not None:
+        notes = _start_with_shipped(model, shipped, parallel)
+    learner.ema.restart()
+    return notes
+
+
+def _start_with_shipped(model: nn.Module, shipped: Path, parallel: Parallel) -> list[str]:
+    label = "the weights that come with this task"
+    comparison = compare(model, _read(parallel, shipped, label))
+    if comparison.unlike or comparison.unknown:
+        first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
+        raise UserError(
+            f"{label} are of another model: {first}; leave out the flags that change the model, or name other "
+            "weights by --init-from"
+        )
+    parallel.load_weights(comparison.fitting, model)
+    others = f"; initialised anew: {_first(comparison.missing)}" if comparison.missing else "."
+    return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
 
 
 def _read(parallel: Parallel, path: Path, label: str) -> dict[str, Tensor]:
@@ -124,3 +141,134 @@ def _described(comparison: WeightComparison, source: Path) -> list[str]:
 
 def _first(names: Collection[str]) -> str:
     return ", ".join([*names][:3]) + (", ..." if len(names) > 3 else "")
+
+
+# --- the task and the model of a run, from what its checkpoint recorded ----------------------------------------------
+
+
+def find_run(
+    flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
+) -> TrainedRun:
+    """The weights of `find_weights`, or the shipped ones of a task unless `--save-dir` is given and holds a run.
+
+    So what happens to lie in a default folder does not decide. say: gets a line for whatever is damaged. Raises
+    UserError.
+    """
+    folder, has_run = flags.checkpoint.save_dir, True
+    uses_shipped = shipped is not None and all(path is None for path in files.values())
+    if uses_shipped:
+        has_run = holds_run(folder, say)
+        uses_shipped = not has_run or "--save-dir" not in flags.given
+    if shipped is None or not uses_shipped:
+        run, other = find_weights(folder, files, say), ""
+    else:
+        label = f"the weights that come with {flags.run.task}"
+        state = read_checkpoint(shipped, label, only_weights=True)
+        run = TrainedRun(label, state, shipped.parent, comes_with_task=True)
+        other = f"; to use the run in {folder} add --save-dir {shlex.quote(str(folder))}" if has_run else ""
+    assert flags.task_type is not None
+    return replace(run, remarks=(f"Using {run.label}{other}.",)) if ships_weights(flags.task_type) else run
+
+
+def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
+    """Flags in the checkpoint of the run that a command line resumes or uses; None without one.
+
+    asked: flags of the trainer, by field, that are stated; without "save_dir" no folder is looked into.
+    """
+    file, folder = asked.get("resume_from"), asked.get("save_dir")
+    is_used = any(asked.get(field) for field in ("eval_only", "predict", "export"))
+    if asked.get("fresh") or (is_used and asked.get("init_from")):
+        return None
+    if file is not None:
+        place, flag, settings = file, "--resume-from", read_settings(file)
+    elif folder is not None:
+        several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
+        place, flag = next(iter(runs_within(folder)), folder) if several else folder, "--save-dir"
+        settings = find_settings(place, of_best=is_used)
+    else:
+        return None
+    return settings and ConfigFile(place, {**settings[1], "--task": settings[0]}, is_record=True, flag=flag)
+
+
+def ships_weights(task_type: type[Task]) -> bool:
+    """Whether a task may come with weights, which its flags decide."""
+    return task_type.shipped_weights is not Task.shipped_weights
+
+
+def shipped_weights(flags: Flags) -> Path | None:
+    """Those that come with the task of a command line; see `Task.shipped_weights`."""
+    assert flags.task_type is not None
+    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
+
+
+def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
+    """The task with the seed and the flags that the run was trained with, but for those that are given anew.
+
+    Raises UserError.
+    """
+    config = {**run.state["config"], **anew}
+    try:
+        task = task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir)
+    except ValueError as error:
+        raise UserError(f"{run.label}: {error}") from None
+    task.data_facts = run.state.get("data_facts", {})
+    return task
+
+
+def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
+    """The task that the run was trained with, from what its checkpoint recorded.
+
+    The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
+    takes anew (`Task.predict_flags`). Raises UserError.
+    """
+    if not ("task" in run.state and "config" in run.state):
+        reason = "holds weights, but not of which model; give the checkpoint of a run"
+        raise UserError(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
+    name, config, nothing = run.state["task"], run.state["config"], "no such flag"
+    assert flags.task_type is not None
+    if not is_same_task(flags.run.task, name):
+        advice = "leave it out" if "--task" in flags.given else f"add --task {name}"
+        raise UserError(f"--task {flags.run.task}: {run.label} were trained with {name}; {advice}")
+    stated = {flag: value for flag, value in recorded_values(flags.task).items() if flag in flags.given}
+    anew = {flag: stated.pop(flag) for flag in map(flag_name, flags.task_type.predict_flags) if flag in stated}
+    refuse(
+        [
+            f"{flag} {shown(value)}: {run.label} were trained with {shown(config.get(flag, nothing))}; leave it out"
+            for flag, value in stated.items()
+            if flag not in config or flag in changed_flags(config, {flag: value})
+        ]
+    )
+    return recorded_task(run, flags.task_type, flags.run.cache_dir, anew)
+
+
+def trained_objective(
+    task: Task, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, source: str, hint: str
+) -> Objective:
+    """A task's objective with these weights. source, hint: see `restore_weights`. Raises UserError."""
+    objective = module_in_dtype(task.build_objective(), dtype).to(device)
+    restore_weights(objective.model, weights, SingleDevice(device), source, hint)
+    return objective
+
+
+def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
+    """The model of a run directory with its best weights, in eval mode on the CPU.
+
+    task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises UserError.
+    """
+    run = find_weights(folder, {}, to_stderr)
+    task_type = task_type or known_task(run.state["task"])
+    if task_type is None:
+        raise UserError(
+            f"--task {run.state['task']}: {run.label} were trained with this task, and no file is executed because a "
+            "run names it: give the class, as task="
+        )
+    return model_of(run, task_type)
+
+
+def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
+    """The model of a run with its weights, in eval mode on the CPU. task_type: its class. Raises UserError."""
+    config = run.state["config"]
+    task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
+    dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)
+    hint = "the task's code has changed since, or another class was given"
+    return trained_objective(task, run.state["model"], CPU, dtype, str(run.folder), hint).model.eval()

@@ -1,18 +1,67 @@
-"""Which code a run is made with: the commit, whether files were changed since, and the file of the task."""
+"""Facts that a checkpoint records, for the next start to compare: the environment, the data and the code of a run."""
 
 import hashlib
 import os
+import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from trainer.checkpoint.records import as_json
+from trainer.checkpoint.schema import brief
+from trainer.common.errors import UserError
+from trainer.common.files import MOST_RECORD, plain
+from trainer.parallel.base import Parallel
 from trainer.registry import source_file
 from trainer.task import Task
 
 GIT_TIMEOUT_S = 5.0
 PACKAGES = ("trainer", "tasks", "models", "data")
+
+
+def describe_environment(parallel: Parallel) -> dict[str, Any]:
+    """All that identity to the bit depends on, besides the flags."""
+    return {
+        "world_size": parallel.world_size,
+        "num_devices": parallel.num_devices,
+        "num_threads_per_rank": torch.get_num_threads(),
+        "device_type": parallel.device.type,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def facts_of_data(task: Task) -> dict[str, Any]:
+    """Facts of `describe_data`, in values that a checkpoint and config.json can hold. Raises UserError."""
+    told: Any = task.describe_data()
+    try:
+        if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
+            raise ValueError(f"returned {brief(told)}: must be a mapping of facts by names")
+        facts = {str(name): plain(value, name) for name, value in told.items()}
+        num_bytes = len(as_json(facts))
+        if num_bytes > MOST_RECORD // 2:
+            raise ValueError(f"returned {num_bytes:,} bytes: must be at most {MOST_RECORD // 2:,}")
+    except (ValueError, RecursionError) as error:
+        problem = "returned lists in lists, nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{type(task).__name__}.describe_data: {problem}") from None
+    return facts
+
+
+def digest_of_data(task: Task) -> str | None:
+    """The task's `data_digest`, as text. Raises UserError."""
+    digest: Any = task.data_digest()
+    if isinstance(digest, bytes | bytearray):
+        return digest.hex()
+    if digest is not None and not isinstance(digest, str | int):
+        raise UserError(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a text, or None")
+    return None if digest is None else f"{digest}"
 
 
 def identify_code(task_type: type[Task]) -> dict[str, Any]:
@@ -64,17 +113,3 @@ def read_git(folder: Path) -> tuple[str | None, bool | None]:
     if commits in ([], ["(initial)"]):
         return None, None
     return commits[0], any(not line.startswith("#") for line in lines)
-
-
-def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, as far as both are known."""
-    differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
-    changes = []
-    if "commit" in differing:
-        changes.append(f"the code, commit {then['commit'][:7]} -> {now['commit'][:7]}")
-    if "changed" in differing:
-        some = {False: "none", True: "some"}
-        changes.append(f"the code, uncommitted changes {some[then['changed']]} -> {some[now['changed']]}")
-    if "task_sha256" in differing:
-        changes.append(f"the task's file {now['task_file']}")
-    return changes
