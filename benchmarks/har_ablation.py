@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from data.har.windows import SIGNALS
 from tasks.har import HarObjective, HarTask
-from tasks.har_encoder import harnet_of
+from tasks.har_objective import harnet_of
 
 ROWS: Sequence[tuple[str, Sequence[str]]] = (
     ("the default", ()),

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from data.har.windows import SIGNALS, triplets_first
-from tasks.drawing import (
+from tasks.pictures import (
     BLACK,
     BLUE,
     GAP,

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,21 +23,18 @@ from data.speech.synthetic import load_synthetic_corpus
 from data.speech.text import Alphabet, Units, shortest_frames
 from data.speech.utterances import Strings, Utterances
 from models.speech.any_length import RecogniserOfAnyLength
-from models.speech.ctc import ctc_loss, divergence
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
-from models.speech.recogniser import Recognised, SpeechRecogniser
-from tasks.speech_decoder import Decoder
-from tasks.speech_pictures import draw_utterances
-from tasks.speech_report import error_counts, error_rates, worst_utterances
-from tasks.speech_words import timed_words
+from models.speech.recogniser import SpeechRecogniser
+from tasks.speech_objective import Decoder, SpeechObjective
+from tasks.speech_report import draw_utterances, error_counts, error_rates, timed_words, worst_utterances
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
-from trainer.task import Exported, Objective, Outputs, PerSample, Picture, Task
+from trainer.task import Exported, Objective, Picture, Task
 
 _OF_MODEL: dict[str, tuple[str, ...]] = {
     "plmu": ("width", "num_blocks", "channels", "subsampling", "streaming"),
@@ -63,8 +59,6 @@ _EVALUATION_SEED = 0
 """Not --seed: all runs are scored on the same strings."""
 _STATISTICS_UTTERANCES = 500
 """More would hardly change the mean spectrum."""
-_MASKS = {"freq_masks", "time_masks"}
-"""What two views of an utterance have of their own, beside dropout."""
 
 
 @dataclass
@@ -188,56 +182,6 @@ class SpeechFlags(FlagGroup):
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             return None
         return int(match[1]), int(match[2])
-
-
-class SpeechObjective(Objective):
-    """CTC, summed over utterances; in evaluation also what was decoded, beside what was said."""
-
-    model: SpeechRecogniser
-
-    def __init__(
-        self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
-    ) -> None:
-        """decode: gives the symbols of each utterance, padded with 0. longest: symbols of a text in evaluation.
-
-        consistency: factor on the divergence of two views of each utterance in training; 0: there is one view.
-        """
-        super().__init__(model)
-        self._consistency = consistency
-        self.decode = decode
-        self.longest = longest
-
-    def recognise(self, batch: Batch) -> Recognised:
-        """Distorted as the batch says, in training."""
-        distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
-        found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
-        return found
-
-    def forward(self, batch: Batch, phase: str = "train") -> Outputs:
-        if self.training and self._consistency > 0:
-            return {"loss": self._loss_of_both_views(batch)}
-        found = self.recognise(batch)
-        losses, _ = ctc_loss(found.log_probs, found.lengths, batch["targets"], batch["target_length"])
-        sums = {"loss": losses.sum()}
-        if self.training:
-            return sums
-        texts = {"decoded": self.decode(found), "said": batch["targets"]}
-        outputs = {name: PerSample(self._in_one_shape(ids)) for name, ids in texts.items()}
-        return sums | outputs | {"recordings": PerSample(batch["recordings"])}
-
-    def _loss_of_both_views(self, batch: Batch) -> Tensor:
-        both = {
-            name: torch.cat(values.chunk(2, dim=1) if name in _MASKS else [values, values])
-            for name, values in batch.items()
-        }
-        found = self.recognise(both)
-        losses, _ = ctc_loss(found.log_probs, found.lengths, both["targets"], both["target_length"])
-        (first, second), lengths = found.log_probs.chunk(2), found.lengths.chunk(2)[0]
-        apart = divergence(first, second, lengths)
-        return losses.sum() / 2 + self._consistency * apart.sum()
-
-    def _in_one_shape(self, ids: Tensor) -> Tensor:
-        return F.pad(ids, (0, self.longest - ids.shape[1]))
 
 
 def _with_a_bar(things: Iterable[Any], number: int) -> Iterable[Any]:

@@ -26,7 +26,7 @@ from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
 from models.tabular.tabicl import TabICL
-from tasks.confusion_matrix import draw_confusion_matrix
+from tasks.pictures import draw_confusion_matrix
 from tasks.tabular_objective import TabularObjective, with_all_counts
 from trainer.common.errors import UserError, printable
 from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags

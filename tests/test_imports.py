@@ -302,7 +302,7 @@ def test_weights_reach_a_model_in_one_place():
     """States of optimizers and of the scaler, and a part of a fresh model from `initialise`, are other things."""
     parallel = {"trainer.parallel.base", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
-        "load_state_dict": {*parallel, "trainer.loop.checkpointing", "tasks.har_encoder"},
+        "load_state_dict": {*parallel, "trainer.loop.checkpointing", "tasks.har_objective"},
         "load_weights": {"trainer.commands.weights"},
     }
     callers = {

@@ -8,7 +8,7 @@ def test_replicas_wait_for_no_gpu_to_look_at_them(tmp_path):
     import torch
 
     from tasks.har import HarFlags, HarTask
-    from tasks.har_encoder import features_of
+    from tasks.har_objective import features_of
     from trainer.parallel.data_parallel import DataParallel
 
     parallel = DataParallel([torch.device("cuda", 0), torch.device("cuda", 1)])

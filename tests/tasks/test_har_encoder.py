@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tasks.har import HarFlags, HarTask
-from tasks.har_encoder import encode, features_of
+from tasks.har_objective import encode, features_of
 from tests.conftest import load, read_metrics
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
@@ -88,7 +88,7 @@ def test_features_do_not_depend_on_how_they_are_batched(trained, cache_dir, monk
     task.initialise(objective)
     dataset = task._windows["val"]
     whole = encode(objective.model, dataset)
-    monkeypatch.setattr("tasks.har_encoder.ENCODING_BATCH_SIZE", 77)
+    monkeypatch.setattr("tasks.har_objective.ENCODING_BATCH_SIZE", 77)
     np.testing.assert_allclose(encode(objective.model, dataset), whole, rtol=1e-4, atol=1e-5)
     signals = torch.from_numpy(dataset.__getitems__(SampleKeys(np.arange(5), epoch=0))["signals"])
     np.testing.assert_allclose(features_of(objective.model, signals), whole[:5], rtol=1e-4, atol=1e-5)

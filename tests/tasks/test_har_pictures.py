@@ -8,8 +8,6 @@ import torch
 
 from data.har.windows import CLASSES, SIGNALS
 from tasks import har
-from tasks.confusion_matrix import draw_confusion_matrix
-from tasks.drawing import BLUE, WIDTH
 from tasks.har import HarFlags, HarTask
 from tasks.har_pictures import (
     AXIS_COLOURS,
@@ -20,6 +18,7 @@ from tasks.har_pictures import (
     draw_windows,
     panels_of,
 )
+from tasks.pictures import BLUE, WIDTH, draw_confusion_matrix
 from trainer.loading.order import SampleKeys
 
 

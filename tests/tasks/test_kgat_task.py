@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tasks import kgat
-from tasks.bar_chart import draw_bars
+from tasks.pictures import draw_bars
 from tests.conftest import load
 from tests.helpers.small_catalogue import NUM_ITEMS, NUM_RELATIONS, NUM_USERS, write_catalogue
 

@@ -1,19 +1,74 @@
-"""A trained encoder in a new network: `--encoder-path`, and the features of a frozen one."""
+"""What activities are learned and scored by, and the trained encoder that a new network may begin with."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.har.windows import HarDataset
 from models.har.harnet import HarNet
+from models.layers.ensemble import log_mean_probabilities
 from models.layers.standardised import Standardised
 from trainer.checkpoint.file import read_checkpoint
 from trainer.common.errors import UserError
+from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
+from trainer.task import Objective, Sums
 
 ENCODING_BATCH_SIZE = 256
+
+
+class HarObjective(Objective):
+    """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix.
+
+    In training the mean of the losses of a HarNet's members, each on its own; in evaluation that of their answer.
+    """
+
+    model: Standardised
+
+    def __init__(self, model: Standardised, label_smoothing: float) -> None:
+        super().__init__(model)
+        self.label_smoothing = label_smoothing
+
+    def member_logits(self, batch: Batch) -> Tensor:
+        """(B, num_members, C), from the signals, or from features of the frozen encoder where the batch brings them."""
+        network = self.model.network
+        if not isinstance(network, HarNet):
+            return self.model(batch["signals"]).unsqueeze(1)
+        return network.member_logits(
+            batch["features"] if "features" in batch else features_of(self.model, batch["signals"])
+        )
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        member_logits, label = self.member_logits(batch), batch["label"]
+        logits = log_mean_probabilities(member_logits.detach())
+        if not self.training:
+            return evaluation_sums(logits, label)
+        num_members = member_logits.shape[1]
+        losses = F.cross_entropy(
+            member_logits.flatten(0, 1),
+            label.repeat_interleave(num_members),
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        return {"loss": losses / num_members, "correct": (logits.argmax(dim=1) == label).sum()}
+
+
+class HarEnsembleObjective(Objective):
+    """The mean of trained models' predictions; for evaluation alone."""
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        return evaluation_sums(self.model(batch["signals"]), batch["label"])
+
+
+def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
+    """Plain cross-entropy, and how often which class (rows) was taken for which (columns)."""
+    num_classes = logits.shape[1]
+    pairs = F.one_hot(label * num_classes + logits.argmax(dim=1), num_classes**2).sum(dim=0)
+    loss = F.cross_entropy(logits, label, reduction="sum")
+    return {"loss": loss, "confusion": pairs.view(num_classes, num_classes)}
 
 
 def harnet_of(model: Standardised) -> HarNet:

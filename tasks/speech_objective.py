@@ -1,22 +1,78 @@
-"""What a trained recogniser writes: the best symbol of each frame, or the best of a search among whole texts."""
+"""What a recogniser is trained by, and what it writes: the best symbol of each frame, or the best of a search."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.speech.text import Alphabet
 from models.speech.alignment import Aligned, align
 from models.speech.beam_search import beam_search
-from models.speech.ctc import greedy
+from models.speech.ctc import ctc_loss, divergence, greedy
 from models.speech.language_model import build_scorer, read_arpa
-from models.speech.recogniser import Recognised
+from models.speech.recogniser import Recognised, SpeechRecogniser
 from trainer.common.errors import UserError
+from trainer.loading.batches import Batch
+from trainer.task import Objective, Outputs, PerSample
 
 _TRIED = 64
 """Symbols that a search tries in each frame, the most probable ones."""
+_MASKS = {"freq_masks", "time_masks"}
+"""What two views of an utterance have of their own, beside dropout."""
+
+
+class SpeechObjective(Objective):
+    """CTC, summed over utterances; in evaluation also what was decoded, beside what was said."""
+
+    model: SpeechRecogniser
+
+    def __init__(
+        self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
+    ) -> None:
+        """decode: gives the symbols of each utterance, padded with 0. longest: symbols of a text in evaluation.
+
+        consistency: factor on the divergence of two views of each utterance in training; 0: there is one view.
+        """
+        super().__init__(model)
+        self._consistency = consistency
+        self.decode = decode
+        self.longest = longest
+
+    def recognise(self, batch: Batch) -> Recognised:
+        """Distorted as the batch says, in training."""
+        distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
+        found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
+        return found
+
+    def forward(self, batch: Batch, phase: str = "train") -> Outputs:
+        if self.training and self._consistency > 0:
+            return {"loss": self._loss_of_both_views(batch)}
+        found = self.recognise(batch)
+        losses, _ = ctc_loss(found.log_probs, found.lengths, batch["targets"], batch["target_length"])
+        sums = {"loss": losses.sum()}
+        if self.training:
+            return sums
+        texts = {"decoded": self.decode(found), "said": batch["targets"]}
+        outputs = {name: PerSample(self._in_one_shape(ids)) for name, ids in texts.items()}
+        return sums | outputs | {"recordings": PerSample(batch["recordings"])}
+
+    def _loss_of_both_views(self, batch: Batch) -> Tensor:
+        both = {
+            name: torch.cat(values.chunk(2, dim=1) if name in _MASKS else [values, values])
+            for name, values in batch.items()
+        }
+        found = self.recognise(both)
+        losses, _ = ctc_loss(found.log_probs, found.lengths, both["targets"], both["target_length"])
+        (first, second), lengths = found.log_probs.chunk(2), found.lengths.chunk(2)[0]
+        apart = divergence(first, second, lengths)
+        return losses.sum() / 2 + self._consistency * apart.sum()
+
+    def _in_one_shape(self, ids: Tensor) -> Tensor:
+        return F.pad(ids, (0, self.longest - ids.shape[1]))
 
 
 class AlignedText(NamedTuple):

@@ -1,15 +1,71 @@
-"""A picture of how often which class was taken for which, for the tasks that come with the trainer and for others."""
+"""Pictures that any task may draw: bars, and how often which class was taken for which.
 
+They are drawn with Pillow, which every installation has, because TensorBoard depends on it. No meaning hangs on telling
+red from green.
+"""
+
+import unicodedata
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from tasks.drawing import BLACK, BLUE, GAP, GREY, LARGE, MEDIUM, PALE, SMALL, WHITE, WIDTH, drawable, font
+WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
+# Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
+BLUE, VERMILION, GREEN = (0, 114, 178), (213, 94, 0), (0, 158, 115)
 
-# In pixels.
+# In pixels. TensorBoard stretches or shrinks a picture to this width, without smoothing, so that small print stays
+# legible at this width only.
+WIDTH = 350
+LARGE, MEDIUM, SMALL = 15, 13, 11
+GAP = 4
+ROW = SMALL + 2 * GAP
+"""From one bar to the next."""
+WIDEST_NAME = WIDTH // 2
 CELL, WIDEST_MATRIX = 39, 1200
+
+
+@cache
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """size: in pixels."""
+    return ImageFont.load_default(size)
+
+
+def drawable(text: str) -> str:
+    """In the letters that the font has: without accents, and others by their numbers, which tell them apart."""
+    letters = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return (letters or text).encode("ascii", "backslashreplace").decode()
+
+
+def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
+    """One bar for each name, from the top, with its share in percent.
+
+    names: of those wider than half the picture the end is shown, which tells a URL or a path from its neighbours.
+    shares: at least 0; the bar of the largest one is as long as fits. Returns (height, WIDTH, 3) uint8.
+    """
+    small = font(SMALL)
+    names = [_shortened(drawable(name)) for name in names]
+    left = round(max(small.getlength(name) for name in names)) + 2 * GAP
+    space = WIDTH - left - small.getlength("100.0%") - 2 * GAP
+    longest = max(*shares, 1e-12)
+    image = Image.new("RGB", (WIDTH, len(names) * ROW + GAP), WHITE)
+    draw = ImageDraw.Draw(image)
+    for i, (name, share) in enumerate(zip(names, shares, strict=True)):
+        top, middle = i * ROW + GAP, i * ROW + GAP + SMALL / 2
+        length = round(share / longest * space)
+        draw.text((left - GAP, middle), name, BLACK, small, anchor="rm")
+        if length > 0:
+            draw.rectangle((left, top, left + length - 1, top + SMALL), BLUE)
+        draw.text((left + length + GAP, middle), f"{share:.1%}", GREY, small, anchor="lm")
+    return np.asarray(image)
+
+
+def _shortened(name: str) -> str:
+    """Its end, as much as fits into WIDEST_NAME."""
+    parts = (name, *(f"...{name[start:]}" for start in range(len(name))))
+    return next(part for part in parts if font(SMALL).getlength(part) <= WIDEST_NAME)
 
 
 def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
