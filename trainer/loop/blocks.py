@@ -6,6 +6,7 @@ Neither changes a name in a state dict, nor what a run saves.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -17,13 +18,12 @@ from trainer.flags import BlockFlags
 from trainer.parallel.module_state import (
     ABSENT,
     Change,
-    Entry,
+    Copies,
+    References,
     State,
     WholeState,
     copied,
-    entry_of,
-    held_by,
-    is_alike,
+    named_modules,
     version_of,
 )
 from trainer.task import Objective, Task
@@ -123,15 +123,22 @@ class _AsFound(AbstractContextManager[None]):
 
     def __init__(self, block: _Recomputed) -> None:
         self._block, changing = block, type(block).changing
-        self._found = WholeState(block) if changing is None else State(_entries(block, changing))
-        self._copies = self._found.copies()
-        # What else a forward replaces is not lost, and what else it writes into shows.
-        self._held = held_by(block) if changing is not None else []
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """The attributes and the buffers of each module, with shallow copies."""
+        if changing is None:
+            self._found: State = WholeState(block)
+        else:
+            modules = dict(block.named_modules()) if changing else {}
+            entries = [(modules[path], name) for path, name in changing]
+            self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
+            # What else a forward replaces is not lost, and what else it writes into shows.
+            owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
+            self._held = [(owner, owner.copy()) for owner in owners]
         self._versions = [
             (value, version_of(value))
             for _, held in self._held
             for value in held.values()
-            if type(value) is Tensor and id(value) not in self._copies
+            if type(value) is Tensor and id(value) not in self._found.copies
         ]
 
     def __enter__(self) -> None:
@@ -140,13 +147,16 @@ class _AsFound(AbstractContextManager[None]):
         replaced = [
             (owner, name, held.get(name, ABSENT))
             for owner, held in self._held
-            if not is_alike(owner, held)
+            if len(owner) != len(held) or not all(map(is_, owner.values(), held.values()))
             for name in owner.keys() | held.keys()
             if owner.get(name, ABSENT) is not held.get(name, ABSENT)
         ]
         self._found.entries += replaced
-        self._now = WholeState(self._block) if type(self._block).changing is None else self._found.of_now()
-        self._found.write(copied(self._copies))
+        is_whole = type(self._block).changing is None
+        of_now = References((owner, name) for owner, name, _ in self._found.entries)
+        self._now = WholeState(self._block) if is_whole else of_now
+        copies: Copies = {}
+        self._found.write(instead=lambda value: copied(self._found.copy_of(value), copies))
 
     def __exit__(self, *raised: Any) -> None:
         self._now.write()
@@ -161,14 +171,6 @@ class _AsFound(AbstractContextManager[None]):
             if id(value) in changed
         )
         return next(names, "a tensor")
-
-
-def _entries(block: nn.Module, names: set[tuple[str, str]]) -> list[Entry]:
-    """names: by the path of a submodule and the name in it."""
-    if not names:
-        return []
-    modules = dict(block.named_modules())
-    return [entry_of(modules[path], name) for path, name in names]
 
 
 # --- compiled ----------------------------------------------------------------------------------------------------

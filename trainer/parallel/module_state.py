@@ -1,11 +1,12 @@
 """The state of modules besides their parameters, in buffers and plain attributes: kept, put back, compared."""
 
 import copy
+import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_, is_not
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from torch.jit import ScriptModule
 
 from trainer.common.errors import UserError
 
-_BUFFERS, _NOT_PERSISTENT = "_buffers", "_non_persistent_buffers_set"
-_OF_TORCH = frozenset(vars(nn.Module())) - {_BUFFERS, _NOT_PERSISTENT}
+_NOT_PERSISTENT = "_non_persistent_buffers_set"
+_OF_TORCH = frozenset(vars(nn.Module())) - {_NOT_PERSISTENT}
 _CONTAINERS = frozenset([list, set, dict, deque, OrderedDict, defaultdict, Counter])
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
 """Whose own state no forward is expected to change, or is looked at elsewhere."""
 
@@ -28,100 +30,122 @@ ABSENT: Any = type("Absent", (), {"__slots__": ()})()
 
 Entry = tuple[dict[str, Any], str]
 """A dictionary, such as the attributes or the buffers of a module, and a name in it."""
-
-
-def entry_of(module: nn.Module, name: str) -> Entry:
-    """The entry of a buffer, or else of an attribute."""
-    return (module._buffers, name) if name in module._buffers else (module.__dict__, name)
+Copies = dict[int, tuple[Any, Any]]
+"""Objects with their copies, by the ids of the objects."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, or nothing."""
+    """Whether a value is a number, a text, or nothing."""
     return type(value) in _PLAIN
 
 
-class State:
-    """Values of entries at a moment, with all that lists, dictionaries, sets, deques and tuples among them hold.
+def copied(value: Any, copies: Copies) -> Any:
+    """A copy of a tensor, an array or a container with all that it holds, or else the value itself.
 
-    It refers to all values, and copies none. copyable: the tensors and arrays among them, by their ids; but for those
-    with a gradient, which belong to one forward.
+    copies: what was copied before, which each copy is added to. Shared are objects of other kinds, tensors with a
+    gradient, which belong to one forward, and lists of parameters, as LSTMs have them: whoever replaces these, such as
+    fsdp, keeps the list up to date.
     """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if id(value) in copies:
+        return copies[id(value)][1]
+    if kind in _CONTAINERS:
+        if kind is list and any(isinstance(item, nn.Parameter) for item in value):
+            return value
+        twin = copy.copy(value)
+        copies[id(value)] = value, twin  # before its items, which may hold it
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value) if kind is not set else ():
+            twin[name] = copied(item, copies)
+        return twin
+    if isinstance(value, tuple):
+        items = [copied(item, copies) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        twin = value._make(items) if hasattr(value, "_make") else kind(items)
+    elif kind is np.ndarray:
+        twin = value.copy()
+    elif kind is Tensor and not value.requires_grad:
+        twin = value.detach().clone()
+    else:
+        return value
+    copies[id(value)] = value, twin
+    return twin
+
+
+def contents(values: Iterable[Any]) -> Iterator[Any]:
+    """All objects among values, and in the containers and tuples among them, each once; no numbers and texts."""
+    waiting, seen = [*values], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if is_plain(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if type(value) in _CONTAINERS or isinstance(value, tuple):
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
+class References:
+    """Values of entries at a moment."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
-        self.contents: dict[int, tuple[Any, Any]] = {}
-        """Each container, by its id, with a shallow copy."""
-        self.copyable: dict[int, Any] = {}
-        self.others: dict[int, Any] = {}
-        """Objects of any other kind."""
-        waiting = [value for _, _, value in self.entries]
-        while waiting:
-            value = waiting.pop()
-            kind = type(value)
-            if kind in _PLAIN:
-                continue
-            if kind in _CONTAINERS:
-                items = value.values() if isinstance(value, dict) else value
-                # A list of parameters, as LSTMs have one, is kept up to date by whoever replaces these, such as fsdp.
-                is_of_params = kind is list and any(isinstance(item, nn.Parameter) for item in items)
-                if id(value) not in self.contents and not is_of_params:
-                    self.contents[id(value)] = value, copy.copy(value)
-                    waiting.extend(items)
-            elif isinstance(value, tuple):
-                waiting.extend(value)
-            elif kind is np.ndarray or (kind is Tensor and not value.requires_grad):
-                self.copyable[id(value)] = value
-            else:
-                self.others[id(value)] = value
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether a tensor within it belongs to the graph of a forward, as an activation that is to be looked at."""
-        return any(isinstance(value, Tensor) and value.requires_grad for value in self.others.values())
-
-    def copies(self) -> dict[int, Any]:
-        """Copies of all that is copyable, by the id of the original."""
-        return copied(self.copyable)
-
-    def of_now(self) -> "State":
-        """Values of the same entries now."""
-        return State((owner, name) for owner, name, _ in self.entries)
-
-    def write(self, instead: Mapping[int, Any] | None = None) -> None:
-        """The entries hold again what they held. instead: other values in place of some, by the ids of these."""
-        instead = instead or {}
-        for container, content in self.contents.values():
-            _fill(container, content, instead)
+    def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
+        """The entries hold their values again, or what is given instead of each."""
         for owner, name, value in self.entries:
             if value is ABSENT:
                 owner.pop(name, None)
             else:
-                owner[name] = _replaced(value, instead)
+                owner[name] = instead(value)
 
-    def put_back(self, copies: Mapping[int, Any]) -> None:
-        """The entries hold what they held, tensors and arrays with the content of these copies."""
-        self.write()
-        for key, value in copies.items():
-            original = self.copyable[key]
+
+class State(References):
+    """Values of entries at a moment, with copies of all tensors, arrays and containers among them."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        super().__init__(entries)
+        self.copies: Copies = {}
+        for _, _, value in self.entries:
+            copied(value, self.copies)
+
+    def copy_of(self, value: Any) -> Any:
+        """The copy of a value that was held at that moment; the value itself where there is none."""
+        return self.copies.get(id(value), (value, value))[1]
+
+    def put_back(self) -> None:
+        """The entries hold what they held, and all tensors, arrays and containers have their content of then."""
+        originals = {id(twin): original for original, twin in self.copies.values()}
+        for original, twin in self.copies.values():
             if isinstance(original, Tensor):
-                original.data.copy_(value)  # unseen by autograd, whose backward may be under way
-            else:
-                original[...] = value
+                original.data.copy_(twin)  # unseen by autograd, whose backward may be under way
+            elif isinstance(original, np.ndarray):
+                original[...] = twin
+            elif isinstance(original, dict):
+                original.clear()
+                original.update({name: originals.get(id(item), item) for name, item in twin.items()})
+            elif not isinstance(original, tuple):
+                items = [originals.get(id(item), item) for item in twin]
+                original.clear()
+                original.update(items) if isinstance(original, set) else original.extend(items)
+        self.write()
 
 
 class WholeState(State):
     """All that a module and its submodules hold. What comes to it later `write` takes away again."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [each for _, each in named_modules(module)]
-        super().__init__((vars(each), name) for each in self._modules for name in _own_names(each))
+        self.modules = [(path, each, own_attributes(each), dict(each._buffers)) for path, each in named_modules(module)]
+        attributes = [(vars(each), name) for _, each, own, _ in self.modules for name in own]
+        super().__init__([*attributes, *((each._buffers, name) for _, each, _, own in self.modules for name in own)])
 
-    def write(self, instead: Mapping[int, Any] | None = None) -> None:
-        before = {(id(owner), name) for owner, name, _ in self.entries}
-        for attributes in map(vars, self._modules):
-            for name in [name for name in attributes if name not in _OF_TORCH]:
-                if (id(attributes), name) not in before:
-                    del attributes[name]
+    def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
+        for _, each, attributes, _ in self.modules:
+            for name in own_attributes(each).keys() - attributes.keys():
+                del vars(each)[name]
+            each._buffers.clear()  # so that they are in their order again
         super().write(instead)
 
 
@@ -130,62 +154,9 @@ def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
 
 
-def _own_names(module: nn.Module) -> list[str]:
-    return [name for name in vars(module) if name not in _OF_TORCH]
-
-
-def held_by(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The attributes and the buffers of a module and its submodules, each with a shallow copy: quicker than a state."""
-    held = []
-    for each in module.modules():
-        if isinstance(each, ScriptModule):
-            continue
-        attributes, buffers = vars(each), each._buffers
-        held.append((attributes, attributes.copy()))
-        if buffers:
-            held.append((buffers, buffers.copy()))
-    return held
-
-
-def is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dictionaries hold the same objects in the same order."""
-    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
-
-
-def copied(values: Mapping[int, Any]) -> dict[int, Any]:
-    """Copies of tensors and arrays."""
-    return {key: value.detach().clone() if isinstance(value, Tensor) else value.copy() for key, value in values.items()}
-
-
-def _fill(container: Any, content: Any, instead: Mapping[int, Any]) -> None:
-    """Gives a container this content, and leaves one alone that has it."""
-    if isinstance(container, set):
-        if container != content:
-            container.clear()
-            container.update(content)
-        return
-    is_dict = isinstance(container, dict)
-    values = [_replaced(value, instead) for value in (content.values() if is_dict else content)]
-    names = [*content] if is_dict else []
-    if is_dict and [*container] != names:
-        container.clear()
-    if is_dict:
-        for name, value in zip(names, values, strict=True):
-            container[name] = value
-    elif len(container) != len(values) or any(map(is_not, container, values)):
-        container.clear()
-        container.extend(values)
-
-
-def _replaced(value: Any, instead: Mapping[int, Any]) -> Any:
-    if id(value) in instead:
-        return instead[id(value)]
-    if not isinstance(value, tuple):
-        return value
-    items = [_replaced(item, instead) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module besides those that torch keeps its parameters, buffers, submodules and hooks in."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 # --- forwards that leave no trace --------------------------------------------------------------------------------
@@ -222,9 +193,8 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """
     scripted = _Scripted(module)
     state = WholeState(module)
-    copies = state.copies()
-    comparison = _Comparison(module, state, copies)
-    state.write(copies)
+    comparison = _Comparison(state)
+    state.write(instead=state.copy_of)
     try:
         yield lambda: comparison.changes() + scripted.changes()
     finally:
@@ -269,52 +239,49 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compares a module with a state, of which it was given these copies."""
+    """Compares what modules hold, which are copies of a state, with that state."""
 
-    def __init__(self, module: nn.Module, state: State, copies: Mapping[int, Any]) -> None:
-        self._state, self._copies = state, copies
-        self._versions = {key: version_of(value) for key, value in copies.items()}
-        self._before = []
-        for path, each in named_modules(module):
-            attributes = {name: vars(each)[name] for name in _own_names(each)}
-            buffers, not_persistent = (state.contents[id(attributes.pop(n))][1] for n in (_BUFFERS, _NOT_PERSISTENT))
-            self._before.append((path, each, attributes, buffers, not_persistent))
-        self._views = {key: _view(value) for key, value in state.others.items()}
+    def __init__(self, state: WholeState) -> None:
+        self._state = state
+        self._views = {id(value): _view(value) for value in contents(value for _, _, value in state.entries)}
+        self._versions = {key: version_of(twin) for key, (_, twin) in state.copies.items()}
         self._unseen = False
         self._compared: set[int] = set()
 
     def changes(self) -> list[Change]:
-        found = []
-        for path, module, attributes, buffers, not_persistent in self._before:
-            prefix = f"{path}." if path else ""
-            own = {name: vars(module)[name] for name in _own_names(module) if name not in (_BUFFERS, _NOT_PERSISTENT)}
-            for is_buffer, before, after in ((True, buffers, module._buffers), (False, attributes, own)):
+        found, copy_of = [], self._state.copy_of
+        for path, module, attributes, buffers in self._state.modules:
+            prefix, local = f"{path}." if path else "", attributes[_NOT_PERSISTENT] | module._non_persistent_buffers_set
+            for is_buffer, before, after in (
+                (True, buffers, module._buffers),
+                (False, attributes, own_attributes(module)),
+            ):
                 for name in dict.fromkeys([*before, *after]):
                     old, new = before.get(name, ABSENT), after.get(name, ABSENT)
                     self._unseen = False
                     self._compared.clear()
-                    if self._is_same(old, new):
+                    if name == _NOT_PERSISTENT or self._is_same(old, new):
                         continue
-                    persistent = is_buffer and name not in (not_persistent | module._non_persistent_buffers_set)
-                    in_place = new is self._copies.get(id(old), ABSENT)
+                    persistent, in_place = is_buffer and name not in local, new is not old and new is copy_of(old)
                     found.append(
                         Change(module, prefix + name, name, is_buffer, persistent, old, new, in_place, not self._unseen)
                     )
         return found
 
     def _is_same(self, before: Any, now: Any) -> bool:
-        if id(before) in self._copies:
-            is_written = version_of(self._copies[id(before)]) != self._versions[id(before)]
-            return now is self._copies[id(before)] and not is_written and _is_same_content(before, now)
-        if now is before and id(before) in self._state.contents:
+        if isinstance(before, tuple) and type(before) is type(now):
+            return len(before) == len(now) and all(map(self._is_same, before, now))
+        if id(before) in self._state.copies:
+            if now is not self._state.copy_of(before):
+                return False
+            if isinstance(before, Tensor | np.ndarray):
+                return version_of(now) == self._versions[id(before)] and _is_same_content(before, now)
             if id(before) in self._compared:
                 return True
             self._compared.add(id(before))
-            return self._has_same_members(self._state.contents[id(before)][1], now)
-        if isinstance(before, tuple) and type(before) is type(now):
-            return len(before) == len(now) and all(map(self._is_same, before, now))
+            return self._has_same_members(before, now)
         if now is before:
-            is_same = id(before) not in self._views or self._views[id(before)] == _view(before)
+            is_same = _is_same_view(self._views.get(id(before)), _view(before))
             self._unseen |= not is_same
             return is_same
         if is_plain(before) or isinstance(before, torch.device | np.generic):
@@ -352,29 +319,18 @@ def _view(value: Any) -> Any:
     """The visible state of an object of any kind, to be compared: its attributes, or how far a generator has come."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
+    if isinstance(value, _GENERATORS):
+        return pickle.dumps(value)
     if isinstance(value, _HOLDS_NOTHING) or not hasattr(value, "__dict__"):
         return None
-    return _Attributes(value)
+    return {name: (item, version_of(item)) for name, item in vars(value).items()}
 
 
-class _Attributes:
-    """Attributes of an object at a moment, without their own. One that appears later may be a cache, and is ignored."""
-
-    def __init__(self, value: Any) -> None:
-        self.held = {name: (item, version_of(item)) for name, item in vars(value).items()}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Attributes) and all(
-            name in other.held and _is_same_value(self.held[name], other.held[name]) for name in self.held
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+def _is_same_view(before: Any, now: Any) -> bool:
+    """Compares two views of an object, of attributes without their own. A later one may be a cache, and is ignored."""
+    if not isinstance(before, dict):
+        return bool(before == now)
+    return all(name in now and _is_same_value(before[name], now[name]) for name in before)
 
 
 def _is_same_value(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
