@@ -18,7 +18,7 @@ import trainer
 from tasks.har import HarTask
 from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bits, contents, load
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
-from trainer.commands.process_state import process_restored
+from trainer.api import process_restored
 from trainer.common.errors import UserError
 from trainer.parallel.errors import Failure
 from trainer.parallel.signals import ONE_CTRL_C_S

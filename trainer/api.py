@@ -6,24 +6,27 @@ The flags, the run directory and all that becomes of them are those of the comma
 import json
 import os
 import pickle
+import random
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
 from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.records import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
-from trainer.commands.build import start_parallel
+from trainer.commands.build import CUBLAS_WORKSPACE, start_parallel
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices
-from trainer.commands.process_state import process_restored
 from trainer.commands.state import read_state
 from trainer.commands.weights import trained_model
 from trainer.common.errors import UserError
@@ -33,7 +36,7 @@ from trainer.flags import TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, Predict
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
-from trainer.parallel.signals import STOP_SIGNALS, LeftAtOnce
+from trainer.parallel.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.registry import name_of, source_file
 from trainer.task import Task
 
@@ -46,6 +49,7 @@ NOT_OF_ONE_RUN = (
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
 """Flags that ask for something else than to train one run."""
+_in_use = threading.Lock()
 ONE_RUN = "fit trains one run of the class that it is given; leave it out"
 
 
@@ -233,3 +237,63 @@ def _main_in_own_session(
     """
     os.setsid()
     return run_process(argv, several_devices, environment, task_type)
+
+
+# --- what a run changes of the process, and what is put back -----------------------------------------------------
+
+
+_STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+)
+"""What reads something global, and what writes it."""
+_SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
+
+
+@contextmanager
+def process_restored(wait_s: float = 0.0) -> Iterator[None]:
+    """Around a run. Default dtype and device and gradients are those of a new process, whatever this one has.
+
+    Raises UserError if another thread of this process is within it for longer than `wait_s`: they would share random
+    numbers.
+    """
+    if not _in_use.acquire(timeout=wait_s):
+        raise UserError("this process trains already, and one run at a time is all it can; start another process")
+    with ExitStack() as afterwards:
+        afterwards.callback(_in_use.release)
+        for read, write in _STATES:
+            afterwards.callback(write, read())
+        for module, name in (*_SWITCHES, *_tf32_of_cudnn()):
+            afterwards.callback(setattr, module, name, getattr(module, name))
+        afterwards.callback(sys.path.__setitem__, slice(None), list(sys.path))
+        if CUBLAS_WORKSPACE not in os.environ:
+            afterwards.callback(os.environ.pop, CUBLAS_WORKSPACE, None)
+        uses_gpus = torch.cuda.is_initialized()
+        afterwards.callback(_make_current, torch.cuda.current_device() if uses_gpus else 0)
+        afterwards.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if uses_gpus else ()))
+        afterwards.enter_context(handlers_restored())
+        torch.set_default_dtype(torch.float32)
+        afterwards.enter_context(torch.inference_mode(False))  # gradients too, also within torch.no_grad()
+        if torch.get_default_device().type != "cpu":  # a context costs every operation some time
+            afterwards.enter_context(torch.device("cpu"))
+        yield
+
+
+def _tf32_of_cudnn() -> list[tuple[Any, str]]:
+    """The switches to keep: torch's older one, or those of torch 2.9 where they differ, for then it cannot be read."""
+    cudnn: Any = torch.backends.cudnn
+    try:
+        _ = cudnn.allow_tf32
+    except RuntimeError:
+        return [(cudnn.conv, "fp32_precision"), (cudnn.rnn, "fp32_precision")]
+    return [(cudnn, "allow_tf32")]
+
+
+def _make_current(gpu: int) -> None:
+    """For torch; 0 is its own choice. Nothing where this process has used none, which would begin to use one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(gpu)

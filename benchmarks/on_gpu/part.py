@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.api import process_restored
 from trainer.cli import main
-from trainer.commands.process_state import process_restored
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"

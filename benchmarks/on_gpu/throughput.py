@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.on_gpu.models import BATCH_SIZES, MODELS, chosen
 from benchmarks.on_gpu.part import CACHE, Report, Setting
+from trainer.api import process_restored
 from trainer.commands.parse import parse
-from trainer.commands.process_state import process_restored
 from trainer.config import refuse
 from trainer.parallel.base import SingleDevice
 from trainer.parallel.devices import pick_device

@@ -11,9 +11,9 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
 
     import torch
 
+    from trainer.api import process_restored
     from trainer.commands.build import set_up_torch, start_parallel
     from trainer.commands.parse import parse
-    from trainer.commands.process_state import process_restored
 
     os.environ.pop(WORKSPACE, None)
     cudnn = torch.backends.cudnn

@@ -37,7 +37,7 @@ def test_the_first_gpu_of_every_form_is_the_current_one():
 def test_a_process_that_goes_on_has_its_current_gpu_back():
     import torch
 
-    from trainer.commands.process_state import process_restored
+    from trainer.api import process_restored
     from trainer.parallel.base import SingleDevice
 
     for before in (0, 1):
