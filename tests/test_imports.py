@@ -9,6 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trainer", "tasks", "models", "data")
@@ -296,6 +298,74 @@ def test_library_stays_in_its_rooms(library):
         if name == library or name.startswith(f"{library}.")
     ]
     assert not offenders, f"{library} belongs to {', '.join(sorted(HOMES[library]))} alone:\n{report(offenders)}"
+
+
+PRIVATE_NAMES = "trainer.common.torch_private"
+PRIVATE_OF_OTHERS = {"_asdict", "_exit", "_fields", "_format_action_invocation", "_make", "_on_queue_feeder_error"}
+PRIVATE_OF_OTHERS |= {"_option_string_actions", "_replace", "_run_exitfuncs"}
+"""What the standard library does not promise to keep."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names_of_torch(path: Path, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Dotted names of torch with a private part, attributes that only torch can have, methods in place of torch's.
+
+    known: private names that the project defines.
+    """
+    of_torch = {name for kind in (nn.Module, torch.optim.Optimizer) for name in dir(kind) if is_private(name)}
+    of_torch |= {name for name in dir(nn.parallel.DistributedDataParallel) if is_private(name)}
+    for line, name in used_names(path):
+        if name.startswith("torch.") and any(map(is_private, name.split("."))):
+            yield line, name
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
+            if node.attr not in (known - of_torch) | PRIVATE_OF_OTHERS:
+                yield node.lineno, f".{node.attr}"
+        elif isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            yield from ((each.lineno, each.name) for each in methods if node.bases and each.name in of_torch)
+
+
+def is_own(owner: ast.AST) -> bool:
+    return isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Functions, annotated names, and attributes of `self` that are assigned."""
+    nodes = list(ast.walk(tree))
+    assigned = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return assigned | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_private_names_of_torch_stay_in_one_file():
+    paths = {module: path for module, path in modules().items() if module != PRIVATE_NAMES}
+    known = set[str]().union(*(defined_names(tree_of(path)) for path in paths.values()))
+    offenders = [
+        Found(module, path, line, name)
+        for module, path in paths.items()
+        for line, name in private_names_of_torch(path, known)
+    ]
+    assert not offenders, f"private names of torch belong to {PRIVATE_NAMES} alone:\n{report(offenders)}"
+
+
+def test_private_names_are_found(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch.utils._pytree import tree_map\n"
+        "class Model(torch.nn.Module):\n    def _apply(self, fn): return super()._apply(fn)\n"
+        "    def own(self, group): return torch._foreach_norm([group._get_backend(), self._kept])\n"
+    )
+    found = {name for _, name in private_names_of_torch(tmp_path / "model.py", {"_apply", "_kept"})}
+    assert found == {
+        "torch.utils._pytree.tree_map",
+        "_apply",
+        "._apply",
+        "torch._foreach_norm",
+        "._get_backend",
+        "._foreach_norm",
+    }
 
 
 def test_weights_reach_a_model_in_one_place():

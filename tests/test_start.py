@@ -46,12 +46,12 @@ def test_a_run_imports_neither_a_compiler_nor_algebra(environment, tmp_path):
 IMPORTED_MEANWHILE = """
 import sys
 import torch
-from trainer.parallel.ddp_module import _default_settings_of_compiler
+from trainer.common.torch_private import default_settings_of_compiler
 
-with _default_settings_of_compiler():
+with default_settings_of_compiler():
     assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer" and "torch._dynamo" not in sys.modules
 assert "torch._dynamo" not in sys.modules
-with _default_settings_of_compiler():
+with default_settings_of_compiler():
     import torch._dynamo
 assert torch._dynamo is sys.modules["torch._dynamo"]
 assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"

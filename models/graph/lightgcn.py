@@ -3,13 +3,12 @@
 With a knowledge graph or without.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from models.graph.recommender import Recommender, Represented, distinct, initialise
 from models.graph.sparse import SparseMatrix, product, select
+from trainer.common.torch_private import SeesConversions
 
 
 class LightGCN(Recommender):
@@ -98,7 +97,7 @@ class KnowledgeLightGCN(LightGCN):
         return ego + said, torch.cat([ego, said], dim=1)
 
 
-class _ConstantMatrix(SparseMatrix):
+class _ConstantMatrix(SeesConversions, SparseMatrix):
     """Its values are rounded to the precision that the model is in, whatever the one was that it was built in."""
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
@@ -107,8 +106,5 @@ class _ConstantMatrix(SparseMatrix):
         self._exact = values
         self.set_values(values)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_ConstantMatrix":
-        """What `to`, `double` and the like call."""
-        super()._apply(fn, recurse)
+    def after_conversion(self) -> None:
         self.set_values(self._exact.to(self.values.device))
-        return self

@@ -14,6 +14,7 @@ from models.speech.legendre import discrete_system, impulse_response, orthonorma
 from models.speech.lmu import LMU
 from models.speech.parallel_lmu import ParallelLMU
 from models.speech.recogniser import SpeechRecogniser
+from trainer.common.torch_private import scan
 
 _FORGOTTEN = 1e-9
 """The share of a memory's response to an impulse that may be cut off at its end."""
@@ -96,8 +97,6 @@ class ScannedLMU(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x (B, T, input_size) -> h of all steps (B, T, hidden_size), from a state of zeros."""
-        from torch._higher_order_ops import scan  # imports torch's compiler
-
         lmu, a, b = self.lmu, self.a, self.b
         e_h, e_m, w_h, w_m = lmu.e_h, lmu.e_m, lmu.w_h, lmu.w_m
 

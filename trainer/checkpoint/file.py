@@ -27,6 +27,7 @@ from trainer.checkpoint.readable import error_of_saving
 from trainer.checkpoint.records import IF_UNREADABLE
 from trainer.common.errors import DiskError, UnfitState, UserError
 from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
+from trainer.common.torch_private import sparse_parts
 
 FOLDER_ATTRIBUTE = 0x10
 """Of a part of an archive, in its `external_attr`."""
@@ -144,7 +145,7 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
     if value.is_meta or value.is_nested:
         return []
     if value.layout == torch.sparse_coo:
-        return [value._indices(), value._values()]
+        return sparse_parts(value)
     return [value] if value.layout == torch.strided else []
 
 

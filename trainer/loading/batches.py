@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import has_workers, kill_workers
 from trainer.loading.order import SampleKeys
 
 Batch = dict[str, Tensor]
@@ -150,7 +151,9 @@ class Workers:
 
     def add(self, batches: _Batches) -> int:
         """The number by which requests mean the batches of one more data set."""
-        assert self._iterator is None, "workers that run already know nothing of it"
+        assert self._processes is None or not has_workers(self._processes), (
+            "workers that run already know nothing of it"
+        )
         self._batches.of_dataset.append(batches)
         return len(self._batches.of_dataset) - 1
 
@@ -175,15 +178,8 @@ class Workers:
 
         It may be called again.
         """
-        if self._iterator is not None:
-            self._iterator._shutdown_workers()
-            for process in self._iterator._workers:
-                process.kill()
-
-    @property
-    def _iterator(self) -> Any:
-        """That of the processes, once they have started."""
-        return self._processes._iterator if self._processes is not None else None
+        if self._processes is not None:
+            kill_workers(self._processes)
 
 
 class BatchLoader:

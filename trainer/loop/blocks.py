@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import own_buffers, set_up_compiler
 from trainer.flags import BlockFlags
 from trainer.parallel.module_state import (
     ABSENT,
@@ -166,7 +167,7 @@ class _AsFound(AbstractContextManager[None]):
         names = (
             f"{path}.{name}"
             for path, module in self._block.named_modules(prefix=type(self._block).path)
-            for held in (module._buffers, vars(module))
+            for held in (own_buffers(module), vars(module))
             for name, value in held.items()
             if id(value) in changed
         )
@@ -182,10 +183,7 @@ def compile_units(units: Sequence[nn.Module]) -> None:
     Sizes are unknowns from the start. What is compiled then depends on the first call alone, which is the same one
     whenever a run starts, and not on which sizes came before: a resumed run computes what the unbroken one does.
     """
-    import torch._dynamo  # which takes seconds
-
-    torch._dynamo.config.recompile_limit = max(_MOST_VERSIONS, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.specialize_float = True  # a model's numbers are not sizes
+    set_up_compiler(_MOST_VERSIONS)
     for unit in units:
         for module in unit.modules():
             if getattr(module, "stays_eager", False):
@@ -198,11 +196,10 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 @contextmanager
 def refusing_compilation() -> Iterator[None]:
     """Around the first calls of compiled modules: makes a UserError of what the compiler raises."""
-    import torch._dynamo
-
+    compiler_error = set_up_compiler(_MOST_VERSIONS)
     try:
         yield
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except compiler_error as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UserError(f"--compile: torch cannot compile the model: {lines[0]}; leave it out") from error
     except RuntimeError as error:

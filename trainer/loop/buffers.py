@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import foreach_copy_, names_not_persistent, own_buffers
 from trainer.parallel.base import Parallel
 from trainer.parallel.module_state import (
     ABSENT,
@@ -129,7 +130,7 @@ class FlatTensors:
     def set(self, values: Tensor) -> None:
         """values: as `flattened` gave them."""
         # Unseen by autograd, whose backward does not need them.
-        torch._foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
+        foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
 
 Kind = tuple[torch.Size, torch.dtype]
@@ -157,11 +158,11 @@ class ForwardState:
         left_out = set(without)
         self._elsewhere = {id(buffer) for module in left_out for buffer in module.buffers(recurse=False)}
         self._persistent: list[list[Any]] = [
-            [f"{path}.{name}".lstrip("."), module._buffers, name, buffer, _shape(buffer)]
+            [f"{path}.{name}".lstrip("."), own_buffers(module), name, buffer, _shape(buffer)]
             for path, module in named_modules(model)
             if module not in left_out
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
+            for name, buffer in own_buffers(module).items()
+            if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
         """All that trials have shown, by module and name, without the values."""

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.readable import error_of_model
 from trainer.common.errors import UserError, printable
+from trainer.common.torch_private import BATCH_NORMS, num_writes
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
@@ -193,7 +194,7 @@ def _places_in_generators() -> tuple[Any, ...]:
 def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:
     """Tensors of which this process has all, by name, with the number of their changes so far."""
     return {
-        name: (tensor, tensor._version)
+        name: (tensor, num_writes(tensor))
         for name, tensor in tensors
         if not is_sharded(tensor) and tensor.layout == torch.strided
     }
@@ -204,7 +205,7 @@ def _changed(before: Mapping[str, tuple[Tensor, int]], now: Iterable[tuple[str, 
     return [
         name
         for name, tensor in now
-        if name in before and (tensor is not before[name][0] or tensor._version != before[name][1])
+        if name in before and (tensor is not before[name][0] or num_writes(tensor) != before[name][1])
     ]
 
 
@@ -215,7 +216,7 @@ def check_single_samples(
 
     A batch norm over more than the samples, such as BatchNorm2d, takes it. All processes call it.
     """
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in learner.objective.modules()):
+    if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
     refused = sorted(
         size for size in order.step_sizes if leaves_a_single_sample(parallel, size, split.micro_batch_size)

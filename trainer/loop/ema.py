@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import foreach_add_, foreach_mul_, foreach_sub
 from trainer.parallel.parts import local_shards
 
 
@@ -87,9 +88,9 @@ class ExponentialMovingAverage:
         It changes in place, as all that a rescue reads: whenever that is, it is of the last step that is done.
         """
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
-        changes = torch._foreach_sub(params, average)
-        torch._foreach_mul_(changes, weight.to(changes[0].dtype))
-        torch._foreach_add_(average, changes)
+        changes = foreach_sub(params, average)
+        foreach_mul_(changes, weight.to(changes[0].dtype))
+        foreach_add_(average, changes)
         updates += applied
 
     @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UnfitState
+from trainer.common.torch_private import num_writes
 from trainer.loop.fingerprint import Fingerprint, num_words
 from trainer.loop.host_copy import Arrival
 from trainer.loop.step_results import GROUP_SIZE
@@ -67,7 +68,7 @@ class Lockstep:
         if self._is_on:
             self._fingerprint = Fingerprint(num_words(self._tensors().values()), self._parallel.device)
             buffers = persistent_buffers(self._objective)
-            self._buffers = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
+            self._buffers = {name: (buffer, num_writes(buffer)) for name, buffer in buffers.items()}
 
     def after_step(self, step: int) -> None:
         """Takes the fingerprint where it is due. step: optimizer steps done."""
@@ -153,7 +154,7 @@ class Lockstep:
             name
             for name, buffer in persistent_buffers(self._objective).items()
             if name not in self._buffers or self._buffers[name][0] is not buffer
-            or self._buffers[name][1] != buffer._version
+            or self._buffers[name][1] != num_writes(buffer)
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_norm, reads_found_inf, run_backward
 from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
 from trainer.loop.torch_optimizers import take_step
@@ -78,7 +79,9 @@ class Precision:
         else:
             coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
         start = self.scaler.scale(coefficient).to(loss.dtype)
-        _run_backward(loss, start)
+        # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
+        # with, would take a hundredth of a step of 2 ms.
+        run_backward(loss, start)
 
     def step(
         self,
@@ -123,22 +126,9 @@ class Precision:
         return self.scaler.scale(one) < before
 
 
-def _run_backward(loss: Tensor, start: Tensor) -> None:
-    """Does what loss.backward(start) does, without importing sympy for its checks.
-
-    A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins with,
-    would take a hundredth of a step of 2 ms.
-    """
-    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run is None:
-        loss.backward(start)
-    else:
-        run((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def gradient_norm(grads: list[Tensor]) -> Tensor:
     """Of the whole gradient: that of `nn.utils.get_total_norm`, to the bit, without its sorting by device and type."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return torch.linalg.vector_norm(torch.stack(foreach_norm(grads)))
 
 
 def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
@@ -168,7 +158,7 @@ def _step_on_host(
         return False, True
     factor = 1 / (norm + norm.dtype.type(1e-6)) * norm.dtype.type(max_grad_norm)
     if 0 < factor < 1:
-        torch._foreach_mul_(grads, float(factor))
+        foreach_mul_(grads, float(factor))
     for optimizer in optimizers:
         take_step(optimizer)
     return True, False
@@ -179,23 +169,18 @@ def _step_on_device(
 ) -> tuple[Tensor, Tensor]:
     """The same without waiting for the norm, unless there are optimizers that cannot leave a step out themselves."""
     if max_grad_norm:
-        torch._foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+        foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
     applied = grad_norm < torch.inf  # as torch.isfinite of a norm, by one kernel instead of four
     left_out = applied.logical_not()
-    if not all(map(_reads_found_inf, optimizers)) and not bool(applied):
+    if not all(map(reads_found_inf, optimizers)) and not bool(applied):
         return applied, left_out
     found_inf = left_out.float()
     for optimizer in optimizers:
-        if _reads_found_inf(optimizer):
+        if reads_found_inf(optimizer):
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
         take_step(optimizer)
     return applied, left_out
-
-
-def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its kernels look at `found_inf` where it is, as they do for a gradient scaler: fused ones."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
@@ -212,7 +197,8 @@ def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 def module_in_dtype(module: M, dtype: torch.dtype) -> M:
     """The same of a module's parameters and buffers, in place; `Module.to` would drop the imaginary parts."""
-    return module._apply(partial(_in_dtype, dtype=dtype))
+    convert_tensors(module, partial(_in_dtype, dtype=dtype))
+    return module
 
 
 def with_dense_tensors(module: M) -> M:

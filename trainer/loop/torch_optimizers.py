@@ -36,12 +36,13 @@ class ZeroStartSGD(torch.optim.SGD):
     left out for a gradient that is not finite, the next one takes what the memory happens to hold for momentum.
     """
 
-    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
-        has_sparse_grad = super()._init_group(group, params, grads, momentum_buffer_list)
-        for i, buffer in enumerate(momentum_buffer_list):
-            if buffer is None:
-                momentum_buffer_list[i] = torch.zeros_like(params[i])
-        return has_sparse_grad
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return inspect.unwrap(torch.optim.SGD.step)(self, closure)
 
 
 def take_step(optimizer: Optimizer) -> None:

@@ -16,10 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError, reason
+from trainer.common.torch_private import (
+    WithoutCompiler,
+    after_first_gradients,
+    leave_buffers_alone,
+    rebuild_buckets,
+)
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import Parallel, result_or_refusal
-from trainer.parallel.ddp_module import LightDistributedDataParallel
 from trainer.parallel.devices import device_label, usable_gpus
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
@@ -48,6 +53,10 @@ Member = tuple[str, int, str]
 
 DIRECT_BYTES = 3 * 2**18
 """So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
+
+
+class LightDistributedDataParallel(WithoutCompiler, nn.parallel.DistributedDataParallel):
+    """torch's, without the import of torch's compiler, the longest part of a start."""
 
 
 class Distributed(Parallel):
@@ -190,7 +199,7 @@ class Distributed(Parallel):
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         # Its exchange refuses some types of buffers. They are agreed here, and before evaluating and saving.
         buffers = dict(net.named_buffers())
-        LightDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [*buffers])
+        leave_buffers_alone(LightDistributedDataParallel, net)
         self._send_buffers_of_main(buffers)
         wrapped = LightDistributedDataParallel(
             net,
@@ -207,7 +216,7 @@ class Distributed(Parallel):
         # The next forward would do it, and wait for a rank that finds no room for its batch.
         if isinstance(net, LightDistributedDataParallel):
             with _naming_left_out():
-                net.reducer._rebuild_buckets()
+                rebuild_buckets(net)
 
     def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
@@ -225,7 +234,7 @@ class Distributed(Parallel):
     def mark_comm_start(self, loss: Tensor) -> None:
         # What is queued as the backward begins comes before DistributedDataParallel waits for the last gradients.
         mark = partial(self.activity.on_border, EXCHANGE)
-        loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
+        loss.register_hook(lambda _: after_first_gradients(mark))
 
     def sum(self, values: Tensor) -> Tensor:
         self.activity.enter(EXCHANGE)

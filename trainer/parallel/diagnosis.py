@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch.utils.data._utils import signal_handling
 
 from trainer.common.errors import UserError, message, reason
+from trainer.common.torch_private import raise_for_ended_worker
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.errors import (
     EXIT_BAD_INPUT,
@@ -44,10 +44,10 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
     is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
     until = time.monotonic() + (_WORKER_ENDS_S if is_broken else 0)
     try:
-        signal_handling._error_if_any_worker_fails()
+        raise_for_ended_worker()
         while time.monotonic() < until:
             time.sleep(0.01)
-            signal_handling._error_if_any_worker_fails()
+            raise_for_ended_worker()
     except RuntimeError as of_worker:
         told += f" {of_worker}"
     return _WORKER_KILLED.search(told)

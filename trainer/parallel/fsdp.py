@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.jit import RecursiveScriptModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import TorchDispatchMode, has_hooks, make_outermost, set_timeout, tree_flatten
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.ddp import Distributed
@@ -68,7 +67,7 @@ class Sharded(Distributed):
         is_flat = shape[0] == 1
         self._mesh = init_device_mesh(self.device.type, shape[is_flat:], mesh_dim_names=names[is_flat:])
         for group in self._mesh.get_all_groups():  # which need not be the one of `Distributed`
-            group._get_backend(self.device)._set_default_timeout(timedelta(seconds=self._device_timeout_s))
+            set_timeout(group, self.device, timedelta(seconds=self._device_timeout_s))
         self._is_whole = False
 
     def describe(self) -> str:
@@ -97,7 +96,7 @@ class Sharded(Distributed):
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))
         self._send_buffers(objective)
         # Or the first unit that runs would take itself for the outermost one, as in `Objective.start_evaluation`.
-        objective._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        make_outermost(objective)
         objective.register_forward_hook(self._free_after_evaluation)
         self._left_out = LeftOut(objective, its_blocks)
         return objective
@@ -195,7 +194,7 @@ class Sharded(Distributed):
                     f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} beside 'state', where nothing says of "
                     "which parameters it is, to be divided as they are; take --multi-gpu ddp, or another optimizer"
                 )
-        hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if p._backward_hooks]
+        hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if has_hooks(p)]
         if hooked:
             raise UserError(_hooked(f"a parameter of shape {tuple(hooked[0].shape)}"))
 
@@ -271,7 +270,7 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
                     f"--multi-gpu fsdp: {label} is a single number without a dimension, which cannot be divided; "
                     "give it the shape (1,)"
                 )
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if has_hooks(parameter):
                 raise UserError(_hooked(label))
             found.setdefault(parameter, {})[label] = unit_of.get(module, 0)
     split = [names for names in found.values() if len(set(names.values())) > 1]
@@ -333,7 +332,7 @@ class _Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._made.extend(weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self._made.extend(weakref.ref(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
         return result
 
     def without_content(self) -> list[Tensor]:

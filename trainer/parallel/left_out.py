@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import (
+    group_of_unit,
+    is_in_backward,
+    pass_through,
+    tree_flatten,
+    tree_unflatten,
+    unsharded,
+)
 from trainer.task import Objective
 
 
@@ -38,10 +45,10 @@ class LeftOut:
         objective.register_forward_pre_hook(self._begin, prepend=True)
         objective.register_forward_hook(self._end, prepend=True)  # torch's own then sees what it returns
         for unit in objective.modules():
-            group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+            group = group_of_unit(unit) if isinstance(unit, FSDPModule) else None
             if group is not None:  # as that of a unit without parameters
-                group.pre_backward = partial(self._gather, group.pre_backward)  # type: ignore[method-assign]
-                group.post_backward = partial(self._reduce, group, group.post_backward)  # type: ignore[method-assign]
+                group.pre_backward = partial(self._gather, group.pre_backward)
+                group.post_backward = partial(self._reduce, group, group.post_backward)
 
     def forget(self) -> None:
         """After a backward that is no part of a step."""
@@ -67,7 +74,7 @@ class LeftOut:
 
     def _catch_up(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         calls = self._made_to_need_gradient[number]
-        if torch._C._current_graph_task_id() != -1:  # a backward computes the block again, that of the last call first
+        if is_in_backward():  # a backward computes the block again, that of the last call first
             return _needing_gradient((args, kwargs)) if calls and calls.pop() else None
         if not self._in_forward:  # what calls the model alone has all blocks
             return None
@@ -115,7 +122,7 @@ class LeftOut:
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
         for parameter in group.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
+            whole = unsharded(parameter)
             if whole is None or not whole.requires_grad:
                 continue
             if whole.grad is None:
@@ -146,9 +153,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:
-            state = block._get_fsdp_state()
-            (value,), _ = state._pre_forward(block, (value,), {})
-            value = state._post_forward(block, (value,), value.clone())
+            value = pass_through(block, value)
         return value
 
     if not blocks:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import NOT_PERSISTENT, names_not_persistent, num_writes, own_buffers
 
-_NOT_PERSISTENT = "_non_persistent_buffers_set"
-_OF_TORCH = frozenset(vars(nn.Module())) - {_NOT_PERSISTENT}
+_OF_TORCH = frozenset(vars(nn.Module())) - {NOT_PERSISTENT}
 _CONTAINERS = frozenset([list, set, dict, deque, OrderedDict, defaultdict, Counter])
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -137,15 +137,19 @@ class WholeState(State):
     """All that a module and its submodules hold. What comes to it later `write` takes away again."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = [(path, each, own_attributes(each), dict(each._buffers)) for path, each in named_modules(module)]
+        self.modules = [
+            (path, each, own_attributes(each), dict(own_buffers(each))) for path, each in named_modules(module)
+        ]
         attributes = [(vars(each), name) for _, each, own, _ in self.modules for name in own]
-        super().__init__([*attributes, *((each._buffers, name) for _, each, _, own in self.modules for name in own)])
+        super().__init__(
+            [*attributes, *((own_buffers(each), name) for _, each, _, own in self.modules for name in own)]
+        )
 
     def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
         for _, each, attributes, _ in self.modules:
             for name in own_attributes(each).keys() - attributes.keys():
                 del vars(each)[name]
-            each._buffers.clear()  # so that they are in their order again
+            own_buffers(each).clear()  # so that they are in their order again
         super().write(instead)
 
 
@@ -222,7 +226,7 @@ class _Scripted:
             if now is not buffer:
                 raise UserError(f"{full}: a forward of TorchScript replaces this buffer; let it write into it in place")
             if not _is_same_content(buffer, copy_):
-                persistent = name not in module._non_persistent_buffers_set
+                persistent = name not in names_not_persistent(module)
                 changed.append(Change(module, full, name, True, persistent, buffer, now, in_place=True, is_seen=False))
         return changed
 
@@ -230,12 +234,12 @@ class _Scripted:
         for _, module, name, buffer, copy_ in self._found:
             buffer.data.copy_(copy_)
             if buffers_of(module)[name] is not buffer:
-                module._buffers[name] = buffer
+                own_buffers(module)[name] = buffer
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """Its own buffers, to be changed; of TorchScript, a dictionary of the tensors, whose content can be."""
-    return dict(module._buffers.items()) if isinstance(module, ScriptModule) else module._buffers
+    return dict(own_buffers(module).items()) if isinstance(module, ScriptModule) else own_buffers(module)
 
 
 class _Comparison:
@@ -251,16 +255,16 @@ class _Comparison:
     def changes(self) -> list[Change]:
         found, copy_of = [], self._state.copy_of
         for path, module, attributes, buffers in self._state.modules:
-            prefix, local = f"{path}." if path else "", attributes[_NOT_PERSISTENT] | module._non_persistent_buffers_set
+            prefix, local = f"{path}." if path else "", attributes[NOT_PERSISTENT] | names_not_persistent(module)
             for is_buffer, before, after in (
-                (True, buffers, module._buffers),
+                (True, buffers, own_buffers(module)),
                 (False, attributes, own_attributes(module)),
             ):
                 for name in dict.fromkeys([*before, *after]):
                     old, new = before.get(name, ABSENT), after.get(name, ABSENT)
                     self._unseen = False
                     self._compared.clear()
-                    if name == _NOT_PERSISTENT or self._is_same(old, new):
+                    if name == NOT_PERSISTENT or self._is_same(old, new):
                         continue
                     persistent, in_place = is_buffer and name not in local, new is not old and new is copy_of(old)
                     found.append(
@@ -312,7 +316,7 @@ def _is_same_content(original: Any, copy_: Any) -> bool:
 
 def version_of(value: Any) -> int:
     """How often a tensor was written into."""
-    return value._version if type(value) is Tensor and not value.is_inference() else 0
+    return num_writes(value) if type(value) is Tensor and not value.is_inference() else 0
 
 
 def _view(value: Any) -> Any:
@@ -343,6 +347,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     names = {
         f"{path}.{name}" if path else name
         for path, each in module.named_modules()
-        for name in each._non_persistent_buffers_set
+        for name in names_not_persistent(each)
     }
     return {name: buffer for name, buffer in module.named_buffers() if name not in names}

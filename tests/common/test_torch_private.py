@@ -1,0 +1,167 @@
+"""What takes the place of private names of torch does the same, or leaves out no more than its docstring says."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.common import torch_private
+
+NO_TIMEOUT = torch_private.timedelta(seconds=1)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A fresh copy of the module, for which torch does not have some names: pairs of an owner and a name."""
+
+    def load(*hidden):
+        for owner, name in hidden:
+            monkeypatch.delattr(owner, name)
+        spec = importlib.util.spec_from_file_location("torch_private_without", torch_private.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_many_tensors_by_one_call(without):
+    names = ["_foreach_norm", "_foreach_sub", "_foreach_mul_", "_foreach_add_", "_foreach_copy_"]
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+
+    def results(private):
+        ones, others = [[tensor.clone() for tensor in tensors] for _ in range(2)]
+        private.foreach_mul_(ones, 0.3)
+        private.foreach_mul_(others, torch.tensor(-2.0))
+        private.foreach_add_(others, ones)
+        found = [*private.foreach_norm(ones), *private.foreach_sub(ones, others)]
+        private.foreach_copy_(ones, tensors)
+        return [*found, *ones, *others]
+
+    expected = results(torch_private)
+    found = results(without(*[(torch, name) for name in names]))
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected) == 8
+
+
+def test_properties_of_tensors():
+    weight = torch.ones(2, requires_grad=True)
+    assert torch_private.num_writes(weight.detach().add_(1)) == 1
+    assert not torch_private.has_hooks(weight)
+    weight.register_post_accumulate_grad_hook(print)
+    assert torch_private.has_hooks(weight)
+    unknown = SimpleNamespace(coalesce=lambda: sparse.coalesce())  # as a tensor of a torch without the names
+    sparse = torch.tensor([1.0, 2.0]).to_sparse()
+    assert [part.shape[-1] for part in torch_private.sparse_parts(sparse)] == [2, 2]
+    assert [part.tolist() for part in torch_private.sparse_parts(unknown)] == [[[0, 1]], [1.0, 2.0]]
+    assert torch_private.num_writes(unknown) == 0 and not torch_private.has_hooks(unknown)
+    assert not torch_private.reads_found_inf(unknown)
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_modules(is_hidden, without):
+    private = without((nn.Module, "_apply"), (nn.modules.batchnorm, "_BatchNorm")) if is_hidden else without()
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    parameters = list(model.parameters())
+    private.convert_tensors(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64, torch.int64}
+    assert all(map(lambda one, other: one is other, model.parameters(), parameters))
+    assert [isinstance(module, private.BATCH_NORMS) for module in model] == [False, True]
+
+
+def test_conversions_are_seen():
+    class Rounded(torch_private.SeesConversions):
+        dtypes: tuple = ()
+
+        def after_conversion(self):
+            self.dtypes = (*self.dtypes, self.weight.dtype)
+
+    module = Rounded()
+    module.register_parameter("weight", nn.Parameter(torch.ones(1)))
+    nn.Sequential(module).double()
+    assert module.dtypes == (torch.float64,)
+
+
+def test_buffers_of_modules():
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("kept", torch.ones(1), persistent=False)
+    unknown = SimpleNamespace(named_buffers=module.named_buffers, state_dict=module.state_dict)
+    for each in (module, unknown):
+        assert torch_private.own_buffers(each) == dict(module.named_buffers())
+        assert torch_private.names_not_persistent(each) == {"kept"}
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_backward(is_hidden, without):
+    hidden = [(torch.autograd.graph, "_engine_run_backward"), (torch._C, "_current_graph_task_id")]
+    private = without(*hidden) if is_hidden else without()
+    weight, seen = torch.ones(2, requires_grad=True), []
+    weight.register_hook(lambda _: private.after_first_gradients(lambda: seen.append("queued")))
+    weight.register_hook(lambda _: seen.append(private.is_in_backward()))
+    private.run_backward((weight * 2).sum(), torch.tensor(3.0))
+    assert weight.grad.tolist() == [6.0, 6.0]
+    assert seen == [not is_hidden, "queued"] and not private.is_in_backward()
+
+
+def test_a_callback_without_a_queue(without):
+    seen = []
+    without((torch.autograd.Variable, "_execution_engine")).after_first_gradients(lambda: seen.append("at once"))
+    assert seen == ["at once"]
+
+
+def test_processes_without_the_names():
+    torch_private.set_timeout(SimpleNamespace(), torch.device("cpu"), NO_TIMEOUT)
+    torch_private.rebuild_buckets(SimpleNamespace(reducer=object()))
+    torch_private.leave_buffers_alone(object, nn.BatchNorm1d(2))
+    loader = SimpleNamespace()
+    assert not torch_private.has_workers(loader)
+    torch_private.kill_workers(loader)
+
+
+def test_timeouts_by_public_and_by_private_name():
+    seen = []
+    backend = SimpleNamespace(_set_default_timeout=seen.append)
+    torch_private.set_timeout(SimpleNamespace(set_timeout=seen.append), torch.device("cpu"), NO_TIMEOUT)
+    torch_private.set_timeout(SimpleNamespace(_get_backend=lambda _: backend), torch.device("cpu"), NO_TIMEOUT)
+    assert seen == [NO_TIMEOUT, NO_TIMEOUT]
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_ended_workers(is_hidden, monkeypatch):
+    if is_hidden:
+        monkeypatch.setitem(sys.modules, "torch.utils.data._utils.signal_handling", None)
+    torch_private.raise_for_ended_worker()
+
+
+def test_units_of_another_torch():
+    unit = nn.Linear(1, 1)
+    torch_private.make_outermost(unit)
+    assert torch_private.group_of_unit(unit) is None and torch_private.unsharded(unit.weight) is None
+    value = torch.ones(1)
+    assert torch_private.pass_through(unit, value) is value
+
+
+def test_nested_values(monkeypatch, without):
+    monkeypatch.setitem(sys.modules, "torch.utils._pytree", None)
+    tree = {"a": [1, (2, 3)], "b": torch.Size([4])}
+    for private in (torch_private, without()):
+        leaves, structure = private.tree_flatten(tree)
+        assert leaves == [1, 2, 3, 4] if private is not torch_private else len(leaves) == 4
+        assert private.tree_unflatten([2 * leaf for leaf in leaves], structure)["a"] == [2, (4, 6)]
+
+
+def test_operators_are_not_shown(monkeypatch, without):
+    monkeypatch.setitem(sys.modules, "torch.utils._python_dispatch", None)
+    with pytest.raises(NotImplementedError):
+        without().TorchDispatchMode()
+
+
+def test_without_a_compiler(monkeypatch):
+    for name in ("", ".config", ".exc"):
+        monkeypatch.setitem(sys.modules, f"torch._dynamo{name}", None)
+    monkeypatch.setitem(sys.modules, "torch._higher_order_ops", None)
+    assert issubclass(torch_private.set_up_compiler(8), Exception)
+    last, sums = torch_private.scan(lambda state, now: (state + now[0], state * 1), torch.zeros(()), (torch.ones(3),))
+    assert last == 3 and sums.tolist() == [0, 1, 2]

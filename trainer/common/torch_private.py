@@ -1,0 +1,338 @@
+"""Every private name of torch that the project uses, each with what takes its place in a torch that has it no more.
+
+A fallback learns the same; it is slower, takes more memory, or says less where something goes wrong.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+COMPILER = "torch._dynamo"
+
+# --- tensors: many of them by one call ---------------------------------------------------------------------------
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    return [one - other for one, other in zip(ones, others, strict=True)]
+
+
+def _multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _add(ones: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        one.add_(other)
+
+
+def _copy(ones: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        one.copy_(other)
+
+
+foreach_norm: Callable[..., Any] = getattr(torch, "_foreach_norm", _norms)
+foreach_sub: Callable[..., Any] = getattr(torch, "_foreach_sub", _differences)
+foreach_mul_: Callable[..., Any] = getattr(torch, "_foreach_mul_", _multiply)
+foreach_add_: Callable[..., Any] = getattr(torch, "_foreach_add_", _add)
+foreach_copy_: Callable[..., Any] = getattr(torch, "_foreach_copy_", _copy)
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often a tensor was written into. Fallback: 0, and writes go unseen."""
+    return getattr(tensor, "_version", 0)
+
+
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
+    """Indices and values of a sparse tensor as they are in memory. Fallback: as they are once coalesced."""
+    if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
+        return [tensor._indices(), tensor._values()]
+    coalesced = tensor.coalesce()
+    return [coalesced.indices(), coalesced.values()]
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks wait for the gradient of a parameter. Fallback: False."""
+    return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+# --- modules -----------------------------------------------------------------------------------------------------
+
+BATCH_NORMS: Any = getattr(
+    nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+)
+
+
+BUFFERS, NOT_PERSISTENT = "_buffers", "_non_persistent_buffers_set"
+"""Among the attributes of a module, and so in every pickle of one; a torch without them could read none."""
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """A module's own buffers by name, to be changed. Fallback: a dictionary of its own, whose tensors can be."""
+    found = getattr(module, BUFFERS, None)
+    return dict(module.named_buffers(recurse=False)) if found is None else found
+
+
+def names_not_persistent(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that checkpoints do not have."""
+    found = getattr(module, NOT_PERSISTENT, None)
+    return own_buffers(module).keys() - module.state_dict().keys() if found is None else found
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Puts converted parameters and buffers in the place of a module's, as `Module.to` does with its own conversion."""
+    if hasattr(module, "_apply"):
+        module._apply(convert)
+        return
+    for parameter in module.parameters():
+        parameter.data = convert(parameter.data)
+    for each in module.modules():
+        for name, buffer in list(each.named_buffers(recurse=False)):
+            setattr(each, name, convert(buffer))
+
+
+class SeesConversions(nn.Module):
+    """A module whose `after_conversion` follows `to`, `double` and the like. Fallback: nothing is called."""
+
+    def after_conversion(self) -> None:
+        """Called with parameters and buffers of the new type, on the new device."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SeesConversions":
+        super()._apply(fn, recurse)
+        self.after_conversion()
+        return self
+
+
+# --- backward and step -------------------------------------------------------------------------------------------
+
+
+def run_backward(loss: Tensor, start: Tensor) -> None:
+    """Does what loss.backward(start) does, without importing sympy for its checks."""
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        loss.backward(start)
+    else:
+        run((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def is_in_backward() -> bool:
+    """Whether a backward runs in this thread, as when it computes a block again. Fallback: False."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return number is not None and number() != -1
+
+
+def after_first_gradients(callback: Callable[[], None]) -> None:
+    """Has the backward that runs call it before what is queued later. Fallback: calls it at once."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if hasattr(engine, "queue_callback"):
+        engine.queue_callback(callback)
+    else:
+        callback()
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether kernels of an optimizer skip a step themselves, as for a gradient scaler: fused ones. Fallback: False."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
+    """Sets the time limit of a process group that exists. Fallback: the limit stays as it was.
+
+    Its public form, which is tried first, is not in torch 2.8.
+    """
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(limit)
+        return
+    with suppress(AttributeError):
+        group._get_backend(device)._set_default_timeout(limit)
+
+
+def rebuild_buckets(net: Any) -> None:
+    """Groups the gradients of a DistributedDataParallel. Fallback: its next forward does."""
+    rebuild = getattr(net.reducer, "_rebuild_buckets", None)
+    if rebuild is not None:
+        rebuild()
+
+
+def leave_buffers_alone(wrapper: Any, net: nn.Module) -> None:
+    """Keeps a DistributedDataParallel from exchanging the buffers of a module. Fallback: it sends them as it starts."""
+    with suppress(AttributeError):
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, [name for name, _ in net.named_buffers()])
+
+
+def raise_for_ended_worker() -> None:
+    """Raises RuntimeError if a data-loading process was killed. Fallback: torch does as the next batch is taken."""
+    with suppress(AttributeError, ImportError):
+        importlib.import_module("torch.utils.data._utils.signal_handling")._error_if_any_worker_fails()
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether the persistent processes of a DataLoader have started. Fallback: False."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def kill_workers(loader: Any) -> None:
+    """Ends the persistent processes of a DataLoader, also those that hang. Fallback: torch ends them at exit."""
+    iterator = getattr(loader, "_iterator", None)
+    with suppress(AttributeError):
+        iterator._shutdown_workers()  # type: ignore[union-attr]
+    for process in getattr(iterator, "_workers", ()):
+        process.kill()
+
+
+# --- fully_shard -------------------------------------------------------------------------------------------------
+
+
+def make_outermost(unit: nn.Module) -> None:
+    """Tells a unit that no other is around it. Fallback: the first unit that runs takes itself for the outermost."""
+    with suppress(AttributeError):
+        unit._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def group_of_unit(unit: Any) -> Any | None:
+    """The parameters that a unit gathers and reduces. Fallback: None, and gradients stay as torch has them."""
+    return getattr(unit._get_fsdp_state(), "_fsdp_param_group", None) if hasattr(unit, "_get_fsdp_state") else None
+
+
+def unsharded(parameter: Any) -> Tensor | None:
+    """The gathered tensor of a parameter of `group_of_unit`, or None."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def pass_through(unit: Any, value: Tensor) -> Tensor:
+    """The value, after a unit has gathered and freed its parameters around it. Fallback: the value alone."""
+    state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
+        return value
+    (value,), _ = state._pre_forward(unit, (value,), {})
+    return state._post_forward(unit, (value,), value.clone())
+
+
+# --- nested values, and operators as they run ---------------------------------------------------------------------
+
+try:
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+except ImportError:
+
+    def tree_flatten(tree: Any, is_leaf: Any = None) -> Any:  # type: ignore[misc]
+        """The leaves of nested lists, tuples and dictionaries, and the tree, by which they are put back."""
+        if not isinstance(tree, list | tuple | dict):
+            return [tree], tree
+        children = tree.values() if isinstance(tree, dict) else tree
+        return [leaf for child in children for leaf in tree_flatten(child)[0]], tree
+
+    def tree_unflatten(leaves: Any, treespec: Any) -> Any:  # type: ignore[misc]
+        """The tree with other leaves."""
+        return _with_leaves(iter(leaves), treespec)
+
+    def _with_leaves(leaves: Iterator[Any], tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return type(tree)((name, _with_leaves(leaves, child)) for name, child in tree.items())
+        if isinstance(tree, list | tuple):
+            children = [_with_leaves(leaves, child) for child in tree]
+            return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+        return next(leaves)
+
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+
+    class TorchDispatchMode:  # type: ignore[no-redef]
+        """Cannot be made: who wants one does without it."""
+
+        def __init__(self) -> None:
+            raise NotImplementedError("this torch shows no operators")
+
+
+# --- the compiler ------------------------------------------------------------------------------------------------
+
+
+def set_up_compiler(most_versions: int) -> type[Exception]:
+    """Imports the compiler, which takes seconds; it then keeps so many versions of a module. Returns its errors.
+
+    Fallback: the compiler has the limits of torch, and its errors are told as they are.
+    """
+    with suppress(AttributeError, ImportError):
+        settings = importlib.import_module(f"{COMPILER}.config")
+        settings.specialize_float = True  # type: ignore[attr-defined]  # a model's numbers are not sizes
+        settings.recompile_limit = max(most_versions, settings.recompile_limit)  # type: ignore[attr-defined]
+    try:
+        return importlib.import_module(f"{COMPILER}.exc").TorchDynamoException
+    except (AttributeError, ImportError):
+        return type("NoErrorOfTheCompiler", (Exception,), {})
+
+
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
+    """(last state, outputs) of step(state, inputs of one time) -> (state, output); the first dimension is time.
+
+    It is exported for any length. Fallback: a loop, which is exported for the length of the example.
+    """
+    try:
+        from torch._higher_order_ops import scan as of_torch  # imports the compiler
+    except ImportError:
+        outputs = []
+        for now in zip(*inputs, strict=True):
+            start, output = step(start, now)
+            outputs.append(output)
+        return start, torch.stack(outputs)
+    return of_torch(step, start, inputs)
+
+
+class WithoutCompiler:
+    """What keeps a DistributedDataParallel that inherits it from importing the compiler, unless it is in use.
+
+    torch's own looks up one setting there as it is made, and tells the compiler of itself in each forward.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with default_settings_of_compiler():
+            super().__init__(*args, **kwargs)
+
+    def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if COMPILER in sys.modules:
+            return super()._run_ddp_forward(*args, **kwargs)  # type: ignore[misc]
+        return self.module(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+class _StandIn:
+    """Has some attributes of a module, which is imported if another one is asked for."""
+
+    def __init__(self, module: str, **known: Any) -> None:
+        self.__dict__.update(known)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
+@contextmanager
+def default_settings_of_compiler() -> Iterator[None]:
+    """Within it, unless the compiler is imported, torch finds the default of its setting for this wrapper.
+
+    Fallback: where torch asks for anything else, the compiler is imported.
+    """
+    if COMPILER in sys.modules:
+        yield
+        return
+    utils = _StandIn(f"{COMPILER}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    stand_in = _StandIn(COMPILER, utils=utils)
+    vars(torch)["_dynamo"] = stand_in
+    try:
+        yield
+    finally:
+        if vars(torch)["_dynamo"] is stand_in:  # and no other thread has imported it
+            del vars(torch)["_dynamo"]  # torch finds the module by itself as soon as it is asked for
