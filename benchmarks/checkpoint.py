@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.autoencoder import Autoencoder
 from benchmarks.opened_run import opened_run
-from trainer.checkpoint.snapshot import state_bytes
+from trainer.checkpoint.background import state_bytes
 from trainer.loop.checkpointing import finish_saving, save
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import retention_of
+from trainer.checkpoint.manifest import retention_of
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse

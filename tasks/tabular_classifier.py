@@ -28,7 +28,7 @@ from models.tabular.predictor import TabularModel, predict
 from tasks.tabular import SHIPPED, TabularTask
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.records import read_json
+from trainer.checkpoint.manifest import read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.state import STATE
 from trainer.commands.weights import model_of

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.directory import METRICS
-from trainer.checkpoint.records import RESULTS, read_json
+from trainer.checkpoint.manifest import RESULTS, read_json
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import CUBLAS_WORKSPACE, start_parallel
 from trainer.commands.flags import Flags

@@ -7,7 +7,7 @@ import torch
 from benchmarks.on_gpu.part import Report, Setting, checkpoint_of_step, difference, run
 from benchmarks.on_gpu.poisoned import TASK
 from benchmarks.on_gpu.tasks import keep_busy
-from trainer.checkpoint.snapshot import snapshot, tensors_of
+from trainer.checkpoint.background import snapshot, tensors_of
 
 HALF_A_SECOND = 1_000_000_000
 """Cycles of the GPU's clock; more or less."""

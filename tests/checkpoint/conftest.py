@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.temporary_names import name_of
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manifest import Retention
 
 
 @pytest.fixture
@@ -98,7 +98,15 @@ def state_at(epoch, samples=0):
         "run_id": "0123456789ab",
         "position": {"epoch": epoch, "phase": 0, "samples": samples, "turn": 0, "others": ()},
         "step": 10 * epoch + samples,
-        "config": {"--epochs": None, "--max-steps": None, "--seed": 0, "--resume-from": None, "--optimizer": "adamw"},
+        "config": {
+            "--epochs": None,
+            "--max-steps": None,
+            "--seed": 0,
+            "--resume-from": None,
+            "--optimizer": "adamw",
+            "--dtype": "float32",
+            "--drop-last": False,
+        },
     }
 
 

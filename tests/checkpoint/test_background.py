@@ -15,7 +15,7 @@ from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
 from trainer.checkpoint.background import THREAD_NAME, BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manifest import Retention
 from trainer.cli import main
 from trainer.common.errors import UserError
 
@@ -66,7 +66,7 @@ def gate(monkeypatch):
 
 
 def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, gate):
-    saver = BackgroundSaver(directory)
+    saver = BackgroundSaver(directory.save)
     gate.clear()
     saver.start(moment(1))
     assert not (directory.path / "checkpoint_1.pth").exists()
@@ -77,7 +77,7 @@ def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, 
 
 
 def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate):
-    saver = BackgroundSaver(directory)
+    saver = BackgroundSaver(directory.save)
     gate.refusal = errno.ENOSPC
     saver.start(moment(1))
     saver.wait()
@@ -90,7 +90,7 @@ def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate
 
 
 def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(directory, gate):
-    saver = BackgroundSaver(directory)
+    saver = BackgroundSaver(directory.save)
     gate.refusal = errno.EDQUOT
     for step, is_best in [(1, True), (2, False), (3, True), (4, False), (5, False)]:
         saver.wait()
@@ -103,7 +103,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
 
 
 def test_at_the_end_a_full_disk_is_an_error(directory, gate):
-    saver = BackgroundSaver(directory)
+    saver = BackgroundSaver(directory.save)
     gate.refusal = errno.ENOSPC
     saver.start(moment(1))
     with pytest.raises(UserError, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
@@ -112,7 +112,7 @@ def test_at_the_end_a_full_disk_is_an_error(directory, gate):
 
 
 def test_any_other_error_reaches_whoever_waits(directory, gate):
-    saver = BackgroundSaver(directory)
+    saver = BackgroundSaver(directory.save)
     gate.refusal = errno.EIO
     saver.start(moment(1))
     with pytest.raises(UserError, match=r"checkpoint_1.pth: Input/output error"):

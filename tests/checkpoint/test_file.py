@@ -17,7 +17,7 @@ from tests.checkpoint.conftest import save, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, contents, load
 from tests.helpers.malicious import Malicious
 from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
-from trainer.checkpoint.format import checksum_of
+from trainer.checkpoint.format import FORMAT_VERSION, Saved, brought_up_to_date, schema_error_of_checkpoint, whole
 from trainer.checkpoint.weights import compare
 from trainer.cli import main
 from trainer.common.errors import UserError
@@ -171,30 +171,54 @@ def test_no_message_advises_to_load_unsafely(kind, tmp_path):
     assert "weights_only" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("missing", ["skipped_in_a_row", "position.turn", "code.commit"])
-def test_an_entry_that_another_version_did_not_save(missing, opened, tmp_path):
-    """The file is whole: nothing is called damaged, set aside, or begun again, and its weights are of use."""
-    state = state_at(2)
-    *parents, last = missing.split(".")
-    node = state
-    for parent in parents:
-        node = node[parent]
-    del node[last]
-    directory, _ = opened()
-    save(directory, 1)
-    path = save(directory, 2)
-    torch.save(state | {"checksum": checksum_of(state)}, path)
-    rewritten = json.loads((directory.path / "manifest.json").read_text())
+def test_a_newer_format_is_refused_and_nothing_is_touched(train, refused, tmp_path):
+    """Nothing is called damaged, set aside, or begun again, with a manifest and without."""
+    run = tmp_path / "run"
+    train(run)
+    path, manifest = run / "checkpoint_1.pth", run / "manifest.json"
+    torch.save(load(path) | {"format_version": FORMAT_VERSION + 1}, path)
+    rewritten = json.loads(manifest.read_text())
     rewritten["checkpoints"][-1] |= size_and_sum(path)
-    (directory.path / "manifest.json").write_text(json.dumps({"checkpoints": rewritten["checkpoints"]}))
-    directory.release()
-    before = contents(directory.path, ("lock",))
-    directory, said = opened()
-    message = rf"^{path}: was written by another version of the trainer: {missing} is missing; .* --init-from"
-    with pytest.raises(UserError, match=message):
-        directory.load_newest()
-    assert said == [] and contents(directory.path, ("lock",)) == before
-    assert read_checkpoint(path, "x", only_weights=True)["model"].keys() == state["model"].keys()
+    manifest.write_text(json.dumps(rewritten))
+    message = f"{path}: is of checkpoint format 3, and this trainer reads formats up to 2; use the version"
+    for _ in range(2):
+        before = contents(run, ("lock", "state.json"))
+        refused([message], *TINY, "--epochs", 2, "--save-dir", run)
+        assert contents(run, ("lock", "state.json")) == before
+        manifest.unlink(missing_ok=True)
+    for flag in ("--resume-from", "--init-from"):
+        refused([f"{flag} {message}"], *TINY, "--save-dir", tmp_path / "new", flag, path)
+    assert not contents(tmp_path / "new")
+
+
+def test_a_checkpoint_without_a_number_is_of_the_first_version():
+    """As it was written then, with a checksum of its entries."""
+    old = state_at(1) | {"checksum": "0" * 64}
+    assert_same_bits(brought_up_to_date(old), state_at(1) | {"format_version": FORMAT_VERSION})
+    for number in ("2", 0, None, True, 2.0):
+        with pytest.raises(ValueError, match=r"format_version .*: must be a whole number, at least 1"):
+            brought_up_to_date(old | {"format_version": number})
+
+
+def test_an_entry_that_a_later_version_added_has_its_default_in_older_files():
+    """And in those of its own version it must be there."""
+    entries = {"step": Saved(whole()), "restarts": Saved(whole(), since=2, default=0)}
+    assert brought_up_to_date({"step": 3}, entries)["restarts"] == 0
+    assert "restarts" not in brought_up_to_date({"step": 3, "format_version": 2}, entries)
+    assert "step" not in brought_up_to_date({}, entries)
+
+
+@pytest.mark.parametrize("missing", ["skipped_in_a_row", "position", "totals", "run_id"])
+def test_without_an_entry_a_run_does_not_go_on(missing, tmp_path):
+    state = state_at(2)
+    del state[missing]
+    torch.save(state, tmp_path / "x.pth")
+    with pytest.raises(
+        UserError, match=rf"^x.pth: holds weights, but not the {missing} to go on from; use --init-from"
+    ):
+        read_checkpoint(tmp_path / "x.pth", "x.pth")
+    assert schema_error_of_checkpoint(state, resumable=True) == f"{missing} is missing"
+    assert read_checkpoint(tmp_path / "x.pth", "x", only_weights=True)["model"].keys() == state["model"].keys()
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path):

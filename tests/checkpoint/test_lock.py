@@ -20,10 +20,9 @@ import trainer.checkpoint.lock
 from tests.checkpoint.conftest import state_at
 from tests.conftest import ROOT, TINY, WEIGHTED
 from tests.helpers.machines import race
-from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.directory import RunDirectory, claim_temporary_files, set_aside
 from trainer.checkpoint.lock import Holder, Lock, LockTaken, take_lock
-from trainer.checkpoint.recovery import claim_temporary_files, set_aside
-from trainer.checkpoint.retention import Retention, evict
+from trainer.checkpoint.manifest import Retention, evict
 from trainer.cli import main
 from trainer.common.errors import UserError
 

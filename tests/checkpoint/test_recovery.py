@@ -7,8 +7,8 @@ import torch
 
 from tests.checkpoint.conftest import names, save
 from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, load, read_metrics
+from trainer.checkpoint.directory import find_checkpoints
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.recovery import find_checkpoints
 from trainer.checkpoint.weights import load_best_weights
 from trainer.common.errors import UserError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint.snapshot import snapshot, state_bytes
+from trainer.checkpoint.background import snapshot, state_bytes
 
 
 def test_a_snapshot_does_not_change_with_the_state():

@@ -1,6 +1,7 @@
-"""Thousands of run directories in which one value is another one: told, and never what is learnt from.
+"""Thousands of run directories in which one value is another one, in files that fit to what the manifest says of them.
 
-The files are whole, and fit to what the manifest says of them: only what they hold is wrong.
+A value of a wrong kind or out of its range is told, and not learnt from. One that is right by its kind cannot be found,
+since whoever changed it changed its sha256 in the manifest too; it leads to no traceback.
 """
 
 import copy
@@ -16,10 +17,9 @@ from tests.conftest import WEIGHTED, cut_back, load
 from tests.faults.lives import FIRST_SEED
 from tests.faults.mutations import changed
 from tests.faults.test_corruption import copy_run
-from trainer.checkpoint.file import read_checkpoint, size_and_sum
-from trainer.checkpoint.format import CHECKSUM, schema_error_of_checkpoint, schema_error_of_manifest, with_checksum
+from trainer.checkpoint.file import size_and_sum
+from trainer.checkpoint.format import schema_error_of_checkpoint, schema_error_of_manifest
 from trainer.cli import main
-from trainer.common.errors import UserError
 from trainer.parallel.environment import torchrun_agent
 
 ARGV = [
@@ -67,7 +67,7 @@ def originals(run_in, tmp_path):
 
 def rewrite_manifest(directory, change):
     file = directory / "manifest.json"
-    file.write_text(json.dumps(with_checksum({"checkpoints": change(json.loads(file.read_text())["checkpoints"])})))
+    file.write_text(json.dumps({"checkpoints": change(json.loads(file.read_text())["checkpoints"])}))
 
 
 def mutate(draw, directory, what):
@@ -112,14 +112,14 @@ def outcome_of(seed, originals, run_in, folder):
         raise AssertionError(done) from error
     outcome = "refused" if status == 2 else "told" if any(words in out for words in TOLD) else "unsaid"
     if outcome == "refused":
-        assert what == "named" and len(err) == 1 and err[0].startswith(f"error: --resume-from {newest}: "), (done, err)
-    else:
+        assert len(err) == 1 and err[0].startswith("error: "), (done, err)
+    elif outcome == "told":
         assert (status, err) == (0, []), (done, err)
         weights = load((folder / f"seed{seed}-named" if more else broken) / "final.pth")["model"]
         for name, weight in weights.items():  # smaller micro-batches round differently
             assert torch.allclose(weight, expected[name], rtol=1e-9, atol=1e-12), done
-        # Nothing is to be said of what nobody reads, or of a file that is like an older one.
-        assert outcome == "told" or what in ("state.json", "memory.json") or "checksum deleted" in done, done
+    else:
+        assert status == 0, (done, err)
     shutil.rmtree(broken)
     shutil.rmtree(folder / f"seed{seed}-named", ignore_errors=True)
     return outcome
@@ -150,7 +150,7 @@ def test_2002_changed_values(originals, run_in, tmp_path, capsys):
         print(f"\nseeds {seeds[0]} to {seeds[-1]}: {counts}")
 
 
-# --- without a checksum ------------------------------------------------------------------------------------------
+# --- kinds and ranges --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -159,13 +159,12 @@ def state(originals):
 
 
 NAMED = [
-    ("position.samples", 10**18, f"position.samples {10**18}: must be at most 24, the samples in an epoch"),
-    ("position.epoch", 10**9, f"position.epoch {10**9}: must be at most 4, the optimizer steps done"),
+    ("position.samples", 10**18, f"position.samples {10**18}: must be a whole number, from 0 to 24"),
+    ("position.others", ((0, 0),), "position.others [0]: must have 0 pairs, one of each other phase"),
     ("position.phase", 1, "position.phase 1: must be below 1, the number of phases"),
     ("step", -5, "step -5: must be a whole number, at least 0"),
     ("step", 10**400, "step 1000"),
     ("best.value", "0.5", "best.value '0.5': must be a number"),
-    ("best.step", 5, "best.step 5: must be at most 4"),
     ("config", None, "config None: must be a mapping"),
     ("config.--epochs", "3", "config.--epochs '3': must be a whole number"),
     ("lr_factor", float("nan"), "lr_factor nan: must be a finite number, above 0"),
@@ -213,7 +212,7 @@ def test_moments_in_another_shape_are_refused(state, run_in, tmp_path):
 
 
 @pytest.mark.parametrize("num", [100, pytest.param(4000, marks=pytest.mark.slow)])
-def test_changed_values_without_a_checksum_raise_nothing_else(num, state):
+def test_changed_values_raise_nothing_else(num, state):
     """What a check cannot know to be wrong is accepted; nothing else than the message is raised."""
     found = 0
     for seed in range(FIRST_SEED, FIRST_SEED + num):
@@ -223,16 +222,6 @@ def test_changed_values_without_a_checksum_raise_nothing_else(num, state):
         except Exception as error:
             raise AssertionError(f"seed {seed}: {done}") from error
     assert found > num / 2
-
-
-def test_another_value_of_the_right_kind_is_found_by_the_checksum(originals, tmp_path):
-    file = originals[0]["killed"] / f"checkpoint_{NEWEST}.pth"
-    with_checksum = torch.load(file, weights_only=True)
-    assert CHECKSUM in with_checksum
-    with_checksum["lr_factor"] = 2.0
-    torch.save(with_checksum, tmp_path / "other.pth")
-    with pytest.raises(UserError, match=r"other.pth: is damaged: its contents are not those that were saved"):
-        read_checkpoint(tmp_path / "other.pth", str(tmp_path / "other.pth"))
 
 
 def test_an_entry_of_the_manifest_is_named(originals):

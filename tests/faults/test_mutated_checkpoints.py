@@ -1,7 +1,6 @@
 """Hundreds of checkpoints changed on purpose: each is refused by a message, or a run goes on from it; no third way.
 
-The changes reach what stands behind checksums: a changed pickle is packed into a whole archive again, and says no
-checksum of its contents.
+The changes reach what stands behind checksums: a changed pickle is packed into a whole archive again.
 """
 
 import copy

@@ -124,7 +124,6 @@ def tell_the_manifest(directory: Path, manifest: str) -> None:
         content = json.loads(file.read_text())
         for entry in content["checkpoints"]:
             entry |= size_and_sum(directory / entry["file"])
-        del content["checksum"]
         file.write_text(json.dumps(content))
 
 

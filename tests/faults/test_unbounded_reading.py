@@ -179,7 +179,7 @@ def little_time_and_memory():
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
 @pytest.mark.parametrize("kind", HUGE)
 def test_a_checkpoint_that_declares_more_than_it_holds(kind, little_time_and_memory, tmp_path):
-    """In whatever entry, with a checksum of its contents or without: most are refused, others take no memory."""
+    """In whatever entry: most are refused, others take no memory."""
     build, number = HUGE[kind]
     huge, refused = build(number), 0
     optimizer = {"state": {0: {"exp_avg": huge}}, "param_groups": [{"params": [0], "lr": 0.1}]}
@@ -187,15 +187,14 @@ def test_a_checkpoint_that_declares_more_than_it_holds(kind, little_time_and_mem
         {"model": {"weight": huge}}, {"optimizers": {"train": [optimizer]}}, {"totals": {"train": {"loss": huge}}},
         {"data_facts": {"x": huge}}, {"extra": huge},
     ):  # fmt: skip
-        for more in ({}, {"checksum": "0" * 64}):
-            torch.save(state_at(1) | entry | more, tmp_path / "x.pth")
-            for only_weights in (False, True):
-                try:
-                    read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=only_weights)
-                except UserError as error:
-                    assert str(error).startswith("x.pth: is "), error
-                    refused += 1
-    assert refused >= 10
+        torch.save(state_at(1) | entry, tmp_path / "x.pth")
+        for only_weights in (False, True):
+            try:
+                read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=only_weights)
+            except UserError as error:
+                assert str(error).startswith("x.pth: is "), error
+                refused += 1
+    assert refused >= 4
 
 
 def test_a_tensor_without_an_end_by_each_way_in(train, cli, little_time_and_memory, tmp_path):

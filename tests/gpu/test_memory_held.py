@@ -42,7 +42,7 @@ def test_the_peak_is_that_of_the_fullest_gpu():
 def test_a_snapshot_does_without_page_locked_memory():
     import torch
 
-    from trainer.checkpoint.snapshot import snapshot
+    from trainer.checkpoint.background import snapshot
 
     empty_like = torch.empty_like
 

@@ -13,7 +13,7 @@ import trainer.checkpoint.directory
 import trainer.checkpoint.lock
 from tests.checkpoint.conftest import state_at
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manifest import Retention
 from trainer.common.errors import UserError
 
 STALE_S, RENEW_S = 0.2, 0.03

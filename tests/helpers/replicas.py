@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.conftest import WEIGHTED, load
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manifest import Retention
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse

@@ -9,8 +9,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, launcher, load
-from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.records import read_json
+from trainer.checkpoint.manifest import MANIFEST, read_json
 from trainer.loop import blocks
 
 FILE = ROOT / "tests" / "helpers" / "ragged_task.py"

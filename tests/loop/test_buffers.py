@@ -8,7 +8,7 @@ from tests.conftest import ROOT, assert_same_bits, launcher, load
 from tests.helpers.normed_task import Normed, NormedFlags
 from tests.helpers.replicas import ReplicasOnCpu
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manifest import Retention
 from trainer.commands.build import build_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError

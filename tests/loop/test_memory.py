@@ -14,7 +14,7 @@ from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher,
 from tests.helpers.processes import torchrun
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.manifest import Retention
 from trainer.commands.build import build_run, build_task, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse

@@ -13,13 +13,14 @@ from tests.conftest import ROOT, assert_same_bits, load
 from tests.helpers import forks
 from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
+from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.weights import TrainedRun
 from trainer.common.errors import UserError
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loop.precision import Precision
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded, built_as_outline, meta_state_of, refuse_what_cannot_be_cut
-from trainer.parallel.meta_state import without_weights
+from trainer.parallel.meta_state import with_shapes_of
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
@@ -333,7 +334,7 @@ def test_others_get_outlines_of_weights_and_everything_else():
         "totals": {"model": {"loss": torch.ones(2)}},
         "step": 7,
     }
-    got = without_weights(TrainedRun("the weights", state, Path("run"))).state
+    got = with_shapes_of(LARGE, TrainedRun("the weights", state, Path("run"))).state
     assert (got["model"]["w"].device.type, got["model"]["w"].dtype, got["model"]["w"].shape) == (
         "meta", torch.float64, (3,)
     )  # fmt: skip

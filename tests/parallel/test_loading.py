@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.checkpoint.format import LARGE
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.launch import launch
@@ -47,7 +48,7 @@ def in_process(environment, folder):
     """Each process has trained something else; all take what the main one reads."""
     parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
     model, optimizers = trained(seed=environment.rank)
-    state = parallel.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)})
+    state = parallel.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)}, LARGE)
     sent = [state["model"]["0.weight"], state["optimizers"]["train"][0]["state"][0]["exp_avg"]]
     parallel.load_weights(state["model"], model)
     parallel.load_moments(state["optimizers"], {"train": optimizers})

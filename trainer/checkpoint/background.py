@@ -1,24 +1,112 @@
-"""Saving off the critical path: a thread of its own writes what the training thread has copied."""
+"""Saving while training goes on: the state is copied in memory, and a thread of its own writes the copy."""
 
+import copy
 import threading
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
-from trainer.checkpoint.directory import NoRoom, RunDirectory
-from trainer.checkpoint.snapshot import snapshot
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.common.errors import DiskError
 
 THREAD_NAME = "save"
+PLAIN_MAPPINGS = (dict, OrderedDict, Counter)
+"""Mappings that can be read from a file without executing anything."""
+
+
+def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
+    """The state with every tensor copied into host memory; what was one tensor under two names stays one.
+
+    A number of numpy becomes Python's own: what a task computes may be one without anybody noticing (`np.float64` is a
+    float), and a file with one cannot be read without executing what it says.
+
+    reusable: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
+    memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once;
+    what finds no room there is copied into other memory, which takes longer, and so is everything without page_locked.
+    """
+    buffers = defaultdict(list)
+    for buffer in tensors_of(reusable):
+        buffers[_kind(buffer)].append(buffer)
+    copies: dict[Any, Tensor] = {}
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.detach().to("cpu", copy=True)
+        key = (tensor.device, tensor.data_ptr(), _kind(tensor))
+        if key not in copies:
+            fitting = buffers[_kind(tensor)]
+            buffer = fitting.pop() if fitting else _new_buffer(tensor, page_locked)
+            copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
+        return copies[key]
+
+    copied = with_tensors_replaced(state, copy_tensor)
+    for device in {device for device, *_ in copies}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return copied
+
+
+def _new_buffer(tensor: Tensor, page_locked: bool) -> Tensor:
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and page_locked)
+    except RuntimeError:  # the system, or its administrator, bounds what may be locked
+        return torch.empty_like(tensor, device="cpu")
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a state; one under two names counts once."""
+    found: dict[int, Tensor] = {}
+    with_tensors_replaced(state, lambda tensor: found.setdefault(id(tensor), tensor))
+    return list(found.values())
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of the tensors of a state."""
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors must have in common to be copied into each other's memory."""
+    return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None
+
+
+def with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested mappings, lists and tuples, with another tensor in the place of each."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    if type(value) in PLAIN_MAPPINGS:
+        replaced = copy.copy(value)  # a state dict carries attributes too
+        for name, item in value.items():
+            replaced[name] = with_tensors_replaced(item, replace)
+        return replaced
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors_replaced(item, replace) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+class NoRoom(DiskError):
+    """A checkpoint did not fit; what was there before stays. problem: what happened, without advice."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; free some space and run the same command again, or choose another folder")
+        self.problem = problem
 
 
 class BackgroundSaver:
-    """Copies states, and writes them into a run directory one at a time. Used on the main process, by its main thread.
+    """Copies states, and has them written one at a time. Used on the main process, by its main thread.
+
+    write: writes one state; raises UserError, NoRoom where there is no room for it.
 
     A copy for which there is no room is kept in memory until the next one comes, one of the best weights until it
     could be written or better ones came. So a checkpoint on the disk never speaks of a best one that is not there. (The
     next best ones, `--keep-best`, are kept where they are on the disk; memory is not for them.)
     """
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
+    def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
+        self._write_state = write
         self._thread: threading.Thread | None = None
         self._unsaved: list[dict[str, Any]] = []
         """Copies, oldest first, which nobody changes any more."""
@@ -75,5 +163,5 @@ class BackgroundSaver:
 
     def _write(self) -> None:
         while self._unsaved:
-            self._directory.save(self._unsaved[0])
+            self._write_state(self._unsaved[0])
             self._reusable = self._unsaved.pop(0)

@@ -8,24 +8,27 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.background import with_tensors_replaced
 from trainer.checkpoint.format import (
-    CHECKSUM,
-    RESUMABLE,
-    checksum_of,
-    is_as_written,
+    FORMAT_VERSION,
+    brief,
+    brought_up_to_date,
+    by_name,
+    dense_tensor,
+    first_schema_error,
+    missing_entries,
     schema_error_of_checkpoint,
     schema_error_of_weights,
 )
-from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
-from trainer.checkpoint.readable import error_of_saving
-from trainer.checkpoint.records import IF_UNREADABLE
-from trainer.common.errors import DiskError, UnfitState, UserError
+from trainer.checkpoint.manifest import IF_UNREADABLE, MANIFEST, Entry, read_manifest
+from trainer.common.errors import DiskError, UnfitState, UserError, reason
 from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
 from trainer.common.torch_private import sparse_parts
 
@@ -35,38 +38,44 @@ MOST_BEYOND = 16 << 20
 """Bytes by which tensors may exceed their file, as views of the same memory do."""
 
 
-class OtherVersion(UserError):
-    """A checkpoint is whole, and lacks what this version of the trainer goes on from."""
+class NewerFormat(UserError):
+    """A checkpoint is of a later format than this trainer reads."""
 
 
 def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
-    """Loads a checkpoint's tensors and plain values; never executes code from it.
+    """Loads a checkpoint's tensors and plain values, of this format or an older one; never executes code from it.
 
     label: what a message calls the file. only_weights: its `model` entry is enough, or a state dict that would be that
     entry. verified: its sha256 is known and right, so that those of its parts need no look. Raises UserError when it is
-    damaged, holds anything else, lacks what is needed, or has an entry that no run writes; DiskError when it cannot be
-    read.
+    damaged, holds anything else, lacks what is needed, or has an entry that no run writes; NewerFormat; DiskError when
+    it cannot be read.
     """
     state = _loaded(path, label, verified)
     if only_weights and _are_weights(state):
         state = {"model": state}
-    if not isinstance(state, dict) or not _are_weights(state.get("model")):
+    if not isinstance(state, dict):
+        state = {}
+    version = state.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise NewerFormat(
+            f"{label}: is of checkpoint format {brief(version)}, and this trainer reads formats up to "
+            f"{FORMAT_VERSION}; use the version of the trainer that wrote it, or a newer one"
+        )
+    if not _are_weights(state.get("model")):
         also = ", and is no state dict either" if only_weights else ""
         raise UserError(f"{label}: is no checkpoint: it has no entry `model` with the weights{also}")
-    missing = [] if only_weights else [name for name in RESUMABLE if name not in state]
-    if missing and not is_as_written(state):
+    try:
+        state = brought_up_to_date(state)
+    except ValueError as error:
+        raise UserError(f"{label}: is damaged: {error}") from None
+    missing = [] if only_weights else missing_entries(state)
+    if missing:
         raise UserError(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
-    if not only_weights or _is_of_run(state):
+    is_of_run = "task" in state and "config" in state  # which then is relied on
+    if not only_weights or is_of_run:
         wrong = schema_error_of_checkpoint(state, resumable=not only_weights)
     else:
         wrong = schema_error_of_weights(state["model"])
-    if wrong is not None and is_as_written(state):
-        if only_weights and schema_error_of_weights(state["model"]) is None:
-            return state  # the rest of it is another version's business
-        raise OtherVersion(
-            f"{label}: was written by another version of the trainer: {wrong}; go on with that version, or begin with "
-            "its weights alone by --init-from"
-        )
     if wrong is not None:
         raise UserError(f"{label}: is damaged: {wrong}")
     return state
@@ -141,7 +150,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
-    """Tensors in memory that make up a tensor; none of kinds that `trainer.checkpoint.schema.tensor` refuses."""
+    """Tensors in memory that make up a tensor; none of kinds that `trainer.checkpoint.format.tensor` refuses."""
     if value.is_meta or value.is_nested:
         return []
     if value.layout == torch.sparse_coo:
@@ -166,11 +175,6 @@ def read_settings(path: Path) -> tuple[str, dict[str, Any]] | None:
         return None
     is_sound = isinstance(task, str) and isinstance(config, dict) and all(isinstance(name, str) for name in config)
     return (task, config) if is_sound else None
-
-
-def _is_of_run(state: Mapping[str, Any]) -> bool:
-    """Whether a file of weights says by which run they were trained, which then is relied on."""
-    return "task" in state and "config" in state
 
 
 def _are_weights(value: object) -> bool:
@@ -212,16 +216,15 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
         raise zipfile.BadZipFile("a part of it is marked as a folder")  # torch would take it for an empty one
 
 
-def write_checkpoint(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Writes a file, with the checksum of its entries, and flushes it to disk; returns its `size_and_sum`.
+def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Writes a file of today's format, and flushes it to disk; returns its `size_and_sum`.
 
     Raises OSError, RuntimeError; UserError, and writes nothing, for a state that would be refused when it is read.
     """
-    state = {name: value for name, value in state.items() if name != CHECKSUM}
+    state = {**state, "format_version": FORMAT_VERSION}
     wrong = error_of_saving(state)
     if wrong is not None:
         raise UnfitState(f"{path.parent}: nothing is saved, for it could not be read again: {wrong}")
-    state[CHECKSUM] = checksum_of(state)
     # Given a path instead of a file, torch writes with the interpreter held, and stops training.
     with path.open("wb") as file:
         hashed = _HashedFile(file)
@@ -261,6 +264,69 @@ def size_and_sum(path: Path) -> dict[str, Any]:
     return read_again(read)
 
 
+# --- whether a state can be read again once it is written; asked before anything is -----------------------------
+
+
+def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | None:
+    """Why a state would be refused when it is read again, by the name of an entry; None for nothing.
+
+    resumable: it is to have all entries; otherwise those that are there count.
+
+    The reader itself says it, of the state without the content of its tensors, and then `schema_error_of_checkpoint`.
+    """
+    return _unreadable(state) or schema_error_of_checkpoint(state, resumable)
+
+
+def error_of_model(weights: Mapping[str, Any]) -> str | None:
+    """Why the state dict of a model would be refused when it is read again, or None. weights: values of any kind."""
+    return _unreadable(weights) or first_schema_error([by_name(dense_tensor)], weights)
+
+
+def _unreadable(state: Mapping[str, Any]) -> str | None:
+    name = ""
+    value: Any = meta_state_of(state)
+    if _error_of_reading(value) is None:
+        return None
+    while isinstance(value, dict | list | tuple):
+        named = {f".{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
+        parts = named or {f"[{index}]": item for index, item in enumerate(value)}
+        refused = next((part for part, item in parts.items() if _error_of_reading(item) is not None), None)
+        if refused is None:
+            break  # it is a name in a mapping, or the container itself
+        name, value = name + refused, parts[refused]
+    kind = type(value)
+    whose = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name.lstrip('.')} {brief(value)}: is of type {whose}, which no file brings back"
+
+
+def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with an empty tensor in the place of each that is an ordinary one, on whatever device."""
+    empty: dict[torch.dtype, Tensor] = {}
+
+    def outlined(value: Tensor) -> Tensor:
+        is_ordinary = type(value) in (Tensor, torch.nn.Parameter) or hasattr(value, "to_local")  # or a part of one
+        if not is_ordinary or value.is_meta or value.is_nested or value.is_quantized or value.layout != torch.strided:
+            return value
+        return empty.setdefault(value.dtype, torch.empty(0, dtype=value.dtype))
+
+    outline: dict[str, Any] = with_tensors_replaced(state, outlined)
+    return outline
+
+
+def _error_of_reading(value: Any) -> str | None:
+    file = BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:  # whatever a class does that is asked to be stored
+        return reason(error)
+    return None
+
+
+# --- the files of one folder -------------------------------------------------------------------------------------
+
+
 class CheckpointReader:
     """Reads the checkpoints of one folder as far as they are what its manifest says.
 
@@ -274,7 +340,7 @@ class CheckpointReader:
         """File -> its stamp when it last matched its checksum."""
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
-        """The checkpoint, or None when it is damaged. Raises OtherVersion, and DiskError when it cannot be read."""
+        """The checkpoint, or None when it is damaged. Raises NewerFormat, and DiskError when it cannot be read."""
         path = self._folder / entry.file
         try:
             with refusing_disk_errors(f"--save-dir {self._folder}: cannot read {entry.file}", IF_UNREADABLE):
@@ -282,7 +348,7 @@ class CheckpointReader:
             if wrong is None:
                 return read_checkpoint(path, str(path), verified=True)
             self._say(f"{path} is damaged: {wrong}.")
-        except (OtherVersion, DiskError):
+        except (NewerFormat, DiskError):
             raise
         except UserError as error:
             self._say(str(error))

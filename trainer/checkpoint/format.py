@@ -1,122 +1,435 @@
-"""What checkpoints, manifest.json and config.json hold: every entry with its type and range, and how they fit together.
+"""What checkpoints, manifest.json and config.json hold: each entry is declared here once, with its kind and range.
 
-The checksum that each of these files has of its own contents finds what is right in type and range, and yet not what
-was saved. Whoever writes such a file by hand may leave it out.
+A kind says what a value read from a file may be: its type, its range, and of a mapping the same for each entry.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.schema import (
-    Kind,
-    anything,
-    brief,
-    by_name,
-    each,
-    either,
-    first_schema_error,
-    number,
-    optional,
-    plain,
-    record,
-    tensor,
-    tensor_of_numbers,
-    text,
-    truth,
-    whole,
-    wrong,
-)  # fmt: skip
+from trainer.loading.order import Position
 
-CHECKSUM = "checksum"
-"""Of all other entries of a file."""
+FORMAT_VERSION = 2
+"""Of the checkpoints that this trainer writes; version 1 does not say its number.
+
+An entry that is added, or means something else than before, takes the next number: newer files are refused by older
+trainers, and an entry that older files lack gets its default here (`Saved.since`).
+"""
 CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+(_\d+)?)?(_again\d+)?\.pth"
 RUN_ID = "[0-9a-f]{12}"
 
+# --- kinds -----------------------------------------------------------------------------------------------------
 
-# --- the entries -------------------------------------------------------------------------------------------------
+Kind = Callable[[str, Any], None]
+"""Called with the name of an entry and its value. Raises ValueError that names both, and what the value must be."""
+
+MOST_SHOWN = 60
+"""Characters of a value in a message."""
+
+
+def whole(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
+    """An integer; the limits are what fits into the arithmetic that it enters."""
+
+    def require(name: str, value: Any) -> None:
+        limits = f"at least {at_least}" if at_most == 2**63 - 1 else f"from {at_least} to {at_most}"
+        if type(value) is not int or not at_least <= value <= at_most:
+            raise wrong(name, value, f"must be a whole number, {limits}")
+
+    return require
+
+
+def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool = True) -> Kind:
+    """finite: neither infinite nor NaN."""
+
+    def require(name: str, value: Any) -> None:
+        if type(value) not in (int, float):
+            raise wrong(name, value, "must be a number")
+        if finite and not (abs(value) < 2.0**1023 and value >= at_least and value > above):  # NaN is none of that
+            limits = [f"at least {at_least:g}"] * (at_least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
+            raise wrong(name, value, ", ".join(["must be a finite number", *limits]))
+
+    return require
+
+
+def text(pattern: str = "(?s).*") -> Kind:
+    """pattern: of the whole text."""
+
+    def require(name: str, value: Any) -> None:
+        if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
+            raise wrong(name, value, "must be text" if pattern == "(?s).*" else f"must be text like {pattern}")
+
+    return require
+
+
+def truth(name: str, value: Any) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise wrong(name, value, "must be true or false")
+
+
+def optional(kind: Kind) -> Kind:
+    """Or None."""
+    return lambda name, value: kind(name, value) if value is not None else None
+
+
+def either(*kinds: Kind) -> Kind:
+    """One of several kinds; what is wrong is told of the first one."""
+
+    def require(name: str, value: Any) -> None:
+        refusals = []
+        for kind in kinds:
+            try:
+                return kind(name, value)
+            except ValueError as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
+
+    return require
+
+
+def each(kind: Kind, length: int | None = None) -> Kind:
+    """A list or tuple, of so many values if told."""
+
+    def require(name: str, value: Any) -> None:
+        if not isinstance(value, list | tuple) or length not in (None, len(value)):
+            raise wrong(name, value, "must be a list" if length is None else f"must be a list of {length} values")
+        for index, item in enumerate(value):
+            kind(f"{name}[{index}]", item)
+
+    return require
+
+
+def by_name(kind: Kind) -> Kind:
+    """A mapping from texts."""
+
+    def require(name: str, value: Any) -> None:
+        for key, item in _mapping(name, value).items():
+            if not isinstance(key, str):
+                raise wrong(name, key, "has a name that is no text")
+            kind(f"{name}.{key}" if name else key, item)
+
+    return require
+
+
+def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None, closed: bool = False) -> Kind:
+    """A mapping with entries of their own kinds. others: those that may be left out. closed: there are no more."""
+    known = {**needed, **(others or {})}
+
+    def require(name: str, value: Any) -> None:
+        entries = _mapping(name, value)
+        path = f"{name}." if name else ""
+        missing = [key for key in needed if key not in entries]
+        if missing:
+            raise ValueError(f"{path}{missing[0]} is missing")
+        for key, item in entries.items():
+            if key in known:
+                known[key](f"{path}{key}", item)
+            elif closed:
+                raise ValueError(f"{path}{key if isinstance(key, str) else brief(key)} is no entry of it")
+
+    return require
+
+
+def plain(name: str, value: Any) -> None:
+    """A value that `trainer.common.files.plain` returns."""
+    if isinstance(value, list | tuple):
+        each(plain)(name, value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise wrong(name, key, "has a name that is neither text nor a whole number")
+            plain(f"{name}.{brief(key) if type(key) is int else key}", item)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise wrong(name, value, "must be a plain value")
+
+
+def anything(name: str, value: Any) -> None:
+    """Whatever the reader brings back, with tensors of the kinds that can be loaded."""
+    if isinstance(value, Tensor):
+        tensor(name, value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            anything(f"{name}.{key if isinstance(key, str) else brief(key)}", item)
+    elif isinstance(value, list | tuple):
+        each(anything)(name, value)
+
+
+def tensor(name: str, value: Any) -> None:
+    """A tensor of any numbers in memory of its own: dense, or with coordinates of its values (COO)."""
+    if not isinstance(value, Tensor):
+        raise wrong(name, value, "must be a tensor")
+    if value.is_meta:
+        raise ValueError(f"{name} has no content: it is a tensor on the meta device")
+    if value.is_nested or value.is_quantized:
+        raise ValueError(f"{name} is a {'nested' if value.is_nested else 'quantized'} tensor, of which none is kept")
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        raise ValueError(f"{name} is a sparse tensor ({value.layout}), of which none is kept")
+
+
+def dense_tensor(name: str, value: Any) -> None:
+    """With a place in memory for each of its numbers."""
+    tensor(name, value)
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} is a sparse tensor, where checkpoints hold dense ones")
+
+
+def tensor_of_numbers(name: str, value: Any) -> None:
+    """A dense one without NaN. Infinities are for `not_finite`, which knows what is a mask."""
+    dense_tensor(name, value)
+    real = _real(value)
+    if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
+        raise ValueError(f"{name} holds NaN")
+
+
+def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
+    """The names of those that hold NaN, or infinities which they may not."""
+    reals = {name: real for name, value in tensors.items() if (real := _real(value)) is not None}
+    # A sum is read faster than every value is judged, and tells unless it overflows.
+    is_finite = defaultdict(list)  # by device: parts that were gathered are on the host, and buffers on a GPU
+    for real in reals.values():
+        is_finite[real.device].append(torch.isfinite(real.sum()))
+    if all(bool(torch.stack(each).all()) for each in is_finite.values()):
+        return []
+    return [
+        name
+        for name, real in reals.items()
+        if bool(real.isnan().any() if name in may_be_infinite else torch.isfinite(real).logical_not_().any())
+    ]
+
+
+def _real(value: Tensor) -> Tensor | None:
+    """The numbers of a dense tensor in a type that torch can add up; None for types that have no NaN and no infinity.
+
+    Raises RuntimeError for one of four bits.
+    """
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if not value.is_floating_point():
+        return None
+    return value.float() if value.element_size() == 1 else value
+
+
+def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise wrong(name or "all of it", value, "must be a mapping")
+    return value
+
+
+def wrong(name: str, value: Any, what: str) -> ValueError:
+    """To be raised."""
+    return ValueError(f"{name} {brief(value)}: {what}")
+
+
+def brief(value: Any) -> str:
+    """A value in a few words, whatever it is."""
+    if isinstance(value, Tensor):
+        return f"of {value.dtype} {tuple(value.shape)}"
+    if isinstance(value, str | bytes | bytearray):
+        value = value[: MOST_SHOWN + 1]  # whatever its length, a message shows no more
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists
+        return f"of type {type(value).__name__}"
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+
+
+def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
+    """What is wrong with a value that was read from a file; None where it is of all kinds."""
+    try:
+        for kind in kinds:
+            kind("", value)
+    except ValueError as error:
+        return str(error)
+    except (RecursionError, OverflowError, TypeError, AttributeError, RuntimeError):
+        return "it is nested too deeply, or holds what cannot be"
+    return None
+
+
+# --- the entries of a checkpoint ----------------------------------------------------------------------------------
 
 _COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(tensor_of_numbers)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An entry of a checkpoint.
+
+    is_optional: files without it are whole. since: the first format version that has it; in older files the default
+    stands for it. is_large: its tensors are read by rank 0 alone, and reach the others when they are loaded.
+    """
+
+    kind: Kind
+    is_optional: bool = False
+    since: int = 1
+    default: Any = None
+    is_large: bool = False
+
+
+_SAVED = "saved"
+
+
+def saved(
+    kind: Kind, default: Any = MISSING, *, make: Any = MISSING, entry: str = "", read: Any = None, since: int = 1
+) -> Any:
+    """A field of a dataclass that a checkpoint keeps under its name, or that of entry.
+
+    make: makes the default, where it is a container. read: makes the value of what the file holds. since: see `Saved`.
+    """
+    metadata = {_SAVED: (kind, entry, read or (lambda value: value), since)}
+    return field(default=default, default_factory=make, metadata=metadata)
+
+
+@dataclass
+class Best:
+    """The best validation score so far.
+
+    epoch, step: completed epochs and optimizer steps when it was reached.
+    """
+
+    epoch: int
+    value: float
+    step: int
+
 
 _POSITION = record(
     {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "turn": _COUNT, "others": each(each(_COUNT, length=2))},
     closed=True,
 )
-_GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)}, {"changed": each(text())})
-_OF_OPTIMIZER = record({"param_groups": each(_GROUP)}, {"state": record({})})
+_BEST = record({"epoch": _COUNT, "step": _COUNT, "value": number(finite=False)}, closed=True)
+
+
+@dataclass
+class SavedProgress:
+    """How far a run has come, as a checkpoint keeps it. Each field is declared here alone: its entry, kind and default.
+
+    evaluations_since_best: what early stopping looks at.
+    last_report: optimizer steps done at the last report, which an epoch's end and every evaluation make.
+    train_seconds: wall time of training, evaluation and saving included, over all sessions, as of the last
+    `read_clock`, which every save makes.
+    reported: of each phase, the loss and the weight of its totals over all processes that the log has shown.
+    samples: those that the totals of all processes cover.
+    misses_samples: whether that is not all since the last report, because other processes were lost with their totals.
+    skipped_steps: optimizer steps left out because they were not finite.
+    skipped_in_a_row: the last step skipped, and how many in a row that were.
+    """
+
+    position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
+    step: int = saved(_COUNT, 0)
+    best: Best | None = saved(optional(_BEST), None, read=lambda value: Best(**value) if value else None)
+    evaluations_since_best: int = saved(_COUNT, 0)
+    last_report: int = saved(_COUNT, 0)
+    train_seconds: float = saved(number(at_least=0), 0.0)
+    reported: dict[str, tuple[float, float]] = saved(by_name(each(number(finite=False), length=2)), make=dict)
+    samples: int = saved(_COUNT, 0, entry="covered_samples")
+    misses_samples: bool = saved(truth, False)
+    skipped_steps: int = saved(_COUNT, 0)
+    skipped_in_a_row: tuple[int, int] = saved(each(_COUNT, length=2), (0, 0), read=tuple)
+
+    def entries(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        values = {_entry_of(each): getattr(self, each.name) for each in fields(self) if _SAVED in each.metadata}
+        return {name: _plain_entry(value) for name, value in values.items()}
+
+
+def read_progress(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `SavedProgress` by name, from a checkpoint that was read."""
+    return {each.name: each.metadata[_SAVED][2](state[_entry_of(each)]) for each in fields(SavedProgress)}
+
+
+def _entry_of(each: Any) -> str:
+    return each.metadata[_SAVED][1] or each.name
+
+
+def declared(kept: Any) -> dict[str, Saved]:
+    """The entries that the `saved` fields of a dataclass make."""
+    found = {}
+    for each in fields(kept):
+        kind, _, _, since = each.metadata[_SAVED]
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        found[_entry_of(each)] = Saved(kind, since=since, default=_plain_entry(default))
+    return found
+
+
+def _plain_entry(value: Any) -> Any:
+    """As a file holds it."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _optimizer(name: str, value: Any) -> None:
+    """Its state, where each parameter has a number from 0 on, and nothing is kept of others.
+
+    What it keeps of none of them has a name. Values are its own business: a NaN or a step of -1 may say "not yet".
+    """
     _OF_OPTIMIZER(name, value)
     anything(name, value)  # in entries of its own too
+    numbers = [parameter for group in value["param_groups"] for parameter in group["params"]]
+    if numbers != list(range(len(numbers))):
+        raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
+    for parameter, kept in value.get("state", {}).items():
+        its = f"{name}.state.{brief(parameter)}"
+        if isinstance(parameter, str):
+            continue
+        if type(parameter) is not int or not 0 <= parameter < len(numbers):
+            raise ValueError(f"{its}: is none of its {len(numbers)} parameters")
+        record({})(its, kept)
 
 
+_GROUP = record({"params": each(_COUNT), "lr": either(number(at_least=0), tensor)}, {"changed": each(text())})
+_OF_OPTIMIZER = record({"param_groups": each(_GROUP)}, {"state": record({})})
+_SCALER = record(
+    {
+        "scale": number(above=0), "growth_factor": number(above=0), "backoff_factor": number(above=0),
+        "growth_interval": _SIZE, "_growth_tracker": _COUNT,
+    },
+)  # fmt: skip
 _CONFIG: Mapping[str, Kind] = {
     "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
-    "--resume-from": optional(text()), "--optimizer": text(),
+    "--resume-from": optional(text()), "--optimizer": text(), "--dtype": text("float32|float64"), "--drop-last": truth,
 }  # fmt: skip
 """The flags that the trainer itself looks up again."""
-_FACTS: Mapping[str, Kind] = {
-    "task": text(),
-    "config": record(_CONFIG),
-    "lr_factor": number(above=0),
-    "phase_sizes": each(_SIZE),
-    "batch_sizes": each(_SIZE),
-    "global_batch_sizes": each(_SIZE),
-    "data_facts": by_name(plain),
-    "environment": record({"world_size": _SIZE, "num_devices": _SIZE}),
-    "code": record(
-        {
-            "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
-            "task_sha256": optional(text()),
-        },
-    ),
-    "run_id": text(RUN_ID),
+_CODE = {
+    "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
+    "task_sha256": optional(text()),
 }  # fmt: skip
+
+FACTS: Mapping[str, Saved] = {
+    "task": Saved(text()),
+    "config": Saved(record(_CONFIG)),
+    "lr_factor": Saved(number(above=0)),
+    "phase_sizes": Saved(each(_SIZE)),
+    "batch_sizes": Saved(each(_SIZE)),
+    "global_batch_sizes": Saved(each(_SIZE)),
+    "data_facts": Saved(by_name(plain)),
+    "data_digest": Saved(text(), is_optional=True),
+    "environment": Saved(record({"world_size": _SIZE, "num_devices": _SIZE})),
+    "code": Saved(record(_CODE)),
+    "run_id": Saved(text(RUN_ID)),
+}
 """What a run is made with: both a checkpoint and config.json hold it."""
 
-_PROGRESS: Mapping[str, Kind] = {
-    "optimizers": by_name(each(_optimizer)),
-    "scaler": either(
-        record({}, closed=True),
-        record(
-            {
-                "scale": number(above=0), "growth_factor": number(above=0), "backoff_factor": number(above=0),
-                "growth_interval": _SIZE, "_growth_tracker": _COUNT,
-            },
-        ),
-    ),
-    "position": _POSITION,
-    "step": _COUNT,
-    "value": optional(number(finite=False)),
-    "is_best": truth,
-    "best": optional(record({"epoch": _COUNT, "step": _COUNT, "value": number(finite=False)}, closed=True)),
-    "evaluations_since_best": _COUNT,
-    "last_report": _COUNT,
-    "train_seconds": number(at_least=0),
-    "totals": by_name(by_name(tensor)),
-    "reported": by_name(each(number(finite=False), length=2)),
-    "covered_samples": _COUNT,
-    "misses_samples": truth,
-    "skipped_steps": _COUNT,
-    "skipped_in_a_row": each(_COUNT, length=2),
-}  # fmt: skip
-"""How far the run has come."""
-_IF_KNOWN: Mapping[str, Kind] = {"data_digest": text()}
-"""A fact that not every task tells."""
-_OF_AVERAGE: Mapping[str, Kind] = {"training_model": _WEIGHTS, "average_updates": by_name(_COUNT)}
-"""Entries of runs whose `model` is an average of the weights."""
-_OF_FORWARDS: Mapping[str, Kind] = {"other_buffers": by_name(tensor)}
-"""Where forwards change buffers that are not persistent."""
+ENTRIES: Mapping[str, Saved] = {
+    "model": Saved(_WEIGHTS, is_large=True),
+    "training_model": Saved(_WEIGHTS, is_optional=True, is_large=True),
+    "average_updates": Saved(by_name(_COUNT), is_optional=True),
+    "other_buffers": Saved(by_name(tensor), is_optional=True),
+    "optimizers": Saved(by_name(each(_optimizer)), is_large=True),
+    "scaler": Saved(either(record({}, closed=True), _SCALER)),
+    "totals": Saved(by_name(by_name(tensor))),
+    "value": Saved(optional(number(finite=False))),
+    "is_best": Saved(truth),
+    **declared(SavedProgress),
+    **FACTS,
+}
+"""Of a checkpoint, beside its `format_version`. What each means: QUICK_REFERENCE.md, "A checkpoint"."""
+LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
 
-RESUMABLE = (*_PROGRESS, *_FACTS)
-"""Entries of a checkpoint without which a run cannot go on."""
-
-ENTRY = record(
+_MANIFEST_ENTRY = record(
     {
         "file": text(CHECKPOINT_NAME), "epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "step": _COUNT,
         "value": optional(number(finite=False)), "best": truth, "bytes": _COUNT, "sha256": text("[0-9a-f]{64}"),
@@ -124,10 +437,26 @@ ENTRY = record(
     },
     closed=True,
 )  # fmt: skip
-"""Of manifest.json."""
 
 
 # --- whole files -------------------------------------------------------------------------------------------------
+
+
+def brought_up_to_date(state: Mapping[str, Any], entries: Mapping[str, Saved] = ENTRIES) -> dict[str, Any]:
+    """A checkpoint of this format version or an older one, as today's trainer would have written it.
+
+    Raises ValueError for a version that is none.
+    """
+    version = state.get("format_version", 1)
+    whole(at_least=1)("format_version", version)
+    lacking = {name: its.default for name, its in entries.items() if name not in state and version < its.since}
+    held = {name: value for name, value in state.items() if name != "checksum"}  # version 1 had one of its entries
+    return {**held, **lacking, "format_version": max(version, FORMAT_VERSION)}
+
+
+def missing_entries(state: Mapping[str, Any]) -> list[str]:
+    """The entries that a checkpoint lacks and a run needs to go on from it."""
+    return [name for name, entry in ENTRIES.items() if name not in state and not entry.is_optional]
 
 
 def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
@@ -135,133 +464,36 @@ def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str
 
     resumable: a run may go on from it; otherwise only entries that are there count.
     """
-    core, others = {**_PROGRESS, **_FACTS}, {**_OF_AVERAGE, **_OF_FORWARDS, **_IF_KNOWN, CHECKSUM: text()}
     if resumable:
-        fields = record({"model": _WEIGHTS, **core}, others)
-    else:
-        fields = record({"model": _WEIGHTS}, {**core, **others, "config": record({"--seed": _COUNT}, _CONFIG)})
-    together = [_consistent_steps, _consistent_sizes, _position_in_plan] if resumable else []
-    together += [_numbered_moments] if "optimizers" in state else []
-    return first_schema_error((fields, *map(_of_state, together), _has_checksum(checksum_of)), state)
+        return first_schema_error([_record_of(ENTRIES), _equally_many_phases, _position_in_epoch], state)
+    kinds = {name: entry.kind for name, entry in ENTRIES.items()}
+    return first_schema_error([record({}, {**kinds, "config": record({"--seed": _COUNT}, _CONFIG)})], state)
 
 
 def schema_error_of_weights(weights: Mapping[str, Any]) -> str | None:
-    """The first flaw of a state dict, or None."""
+    """What is wrong with a state dict; None for nothing."""
     return first_schema_error([_WEIGHTS], weights)
 
 
-def is_as_written(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint holds what a run has saved, by the checksum of its own contents."""
-    return CHECKSUM in state and first_schema_error([_has_checksum(checksum_of)], state) is None
-
-
 def schema_error_of_config(content: dict[str, Any]) -> str | None:
-    """The same of config.json."""
-    others = {**_IF_KNOWN, CHECKSUM: text(), "torchrun_agents": each(text()), "command_line": each(text())}
-    fields = record(_FACTS, others)
-    return first_schema_error((fields, _of_state(_consistent_sizes), _has_checksum(json_checksum)), content)
+    """What is wrong with config.json; None for nothing."""
+    others = {"torchrun_agents": each(text()), "command_line": each(text())}
+    return first_schema_error([_record_of(FACTS, others), _equally_many_phases], content)
 
 
 def schema_error_of_manifest(content: Any) -> str | None:
-    """The same of manifest.json."""
-    fields = record({"checkpoints": each(ENTRY)}, {CHECKSUM: text()})
-    return first_schema_error((fields, _of_state(_one_entry_a_file), _has_checksum(json_checksum)), content)
+    """What is wrong with manifest.json; None for nothing."""
+    return first_schema_error([record({"checkpoints": each(_MANIFEST_ENTRY)}), _one_entry_a_file], content)
 
 
-def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON is to hold, with its checksum."""
-    return {**content, CHECKSUM: json_checksum(content)}
+def _record_of(entries: Mapping[str, Saved], others: Mapping[str, Kind] | None = None) -> Kind:
+    return record(
+        {name: entry.kind for name, entry in entries.items() if not entry.is_optional},
+        {name: entry.kind for name, entry in entries.items() if entry.is_optional} | {**(others or {})},
+    )
 
 
-def json_checksum(content: Mapping[str, Any]) -> str:
-    """Of all but the checksum itself. Tuples count as lists."""
-    rest = {name: value for name, value in content.items() if name != CHECKSUM}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def checksum_of(state: Mapping[str, Any]) -> str:
-    """The same of tensors and plain values: of types, shapes, names, and every bit."""
-    found = hashlib.sha256()
-    _sum_up({name: value for name, value in state.items() if name != CHECKSUM}, found.update)
-    return found.hexdigest()
-
-
-def _sum_up(value: Any, update: Callable[[Any], None]) -> None:
-    if isinstance(value, Tensor):
-        update(f"{value.dtype}{tuple(value.shape)}{value.layout}".encode())
-        if value.layout == torch.sparse_coo:
-            value = value.coalesce()
-            parts = [value.indices(), value.values()]
-        else:
-            parts = [value]
-        for part in parts:
-            plain = part.detach().resolve_conj().resolve_neg()
-            update(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        update(f"mapping of {len(value)}".encode())
-        for name, item in value.items():
-            update(f"{name!r}=".encode())
-            _sum_up(item, update)
-    elif isinstance(value, list | tuple):
-        update(f"list of {len(value)}".encode())
-        for item in value:
-            _sum_up(item, update)
-    else:
-        update(f"{value!r};".encode())
-
-
-# --- how they fit together ---------------------------------------------------------------------------------------
-
-
-def _of_state(require: Callable[[Mapping[str, Any]], None]) -> Kind:
-    return lambda name, value: require(value)
-
-
-def _has_checksum(checksum: Callable[[Mapping[str, Any]], str]) -> Kind:
-    def require(name: str, content: Any) -> None:
-        if CHECKSUM in content and content[CHECKSUM] != checksum(content):
-            raise ValueError("its contents are not those that were saved: their checksum is another one")
-
-    return require
-
-
-def _consistent_steps(state: Mapping[str, Any]) -> None:
-    """Every epoch has a step at least, and nothing came later than the last one."""
-    step, position, best = state["step"], state["position"], state["best"]
-    _at_most("position.epoch", position["epoch"], step, "optimizer steps done")
-    for name in ("last_report", "skipped_steps"):
-        _at_most(name, state[name], step, "optimizer steps done")
-    last_skipped, in_a_row = state["skipped_in_a_row"]
-    _at_most("skipped_in_a_row", last_skipped, step, "optimizer steps done")
-    _at_most("skipped_in_a_row", in_a_row, state["skipped_steps"], "steps skipped")
-    evaluations = state["evaluations_since_best"]
-    _at_most("evaluations_since_best", evaluations, 2 * (step + 1), "most evaluations that so many steps have")
-    if best is not None:
-        _at_most("best.epoch", best["epoch"], position["epoch"], "epochs done")
-        _at_most("best.step", best["step"], step, "optimizer steps done")
-        if best["value"] != best["value"]:
-            raise wrong("best.value", best["value"], "must not be NaN")
-    if state["is_best"] and (best is None or best["value"] != state["value"]):
-        raise wrong("is_best", True, "contradicts best")
-
-
-def _position_in_plan(state: Mapping[str, Any]) -> None:
-    """The plan is that of the phases that the checkpoint names."""
-    position, sizes = state["position"], state["phase_sizes"]
-    others = position["others"]
-    if position["phase"] >= len(sizes):
-        raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")
-    in_turns = bool(others) or position["turn"] > 0
-    size = sizes[0 if in_turns else position["phase"]]
-    _at_most("position.samples", position["samples"], size, "samples in an epoch of that phase")
-    if others and len(others) != len(sizes) - 1:
-        raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one of each other phase")
-    for other, size in zip(others, sizes[1:], strict=False):
-        _at_most("position.others", other[1], size, "samples in an epoch of that phase")
-
-
-def _consistent_sizes(facts: Mapping[str, Any]) -> None:
-    """As many of each as there are phases."""
+def _equally_many_phases(name: str, facts: Mapping[str, Any]) -> None:
     num_phases = len(facts["phase_sizes"])
     if num_phases == 0:
         raise wrong("phase_sizes", facts["phase_sizes"], "must be of one phase at least")
@@ -270,42 +502,21 @@ def _consistent_sizes(facts: Mapping[str, Any]) -> None:
             raise wrong(name, facts[name], f"must have {num_phases} values, one of each phase")
 
 
-def _numbered_moments(state: Mapping[str, Any]) -> None:
-    """Each optimizer numbers its parameters from 0 on, and keeps nothing of others.
-
-    What it keeps of none of them has a name. Values are its own business: a NaN or a step of -1 may say "not yet".
-    """
-    trained = state.get("training_model", state["model"])
-    if _shapes(trained) != _shapes(state["model"]):
-        raise ValueError("training_model has other names or shapes than model")
-    for phase, several in state["optimizers"].items():
-        for index, own in enumerate(several):
-            _require_numbered(f"optimizers.{phase}[{index}]", own)
-
-
-def _require_numbered(name: str, own: Mapping[str, Any]) -> None:
-    numbers = [parameter for group in own["param_groups"] for parameter in group["params"]]
-    if numbers != list(range(len(numbers))):
-        raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
-    for parameter, kept in own.get("state", {}).items():
-        if isinstance(parameter, str):
-            continue
-        its = f"{name}.state.{brief(parameter)}"
-        if type(parameter) is not int or not 0 <= parameter < len(numbers):
-            raise ValueError(f"{its}: is none of its {len(numbers)} parameters")
-        record({})(its, kept)
+def _position_in_epoch(name: str, state: Mapping[str, Any]) -> None:
+    """No sample order can be asked for what is beyond its end."""
+    position, sizes = state["position"], state["phase_sizes"]
+    if position["phase"] >= len(sizes):
+        raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")
+    others = [samples for _, samples in position["others"]]
+    in_turns = bool(others) or position["turn"] > 0
+    whole(at_most=sizes[0 if in_turns else position["phase"]])("position.samples", position["samples"])
+    if others and len(others) != len(sizes) - 1:
+        raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one of each other phase")
+    for samples, size in zip(others, sizes[1:], strict=False):
+        whole(at_most=size)("position.others", samples)
 
 
-def _one_entry_a_file(content: Mapping[str, Any]) -> None:
+def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
     files = [entry["file"] for entry in content["checkpoints"]]
     if len(set(files)) < len(files):
         raise ValueError("checkpoints: names a file twice")
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
-
-
-def _at_most(name: str, value: int, limit: int, of_what: str) -> None:
-    if value > limit:
-        raise wrong(name, value, f"must be at most {limit}, the {of_what}")

@@ -1,20 +1,73 @@
-"""manifest.json: what is known of each checkpoint of a run directory without opening it."""
+"""What is known of the checkpoints of a run directory without opening them: which there are, which stay, their links.
+
+And the other small JSON files beside manifest.json, each replaced as a whole.
+"""
 
 import itertools
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.checkpoint.format import schema_error_of_manifest, with_checksum
+from trainer.checkpoint.format import schema_error_of_config, schema_error_of_manifest
 from trainer.checkpoint.lock import Writer
-from trainer.checkpoint.records import read_json
-from trainer.common.files import MOST_WHOLE
+from trainer.common.errors import DiskError
+from trainer.common.files import MOST_RECORD, MOST_WHOLE, NO_FILE, read_whole, without_nan
+from trainer.flags import CheckpointFlags
 from trainer.loading.order import Position
+from trainer.task import Task
 
 MANIFEST = "manifest.json"
+CONFIG = "config.json"
+RESULTS = "results.json"
+IF_UNREADABLE = "see to the file system and run the same command again, or move the file away to do without it"
+LINKS = ("last.pth", "best.pth", "final.pth")
+
+
+def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
+    """The record in a file; empty when there is no such file or it is damaged. say: gets a line if it is damaged.
+
+    most: bytes that the file may have. Raises DiskError when it is there and cannot be read.
+    """
+    try:
+        content = json.loads(read_whole(path, most))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_FILE:
+            problem = f"--save-dir {path.parent}: cannot read {path.name}: {error.strerror}"
+            raise DiskError(f"{problem}; {IF_UNREADABLE}") from None
+        content = None
+    if not isinstance(content, dict):
+        say(f"{path} is damaged: it is no JSON object.")
+        return {}
+    return content
+
+
+def as_json(content: Any) -> str:
+    """The text of a file."""
+    return json.dumps(without_nan(content), indent=2, allow_nan=False) + "\n"
+
+
+def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """config.json of a run directory; empty where there is none, or one that nothing can be relied on in.
+
+    say: gets a line about a damaged one.
+    """
+    path = folder / CONFIG
+    content = read_json(path, say)
+    schema_error = schema_error_of_config(content) if content else None
+    if schema_error is not None:
+        say(f"{path} is damaged: {schema_error}.")
+        return {}
+    return content
+
+
+# --- the manifest ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -71,7 +124,7 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
 def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None:
     """Replaces the file as a whole, durably. Raises OSError, LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
-    writer.replace_text(path, json.dumps(with_checksum(content), indent=2) + "\n")
+    writer.replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
@@ -97,3 +150,77 @@ def unused_path(folder: Path, position: Position) -> Path:
     suffixes = itertools.chain([""], (f"_again{number}" for number in itertools.count(2)))
     paths = (folder / f"{name}{suffix}.pth" for suffix in suffixes)
     return next(path for path in paths if not path.exists())
+
+
+# --- links, and which checkpoints stay -----------------------------------------------------------------------------
+
+
+def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writer: Writer) -> None:
+    """Points last.pth, best.pth and, if the run is finished, final.pth to their checkpoints. Raises OSError."""
+    newest = entries[-1] if entries else None
+    for name, entry in zip(LINKS, (newest, newest_best(entries), newest if is_finished else None), strict=True):
+        if entry is not None:
+            link(folder / name, folder / entry.file, writer)
+
+
+def link(name: Path, file: Path, writer: Writer) -> None:
+    """Gives a file a second name: a hard link, or a copy where the file system has none. Raises OSError."""
+    if name.exists() and name.samefile(file):
+        return
+    temporary = writer.temporary(name.with_suffix(".link.pth"))
+    temporary.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(file, temporary)
+        except OSError:
+            shutil.copyfile(file, temporary)
+        writer.rename(temporary, name)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest, 0 is all of them, and the best beside them; mode: which value is best."""
+
+    newest: int
+    best: int = 1
+    mode: Literal["max", "min"] = "max"
+
+
+def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
+    """Which checkpoints stay of a run of this task."""
+    return Retention(flags.keep_checkpoints, flags.keep_best, mode=task.monitor[1])
+
+
+def evict(
+    folder: Path,
+    entries: Sequence[Entry],
+    retention: Retention,
+    is_intact: Callable[[Entry], bool],
+    writer: Writer,
+) -> list[Entry]:
+    """Deletes the files that need not stay; returns the entries that do. entries: oldest first.
+
+    Only intact files count as kept, so that damage to newer or better ones never costs the last good one. The manifest
+    forgets what was deleted at the next save: an entry without a file is ignored. Raises OSError, LockTaken.
+    """
+    if retention.newest == 0:
+        return list(entries)
+    best = _first_intact(best_first(entries, retention.mode), retention.best, is_intact)
+    kept = [*best, *_first_intact(entries[::-1], retention.newest, is_intact)]
+    for entry in entries:
+        if entry not in kept:
+            writer.delete(folder / entry.file)
+    return [entry for entry in entries if entry in kept]
+
+
+def _first_intact(entries: Sequence[Entry], num: int, is_intact: Callable[[Entry], bool]) -> list[Entry]:
+    """The first entries, damaged ones among them, until so many are intact."""
+    found: list[Entry] = []
+    for entry in entries:
+        if num == 0:
+            break
+        found.append(entry)
+        num -= is_intact(entry)
+    return found

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.directory import find_checkpoints
 from trainer.checkpoint.file import CheckpointReader, read_checkpoint, read_settings
-from trainer.checkpoint.manifest import MANIFEST, Entry, read_manifest
-from trainer.checkpoint.recovery import find_checkpoints
-from trainer.checkpoint.retention import LINKS
+from trainer.checkpoint.manifest import LINKS, MANIFEST, Entry, read_manifest
 from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors
 from trainer.loading.order import Position

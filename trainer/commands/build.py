@@ -1,6 +1,5 @@
 """Builds a run from a command line, at the position where it goes on."""
 
-import json
 import os
 import random
 import re
@@ -16,9 +15,8 @@ from torch import nn
 
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.format import with_checksum
-from trainer.checkpoint.records import CONFIG, RESULTS, as_json, read_config
-from trainer.checkpoint.retention import retention_of
+from trainer.checkpoint.format import LARGE
+from trainer.checkpoint.manifest import CONFIG, RESULTS, read_config, retention_of
 from trainer.commands.facts import code_digests, describe_environment, digest_of_data, facts_of_data, identify_code
 from trainer.commands.flags import Flags
 from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
@@ -168,7 +166,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     All processes call it; a UserError is raised on all of them.
     """
     given = flags.checkpoint
-    state = parallel.load_on_main(lambda: choose_start(directory, given))
+    state = parallel.load_on_main(lambda: choose_start(directory, given), LARGE)
     before = state or parallel.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, parallel, directory, before, is_new=state is None)
     run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
@@ -211,8 +209,7 @@ def open_run(
         if starts_over(directory, given):
             directory.start_over()
         directory.delete(RESULTS)
-        # As it will be read: with texts for names, and lists for tuples.
-        directory.write_json(CONFIG, with_checksum(json.loads(as_json(facts))))
+        directory.write_json(CONFIG, facts)
         config = {name.lstrip("-"): value for name, value in run.facts["config"].items()}
         logged = LoggedRun(run.facts["run_id"], directory.path, config, run.progress.step, run.progress.last_report)
         with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
@@ -344,7 +341,7 @@ def assemble_run(
         learning_rate=build_learning_rate(flags, task, plan, facts["lr_factor"]),
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
-        saver=BackgroundSaver(directory),
+        saver=BackgroundSaver(directory.save),
         settings=loop_settings(flags),
         step_results=StepResults(at_once=parallel.device.type == "cpu"),
         lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),

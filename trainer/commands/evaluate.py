@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import RESULTS
+from trainer.checkpoint.format import LARGE
+from trainer.checkpoint.manifest import RESULTS
 from trainer.checkpoint.weights import load_best_weights
 from trainer.commands.build import assemble_run, describe_run, set_up_torch
 from trainer.commands.flags import Flags
@@ -37,7 +38,7 @@ def score(run: Run, on_test: bool) -> None:
     progress.read_clock()
     weights = {"epoch": progress.position.epoch, "step": progress.step, "is_best": False}
     if on_test and has_validation:
-        best = run.parallel.load_on_main(lambda: _best_weights(run.directory))
+        best = run.parallel.load_on_main(lambda: _best_weights(run.directory), LARGE)
         if best:
             use_weights(
                 run.learner, best.pop("model"), run.parallel, "the best checkpoint", "choose another --save-dir"
@@ -97,7 +98,7 @@ def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises UserError."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say))
+    trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say), LARGE)
     label, state = trained.label, trained.state
     source = f"the checkpoint ({label})"
     with closing(assemble_run(flags, task, parallel)) as run:

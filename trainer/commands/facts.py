@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.records import as_json
-from trainer.checkpoint.schema import brief
+from trainer.checkpoint.format import brief
+from trainer.checkpoint.manifest import as_json
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, plain
 from trainer.parallel.base import Parallel

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.manifest import MANIFEST, read_manifest
-from trainer.checkpoint.records import RESULTS, read_json
+from trainer.checkpoint.manifest import MANIFEST, RESULTS, read_json, read_manifest
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_since_last_start, differences

@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.records import read_config
+from trainer.checkpoint.format import Best
+from trainer.checkpoint.manifest import read_config
 from trainer.common.errors import UserError
 from trainer.common.files import alike
 from trainer.config import flag_values, shown
 from trainer.flags import CheckpointFlags
 from trainer.loop.checkpointing import restore_progress
-from trainer.loop.progress import Best
 from trainer.loop.run import Run
 from trainer.registry import is_same_task
 from trainer.task import Task
@@ -63,7 +63,7 @@ def brings_another_run(directory: RunDirectory, source: Path | None) -> bool:
 def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mapping[str, Any] | None) -> str:
     """What names the run to loggers: from the checkpoint to resume, or the directory, or a new one.
 
-    state: of `choose_start`. It comes first since it has a checksum, and config.json may be damaged or lost.
+    state: of `choose_start`. It comes first, since config.json may be damaged or lost.
     """
     recorded = {} if starts_over(directory, given) else read_config(directory.path)
     for facts in (state or {}, recorded):

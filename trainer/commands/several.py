@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import read_json
-from trainer.checkpoint.retention import retention_of
+from trainer.checkpoint.manifest import read_json, retention_of
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.flags import Flags

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import CONFIG, read_json
+from trainer.checkpoint.manifest import CONFIG, read_json
 from trainer.common.errors import UserError
 from trainer.loop.memory import MEMORY
 from trainer.loop.rescue import rescue

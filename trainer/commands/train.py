@@ -5,8 +5,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import RESULTS, read_json
-from trainer.checkpoint.retention import retention_of
+from trainer.checkpoint.manifest import RESULTS, read_json, retention_of
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags

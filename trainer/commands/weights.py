@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.file import read_checkpoint, read_settings
+from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.weights import (
     TrainedRun,
     WeightComparison,
@@ -121,7 +122,7 @@ def _start_with_shipped(model: nn.Module, shipped: Path, parallel: Parallel) -> 
 
 
 def _read(parallel: Parallel, path: Path, label: str) -> dict[str, Tensor]:
-    state = parallel.load_on_main(lambda: {"model": read_checkpoint(path, label, only_weights=True)["model"]})
+    state = parallel.load_on_main(lambda: {"model": read_checkpoint(path, label, only_weights=True)["model"]}, LARGE)
     weights: dict[str, Tensor] = state["model"]
     return weights
 

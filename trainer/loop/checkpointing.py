@@ -1,20 +1,18 @@
 """A run -> a checkpoint -> a run."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.background import BackgroundSaver
-from trainer.checkpoint.readable import error_of_saving, meta_state_of
-from trainer.checkpoint.schema import not_finite
+from trainer.checkpoint.file import error_of_saving, meta_state_of
+from trainer.checkpoint.format import not_finite, read_progress
 from trainer.common.errors import UnfitState
-from trainer.loading.order import Position
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
-from trainer.loop.progress import Best, Progress
+from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.base import Parallel
@@ -136,18 +134,8 @@ def state_of(
     return state | {
         **({"other_buffers": buffers} if buffers else {}),
         "scaler": run.learner.precision.scaler.state_dict(),
-        "position": asdict(progress.position),
-        "step": progress.step,
-        "best": asdict(progress.best) if progress.best else None,
-        "evaluations_since_best": progress.evaluations_since_best,
-        "last_report": progress.last_report,
-        "train_seconds": progress.train_seconds,
         "totals": totals,
-        "reported": progress.reported,
-        "covered_samples": progress.samples,
-        "misses_samples": progress.misses_samples,
-        "skipped_steps": progress.skipped_steps,
-        "skipped_in_a_row": progress.skipped_in_a_row,
+        **progress.entries(),
         **run.facts,
     }
 
@@ -182,24 +170,11 @@ def refuse_non_finite(
 
 def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
     """Goes back to the moment of a checkpoint whose weights are restored."""
-    learner, step = run.learner, state["step"]
+    learner = run.learner
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
     run.parallel.load_moments(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
-    run.progress = Progress(
-        position=Position(**state["position"]),
-        step=step,
-        best=Best(**state["best"]) if state["best"] else None,
-        evaluations_since_best=state["evaluations_since_best"],
-        last_report=state["last_report"],
-        last_save=step,
-        train_seconds=state["train_seconds"],
-        samples=state["covered_samples"],
-        misses_samples=state["misses_samples"],
-        reported=state["reported"],
-        skipped_steps=state["skipped_steps"],
-        skipped_in_a_row=tuple(state["skipped_in_a_row"]),
-    )
+    run.progress = Progress(**read_progress(state), last_save=state["step"])
     _share(run.parallel, run.progress, state["totals"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.readable import error_of_model
+from trainer.checkpoint.file import error_of_model
 from trainer.common.errors import UserError, printable
 from trainer.common.torch_private import BATCH_NORMS, num_writes
 from trainer.loading.batches import Batch

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.records import read_json
-from trainer.checkpoint.schema import first_schema_error, optional, record, text, whole
+from trainer.checkpoint.format import first_schema_error, optional, record, text, whole
+from trainer.checkpoint.manifest import read_json
 from trainer.common.errors import UserError
 from trainer.loading.batches import Batch, BatchLoader, WeightedBatch, weighted
 from trainer.loading.order import SampleKeys

@@ -5,54 +5,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trainer.checkpoint.format import Best, SavedProgress
 from trainer.loading.order import Position
 from trainer.loop.totals import Totals
 
 
 @dataclass
-class Best:
-    """The best validation score so far.
+class Progress(SavedProgress):
+    """How far a run has come in this process: what a checkpoint keeps, and what it does not hold, or in another form.
 
-    epoch, step: completed epochs and optimizer steps when it was reached.
-    """
-
-    epoch: int
-    value: float
-    step: int
-
-
-@dataclass
-class Progress:
-    """What a checkpoint keeps of a run besides its model and optimizers.
-
-    evaluations_since_best: what early stopping looks at.
-    last_report: optimizer steps done at the last report, which an epoch's end and every evaluation make.
-    last_save: the same of the last checkpoint, which itself does not hold it.
-    train_seconds: wall time of training, evaluation and saving included, over all sessions, as of the last
-    `read_clock`, which every save makes.
+    last_save: optimizer steps done at the last checkpoint.
     totals: of each phase, sums over this process's share of the steps since the last report.
-    reported: of each phase, the loss and the weight of its totals over all processes that the log has shown.
-    samples, own_samples: those that the totals of all processes cover, and those of this one.
-    misses_samples: whether that is not all since the last report, because other processes were lost with their totals.
-    skipped_steps: optimizer steps left out because they were not finite.
-    skipped_in_a_row: the last step skipped, and how many in a row that were.
+    own_samples: of `samples`, those that this process's totals cover.
     clock: when it was last read; None before the first reading, which starts the time.
     """
 
-    position: Position = field(default_factory=Position)
-    step: int = 0
-    best: Best | None = None
-    evaluations_since_best: int = 0
-    last_report: int = 0
     last_save: int = 0
-    train_seconds: float = 0.0
     totals: dict[str, Totals] = field(default_factory=dict)
-    reported: dict[str, tuple[float, float]] = field(default_factory=dict)
-    samples: int = 0
     own_samples: int = 0
-    misses_samples: bool = False
-    skipped_steps: int = 0
-    skipped_in_a_row: tuple[int, int] = (0, 0)
     clock: float | None = None
 
     def __copy__(self) -> "Progress":

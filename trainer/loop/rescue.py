@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.background import snapshot
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
-from trainer.checkpoint.snapshot import snapshot
 from trainer.common.errors import DiskError, UnfitState, UserError, reason
 from trainer.common.process import to_stdout
 from trainer.loop.checkpointing import diverged, refuse_another_model, state_of

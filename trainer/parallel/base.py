@@ -2,7 +2,7 @@
 
 import random
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -247,8 +247,8 @@ class Parallel:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
-    def load_on_main(self, function: Callable[[], T]) -> T:
-        """As `on_main`, for what holds checkpoints: of their tensors the others need not get more than the shapes."""
+    def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
+        """As `on_main`, for what holds checkpoints: of the entries named large the others get the shapes of tensors."""
         return self.on_main(function)
 
     def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import faulthandler
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial, reduce
@@ -31,7 +31,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.meeting import ALIKE, join, within
-from trainer.parallel.meta_state import empty_like, mapped, without_weights
+from trainer.parallel.meta_state import empty_like, mapped, with_shapes_of
 from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.neighbours import Neighbours, process_space
 from trainer.task import sparse_parameters
@@ -335,12 +335,12 @@ class Distributed(Parallel):
         _broadcast(whole)
         return whole
 
-    def load_on_main(self, function: Callable[[], T]) -> T:
+    def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
         loaded: list[T] = []
 
         def load() -> T:
             loaded.append(function())
-            return without_weights(loaded[0])
+            return with_shapes_of(large, loaded[0])
 
         outlined = self.on_main(load)
         return loaded[0] if self.is_main else outlined

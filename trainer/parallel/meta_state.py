@@ -1,14 +1,11 @@
 """Checkpoints as the processes know them that did not read them: the tensors come one by one, where they are loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-
-ENTRIES_OF_WEIGHTS = ("model", "training_model", "optimizers")
-"""Of a checkpoint: what only the main process reads."""
 
 
 def empty_like(value: Tensor, device: torch.device) -> Tensor:
@@ -25,16 +22,17 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(value)(mapped(item, function) for item in value) if type(value) in (list, tuple) else value
 
 
-def without_weights(loaded: Any) -> Any:
-    """What the main process loaded, with outlines of its weights and moments; single numbers stay.
+def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
+    """What rank 0 loaded, with tensors without content in its large entries; tensors of single numbers stay.
 
     loaded: the entries of a checkpoint, or a dataclass that holds them.
     """
     if is_dataclass(loaded) and not isinstance(loaded, type):
-        return replace(loaded, **{field.name: without_weights(getattr(loaded, field.name)) for field in fields(loaded)})
+        parts = {field.name: with_shapes_of(large, getattr(loaded, field.name)) for field in fields(loaded)}
+        return replace(loaded, **parts)
     if not isinstance(loaded, dict):
         return loaded
-    return {name: mapped(item, _outline) if name in ENTRIES_OF_WEIGHTS else item for name, item in loaded.items()}
+    return {name: mapped(item, _outline) if name in large else item for name, item in loaded.items()}
 
 
 def _outline(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.retention import retention_of
+from trainer.checkpoint.manifest import retention_of
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.config import FlagGroup, flag
