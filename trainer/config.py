@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trainer.common.errors import UserError, shortened
 from trainer.common.validation import checked_path, checked_text, expanded
@@ -28,6 +28,9 @@ class FlagGroup:
     The first line of its docstring heads its part of `--help`; what follows stands below it, line by line.
     """
 
+    recorded: ClassVar[bool] = True
+    """Whether a run records these flags: they say something about it, and not what is to be done with it."""
+
     def problems(self) -> list[str]:
         """What is wrong with these values taken together; one sentence each."""
         return []
@@ -41,6 +44,9 @@ def flag(
     hidden: bool = False,
     local: bool = False,
     from_record: Literal["taken", "ignored", "refused"] = "taken",
+    excludes: Sequence[str] = (),
+    displaces: Sequence[str] = (),
+    needs: Mapping[str, Sequence[str]] = {},
     **limits: float,
 ) -> Any:
     """A dataclass field that is a command-line flag.
@@ -51,11 +57,17 @@ def flag(
     from_record: what becomes of the value that the record of a run has, when another command line names that record.
         "ignored" is for how a run was started; "refused" for what a user alone may name, who need not have made the
         record: a file with code (FILE:CLASS), or one to write or to begin from.
+    excludes: fields that must not be given beside it. Given over a lower layer, such as a file under the command line,
+        each of the two displaces the other.
+    displaces: fields that another value of it displaces in lower layers, and that may be given beside it.
+    needs: by the field of a choice, the values of it that have this flag.
     limits: at_least, above, at_most, below; of numbers.
     """
     assert limits.keys() <= _LIMITS.keys()
-    about = {"help": help, "metavar": metavar, "hidden": hidden, "limits": limits}
-    about |= {"local": local, "from_record": from_record}
+    about = {
+        "help": help, "metavar": metavar, "hidden": hidden, "local": local, "from_record": from_record,
+        "excludes": excludes, "displaces": displaces, "needs": needs, "limits": limits,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -113,6 +125,16 @@ class Option:
     name: that of a switch which is on by default turns it off. type: of the value, or of each one of a list.
     """
 
+    help: str
+    metavar: str | None
+    hidden: bool
+    local: bool
+    from_record: str
+    excludes: Sequence[str]
+    displaces: Sequence[str]
+    needs: Mapping[str, Sequence[str]]
+    limits: Mapping[str, float]
+
     def __init__(self, field: Any, hint: Any) -> None:
         self.default, self.is_switch = field.default, hint is bool
         self.name = flag_name(f"no_{field.name}" if self.default is True else field.name)
@@ -127,12 +149,7 @@ class Option:
             raise TypeError(f"{field.name}: must be made by flag(default, help)")
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
             raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values take tuple[int, ...]")
-        self.help: str = field.metadata["help"]
-        self.metavar: str | None = field.metadata["metavar"]
-        self.hidden: bool = field.metadata["hidden"]
-        self.local: bool = field.metadata["local"]
-        self.from_record: str = field.metadata["from_record"]
-        self.limits: dict[str, float] = field.metadata["limits"]
+        vars(self).update(field.metadata)
 
     @property
     def adds_up(self) -> bool:
@@ -363,7 +380,26 @@ def parse_flags(
     problems += _problems_of_defaults(
         {field: known for field, known in options(*group_types).items() if field not in values}
     )
-    return groups, problems + [problem for group in groups for problem in _own_problems(group)]
+    problems += [problem for group in groups for problem in _own_problems(group)]
+    return groups, problems + _conflicts(options(*group_types), values)
+
+
+def _conflicts(known: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
+    """A sentence for each two flags that exclude each other, and for each that the choice beside it does not have."""
+    given = {
+        field: option.name if isinstance(values[field], bool | Path) else f"{option.name} {shown(values[field])}"
+        for field, option in known.items()
+        if values.get(field, option.default) != option.default
+    }
+    found = []
+    for field, words in given.items():
+        excluded = [other for other in known[field].excludes if other in given]
+        found += [f"{words} and {given[other]}: exclude each other; give one" for other in excluded]
+        for choice, owners in known[field].needs.items():
+            if values.get(choice, known[choice].default) not in (None, *owners):
+                having = f"{flag_name(choice)} {' or '.join(owners)}"
+                found.append(f"{words}: is for {having}; leave it out, or take that")
+    return found
 
 
 def _problems_of_defaults(known: Mapping[str, Option]) -> list[str]:

@@ -3,16 +3,16 @@
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from trainer.common.errors import UserError
 from trainer.common.files import require_regular
 from trainer.common.validation import split_name
-from trainer.config import FlagGroup, flag, given_flags, shown
+from trainer.config import FlagGroup, flag, flag_name, shown
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 EXPORTERS: dict[str, tuple[str, ...]] = {".pt2": (), ".onnx": ("onnx", "onnxscript")}
@@ -23,13 +23,6 @@ MOST_THREADS = 1024
 """Of a process: with far more, starting them fails without a word."""
 MOST_PROCESSES = 1024
 """Of a machine."""
-OPTIMIZER_SETTINGS = {
-    "betas": ("adamw", "adam", "muon"),
-    "eps": ("adamw", "adam", "muon"),
-    "momentum": ("sgd", "muon"),
-    "nesterov": ("sgd",),
-}
-"""Flags that only some of the optimizers have, and which ones those are."""
 RETIRED = {
     "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
     "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
@@ -40,6 +33,12 @@ RETIRED = {
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
+ADAM = {"optimizer": ("adamw", "adam", "muon")}
+FSDP = {"multi_gpu": ("fsdp",)}
+NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
+"""Excluded where weights are used, and nothing is trained."""
+
+
 @dataclass
 class RunFlags(FlagGroup):
     """What to train"""
@@ -48,7 +47,7 @@ class RunFlags(FlagGroup):
         "", "a workload of those above, or a task of your own: path/to/file.py:ClassName", local=True,
         from_record="refused",
     )  # fmt: skip
-    epochs: int | None = flag(None, "passes over the training data (default: 20)", at_least=1)
+    epochs: int | None = flag(None, "passes over the training data (default: 20)", excludes=("max_steps",), at_least=1)
     max_steps: int | None = flag(
         None, "optimizer steps of the whole run, instead of --epochs; it may end within an epoch", at_least=1
     )
@@ -58,7 +57,7 @@ class RunFlags(FlagGroup):
     )  # fmt: skip
     eval_every: int | None = flag(
         None, "score the validation set after every so many epochs, and after the last (default: 1)", metavar="EPOCHS",
-        at_least=1,
+        excludes=("eval_every_steps",), at_least=1,
     )  # fmt: skip
     eval_every_steps: int | None = flag(
         None, "the same in optimizer steps, also within an epoch", metavar="STEPS", at_least=1
@@ -90,11 +89,6 @@ class RunFlags(FlagGroup):
 
     def problems(self) -> list[str]:
         found = []
-        if self.epochs is not None and self.max_steps is not None:
-            found.append(f"--epochs {self.epochs} and --max-steps {self.max_steps}: exclude each other; give one")
-        if self.eval_every is not None and self.eval_every_steps is not None:
-            given = f"--eval-every {self.eval_every} and --eval-every-steps {self.eval_every_steps}"
-            found.append(f"{given}: exclude each other; give one")
         for logger in self.logger or ():
             try:
                 split_name(logger, "--logger")
@@ -115,8 +109,8 @@ class BatchFlags(FlagGroup):
     batch_size: int = flag(32, "samples per device per forward", at_least=1, at_most=MOST_SAMPLES)
     grad_accum_steps: int = flag(1, "forwards per optimizer step", at_least=1, at_most=MOST_SAMPLES)
     global_batch_size: int | None = flag(
-        None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it", at_least=1,
-        at_most=MOST_SAMPLES,
+        None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it",
+        excludes=("grad_accum_steps",), at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
     drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
     eval_batch_size: int | None = flag(
@@ -124,28 +118,23 @@ class BatchFlags(FlagGroup):
         at_most=MOST_SAMPLES,
     )  # fmt: skip
 
-    def problems(self) -> list[str]:
-        if self.global_batch_size is not None and self.grad_accum_steps != 1:
-            return [
-                f"--global-batch-size {self.global_batch_size} and --grad-accum-steps {self.grad_accum_steps}: "
-                "exclude each other; the second follows from the first"
-            ]
-        return []
-
 
 @dataclass
 class LearningFlags(FlagGroup):
     """Learning"""
 
     optimizer: Literal["adamw", "adam", "sgd", "muon"] = flag(
-        "adamw", "what makes a step of a gradient; muon: hidden matrices by Muon, the rest by adamw"
-    )
+        "adamw", "what makes a step of a gradient; muon: hidden matrices by Muon, the rest by adamw",
+        displaces=("betas", "eps", "momentum", "nesterov"),
+    )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", above=0)
     min_lr: float = flag(0.0, "learning rate at the end, of every schedule but constant", at_least=0)
     schedule: Schedule = flag(
         "cosine", "the learning rate after warm-up; wsd: constant, then down to --min-lr over the last fifth of the run"
     )
-    warmup_epochs: float | None = flag(None, "epochs of linear warm-up (default: a tenth of the run)", at_least=0)
+    warmup_epochs: float | None = flag(
+        None, "epochs of linear warm-up (default: a tenth of the run)", excludes=("warmup_steps",), at_least=0
+    )
     warmup_steps: int | None = flag(None, "the same in optimizer steps", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
         "none", "multiply --lr by global batch / one-device batch, by its root, or not at all"
@@ -155,11 +144,14 @@ class LearningFlags(FlagGroup):
         at_least=0,
     )  # fmt: skip
     betas: tuple[float, ...] | None = flag(
-        None, "two decay rates of adamw and adam, also within muon (default: 0.9 0.999)", at_least=0, below=1
+        None, "two decay rates of adamw and adam, also within muon (default: 0.9 0.999)", needs=ADAM, at_least=0,
+        below=1,
+    )  # fmt: skip
+    eps: float | None = flag(None, "added to the denominator by the same ones (default: 1e-08)", needs=ADAM, above=0)
+    momentum: float | None = flag(
+        None, "of sgd (default: 0) and muon (default: 0.95)", needs={"optimizer": ("sgd", "muon")}, at_least=0, below=1
     )
-    eps: float | None = flag(None, "added to the denominator by the same ones (default: 1e-08)", above=0)
-    momentum: float | None = flag(None, "of sgd (default: 0) and muon (default: 0.95)", at_least=0, below=1)
-    nesterov: bool = flag(False, "sgd: Nesterov's momentum, which muon always has")
+    nesterov: bool = flag(False, "sgd: Nesterov's momentum, which muon always has", needs={"optimizer": ("sgd",)})
     max_grad_norm: float = flag(1.0, "clip the norm of the whole gradient to this; 0 does not clip", at_least=0)
     ema_decay: float = flag(
         0.0,
@@ -180,19 +172,6 @@ class LearningFlags(FlagGroup):
             found.append(f"--min-lr {self.min_lr}: must not be above --lr {self.lr}")
         if self.min_lr > 0 and self.schedule == "constant":
             found.append(f"--min-lr {self.min_lr}: --schedule constant never comes down; leave one of them out")
-        if self.warmup_epochs is not None and self.warmup_steps is not None:
-            found.append("--warmup-epochs and --warmup-steps: exclude each other; give one")
-        return found + self._problems_of_settings()
-
-    def _problems_of_settings(self) -> list[str]:
-        found = []
-        for field, owners in OPTIMIZER_SETTINGS.items():
-            names = " or ".join(owners)
-            if self.optimizer not in owners:
-                found += [
-                    f"{given}: --optimizer {self.optimizer} has no such setting; leave it out, or take {names}"
-                    for given in given_flags(self, [field])
-                ]
         if self.betas is not None and len(self.betas) != 2:
             found.append(f"--betas {shown(self.betas)}: must be two values")
         if self.optimizer == "sgd" and self.nesterov and not self.momentum:
@@ -207,7 +186,7 @@ class PrecisionFlags(FlagGroup):
     amp: Literal["auto", "bf16", "fp16", "off"] = flag(
         "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU"
     )
-    no_amp: bool = flag(False, "the same as --amp off", hidden=True)
+    no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
     dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
     deterministic: bool = flag(
         False,
@@ -220,12 +199,9 @@ class PrecisionFlags(FlagGroup):
             self.amp = "off"
 
     def problems(self) -> list[str]:
-        found = []
-        if self.no_amp and self.amp in ("bf16", "fp16"):
-            found.append(f"--no-amp and --amp {self.amp}: exclude each other; give one")
         if self.dtype == "float64" and self.amp in ("bf16", "fp16"):
-            found.append(f"--amp {self.amp}: is for --dtype float32; with float64 leave it out")
-        return found
+            return [f"--amp {self.amp}: is for --dtype float32; with float64 leave it out"]
+        return []
 
 
 @dataclass
@@ -282,55 +258,39 @@ class CheckpointFlags(FlagGroup):
     keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0 keeps all", metavar="N", at_least=0)
     keep_best: int = flag(1, "of those with the best validation scores so many are kept too", metavar="K", at_least=1)
     resume_from: Path | None = flag(
-        None, "go on from this checkpoint file instead of the newest in --save-dir", from_record="refused"
-    )
+        None, "go on from this checkpoint file instead of the newest in --save-dir", from_record="refused",
+        excludes=("init_from", "init_from_partial"),
+    )  # fmt: skip
     init_from: Path | None = flag(
         None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do",
-        from_record="refused",
+        from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
         None, "the same with as many of its weights as the model has by name and shape; says which these are",
         from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
-        False, "start over; what --save-dir holds is moved to a folder previous-N inside it", from_record="ignored"
-    )
+        False, "start over; what --save-dir holds is moved to a folder previous-N inside it", from_record="ignored",
+        excludes=("resume_from",),
+    )  # fmt: skip
     eval_only: bool = flag(
-        False,
-        "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test sets",
-        from_record="ignored",
-    )
+        False, "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test "
+        "sets", from_record="ignored", excludes=("fresh", "init_from_partial"), displaces=("resume_from", "init_from"),
+    )  # fmt: skip
 
     def problems(self) -> list[str]:
-        found = []
-        files = {
-            "--resume-from": self.resume_from,
-            "--init-from": self.init_from,
-            "--init-from-partial": self.init_from_partial,
-        }
-        for name, path in files.items():
-            if path is not None and not path.is_file():
-                found.append(f"{name} {path}: {'is not a file' if path.exists() else 'does not exist'}")
-        if self.resume_from is not None and self.init_from is not None:
-            found.append("--resume-from and --init-from: exclude each other; the first goes on, the second starts anew")
-        if self.init_from_partial is not None:
-            others = {"--resume-from": self.resume_from, "--init-from": self.init_from, "--eval-only": self.eval_only}
-            found += [
-                f"{name} and --init-from-partial: exclude each other; give one"
-                for name, value in others.items()
-                if value
-            ]
-        if self.fresh and self.resume_from is not None:
-            found.append("--fresh and --resume-from: exclude each other; to start from weights use --init-from")
-        if self.eval_only and self.fresh:
-            found.append("--eval-only and --fresh: exclude each other; a fresh directory has nothing to score")
-        return found
+        return [
+            f"{flag_name(name)} {path}: {'is not a file' if path.exists() else 'does not exist'}"
+            for name in ("resume_from", "init_from", "init_from_partial")
+            if (path := getattr(self, name)) is not None and not path.is_file()
+        ]
 
 
 @dataclass
 class SeveralFlags(FlagGroup):
     """Several runs"""
 
+    recorded: ClassVar = False
     seeds: int = flag(
         1, "train with so many seeds, from --seed on, each in a folder of --save-dir; then show mean, deviation and "
         "ensemble. One run per GPU at a time; on the CPU as many at once as there are cores, with --num-threads 1 "
@@ -361,9 +321,11 @@ class SeveralFlags(FlagGroup):
 class PredictFlags(FlagGroup):
     """Labelling new data"""
 
+    recorded: ClassVar = False
     predict: Path | None = flag(
         None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
         "of that run; what it holds, the task says", metavar="FILE", from_record="refused",
+        excludes=(*NOT_WITH_A_USE, "export"), displaces=("resume_from",),
     )  # fmt: skip
     output: Path | None = flag(
         None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE",
@@ -392,10 +354,11 @@ class PredictFlags(FlagGroup):
 class ExportFlags(FlagGroup):
     """Taking the model elsewhere"""
 
+    recorded: ClassVar = False
     export: Path | None = flag(
         None, "do not train: write the model with the best weights of --save-dir (or --resume-from FILE), by the flags "
         "of that run, as a program that runs without this trainer: a .pt2 of torch.export, or an .onnx", metavar="FILE",
-        from_record="refused",
+        from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -425,6 +388,7 @@ def _problems_of_folder(given: str, target: Path) -> list[str]:
 class ConfigFlags(FlagGroup):
     """Settings in files"""
 
+    recorded: ClassVar = False
     config: tuple[Path, ...] | None = flag(
         None, "take settings from these files: TOML, or a run's config.json, which repeats that run; a later file goes "
         "before an earlier one, and the command line before all", metavar="FILE",
@@ -444,8 +408,8 @@ class MultiDeviceFlags(FlagGroup):
         None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID", local=True
     )
     nproc: int | None = flag(
-        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)", at_least=1,
-        at_most=MOST_PROCESSES,
+        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)",
+        needs={"multi_gpu": ("ddp", "fsdp")}, at_least=1, at_most=MOST_PROCESSES,
     )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
@@ -458,14 +422,16 @@ class MultiDeviceFlags(FlagGroup):
         "save; 0 is off", metavar="STEPS", at_least=0,
     )  # fmt: skip
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
-    find_unused_parameters: bool = flag(False, "ddp: allow parameters that take no part in some forwards")
+    find_unused_parameters: bool = flag(
+        False, "ddp: allow parameters that take no part in some forwards", needs={"multi_gpu": ("ddp",)}
+    )
     reshard: Literal["always", "never"] = flag(
         "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward (faster, but "
-        "only gradients and moments stay in parts)",
+        "only gradients and moments stay in parts)", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
         None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others "
-        "(default: among all)", at_least=1,
+        "(default: among all)", needs=FSDP, at_least=1,
     )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
 
@@ -481,13 +447,6 @@ class MultiDeviceFlags(FlagGroup):
                 found.append(f"{shown}: there is no GPU {', '.join(map(str, absent))}; {_visible_gpus(num_gpus)}")
             if len(set(self.gpu_ids)) < len(self.gpu_ids):
                 found.append(f"{shown}: names a GPU twice")
-        if self.nproc is not None and self.multi_gpu == "dp":
-            found.append(f"--nproc {self.nproc}: is for --multi-gpu ddp and fsdp; dp is a single process")
-        if self.find_unused_parameters and self.multi_gpu == "fsdp":
-            found.append("--find-unused-parameters: is for --multi-gpu ddp; leave it out")
-        if self.multi_gpu != "fsdp":
-            sharding = {"--reshard": self.reshard != "always" and self.reshard, "--shard-size": self.shard_size}
-            found += [f"{name} {value}: is for --multi-gpu fsdp" for name, value in sharding.items() if value]
         return found
 
     @property
@@ -496,8 +455,26 @@ class MultiDeviceFlags(FlagGroup):
         return self.multi_gpu in ("ddp", "fsdp")
 
 
-TRAINER_GROUPS: tuple[type, ...] = (
-    RunFlags, BatchFlags, LearningFlags, PrecisionFlags, BlockFlags, DeviceFlags, CheckpointFlags, SeveralFlags,
-    PredictFlags, ExportFlags, ConfigFlags, MultiDeviceFlags,
-)  # fmt: skip
-"""The flags that every task has, in the order of `Flags`; those of several devices come last."""
+@dataclass
+class TrainerFlags:
+    """The flags that every task has, group by group; multi: of several devices alone."""
+
+    run: RunFlags
+    batch: BatchFlags
+    learning: LearningFlags
+    precision: PrecisionFlags
+    blocks: BlockFlags
+    devices: DeviceFlags
+    checkpoint: CheckpointFlags
+    several: SeveralFlags
+    prediction: PredictFlags
+    exporting: ExportFlags
+    files: ConfigFlags
+    multi: MultiDeviceFlags | None
+
+
+GROUPS: dict[str, type[FlagGroup]] = {
+    field.name: (get_args(field.type) or (field.type,))[0] for field in fields(TrainerFlags)
+}
+TRAINER_GROUPS = tuple(GROUPS.values())
+"""In the order of `--help`; those of several devices come last."""

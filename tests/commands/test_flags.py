@@ -21,22 +21,22 @@ WRONG_COMMAND_LINES = [
     ("--num-train 0", ["--num-train 0: must be at least 1"]),
     ("--epochs 2 --warmup-epochs 3", ["--warmup-epochs 3: must not exceed --epochs 2"]),
     ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: the whole run has 6 steps"]),
-    ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs and --warmup-steps: exclude each other"]),
+    ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs 1.0 and --warmup-steps 1: exclude each other"]),
     ("--min-lr 1", ["--min-lr 1.0: must not be above --lr 0.01"]),
     ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never comes down"]),
     (
         "--momentum 0 --nesterov",
         [
-            "--momentum 0.0: --optimizer adamw has no such setting; leave it out, or take sgd or muon",
-            "--nesterov: --optimizer adamw has no such setting; leave it out, or take sgd",
+            "--momentum 0.0: is for --optimizer sgd or muon; leave it out, or take that",
+            "--nesterov: is for --optimizer sgd; leave it out",
         ],
     ),
     (
         "--optimizer sgd --betas 0.9 --eps 1e-6 --nesterov",
         [
-            "--betas 0.9: --optimizer sgd has no such setting",
+            "--betas 0.9: is for --optimizer adamw or adam or muon; leave it out",
             "--betas 0.9: must be two values",
-            "--eps 1e-06: --optimizer sgd has no such setting; leave it out, or take adamw or adam or muon",
+            "--eps 1e-06: is for --optimizer adamw or adam or muon; leave it out",
             "--nesterov: needs --momentum above 0",
         ],
     ),

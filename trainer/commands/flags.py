@@ -13,20 +13,7 @@ from trainer.commands.config_files import ConfigFile, as_toml, with_origins
 from trainer.common.errors import UserError, printable
 from trainer.common.validation import whole
 from trainer.config import FlagGroup, Option, flag_name, flag_values, options
-from trainer.flags import (
-    BatchFlags,
-    BlockFlags,
-    CheckpointFlags,
-    ConfigFlags,
-    DeviceFlags,
-    ExportFlags,
-    LearningFlags,
-    MultiDeviceFlags,
-    PrecisionFlags,
-    PredictFlags,
-    RunFlags,
-    SeveralFlags,
-)
+from trainer.flags import GROUPS, MultiDeviceFlags, TrainerFlags
 from trainer.parallel.devices import usable_gpus
 from trainer.task import Task
 
@@ -54,21 +41,9 @@ class FromRun:
 
 
 @dataclass
-class Flags:
+class Flags(TrainerFlags):
     """A whole command line, group by group."""
 
-    run: RunFlags
-    batch: BatchFlags
-    learning: LearningFlags
-    precision: PrecisionFlags
-    blocks: BlockFlags
-    devices: DeviceFlags
-    checkpoint: CheckpointFlags
-    several: SeveralFlags
-    prediction: PredictFlags
-    exporting: ExportFlags
-    files: ConfigFlags
-    multi: MultiDeviceFlags | None
     task: Any
     task_type: type[Task] | None
     tool: Any = None
@@ -103,16 +78,13 @@ class Flags:
 
     @property
     def _groups(self) -> list[FlagGroup]:
-        """Flags of the trainer."""
-        groups = [self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint]
-        return groups if self.multi is None else [*groups, self.multi]
+        """Flags of the trainer that a run records."""
+        groups = [getattr(self, name) for name, group_type in GROUPS.items() if group_type.recorded]
+        return [group for group in groups if group is not None]
 
     def as_toml(self) -> str:
         """Every setting, as a file for `--config`."""
-        groups = (
-            self.run, self.batch, self.learning, self.precision, self.blocks, self.devices, self.checkpoint,
-            self.several, self.prediction, self.exporting, self.multi, self.task,
-        )  # fmt: skip
+        groups = [getattr(self, name) for name in (*GROUPS, "task") if name != "files"]
         return as_toml([group for group in groups if group is not None])
 
 
@@ -139,20 +111,9 @@ def contradictions(flags: Flags) -> list[str]:
             "--optimizer muon: orthogonalises whole matrices, of which a process of --multi-gpu fsdp has a part; take "
             "--multi-gpu ddp, or another optimizer"
         )
-    given = flags.checkpoint
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
-    asked = [name for name, value in uses.items() if value is not None]
-    for use in asked:
-        others = {
-            "--fresh": given.fresh, "--init-from": given.init_from, "--init-from-partial": given.init_from_partial,
-            "--eval-only": given.eval_only,
-        }  # fmt: skip
-        found += [f"{use} and {name}: exclude each other; give one" for name, value in others.items() if value]
-        if flags.multi is not None:
-            found.append(f"{use}: runs on one device; use main.py")
-    if len(asked) > 1:
-        found.append(f"{' and '.join(asked)}: exclude each other; give one")
     if flags.multi is not None:
+        found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]
         found += _contradictions_of_devices(flags, flags.multi)
     return found + _contradictions_of_several(flags)
 

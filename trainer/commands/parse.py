@@ -12,12 +12,11 @@ from trainer.commands.weights import find_record, ships_weights
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.flags import (
-    OPTIMIZER_SETTINGS,
+    GROUPS,
     RETIRED,
     TRAINER_GROUPS,
     CheckpointFlags,
     ConfigFlags,
-    LearningFlags,
     MultiDeviceFlags,
     RunFlags,
 )
@@ -47,19 +46,6 @@ EXAMPLES = {
 }
 
 OF_SEVERAL_DEVICES = "is for several devices; use main_multi_gpu.py"
-BEGINNINGS = ("resume_from", "init_from", "init_from_partial")
-ALTERNATIVES: tuple[tuple[str, ...], ...] = (
-    ("epochs", "max_steps"), ("eval_every", "eval_every_steps"), ("warmup_epochs", "warmup_steps"),
-    ("grad_accum_steps", "global_batch_size"), ("amp", "no_amp"), BEGINNINGS,
-)  # fmt: skip
-"""Flags that exclude each other: one displaces the others of lower layers, which are the files and the task."""
-DISPLACED = {
-    "optimizer": tuple(OPTIMIZER_SETTINGS),
-    "eval_only": BEGINNINGS,
-    "predict": BEGINNINGS,
-    "export": BEGINNINGS,
-}
-"""What else a flag displaces of lower layers: settings of another optimizer, and the weights that a run began with."""
 
 
 def parse(
@@ -111,12 +97,12 @@ def parse(
         elsewhere |= _of_other_tasks(argv, group_types)
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
-    of_trainer: list[Any] = [by_type.get(group_type) for group_type in TRAINER_GROUPS]
+    of_trainer: dict[str, Any] = {name: by_type.get(group_type) for name, group_type in GROUPS.items()}
     task = by_type[task_type.Config] if task_type is not None else None
     origins = layers.origins_of_flags(group_types, argv)
     stated_names = frozenset(names_given(argv) | {name for name, file in origins.items() if file is not record})
-    of_task_and_tool = (task, task_type, by_type.get(tool))
-    flags = Flags(*of_trainer, *of_task_and_tool, origins, stated_names, from_run)  # type: ignore[call-arg]
+    flags = Flags(**of_trainer, task=task, task_type=task_type, tool=by_type.get(tool), origins=origins)
+    flags.given, flags.from_run = stated_names, from_run
     found = [*of_task, *found, *contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
 
@@ -247,11 +233,14 @@ class Layers:
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:
         """Forgets what values of a higher layer displace."""
-        for field, value in values.items():
-            is_as_before = field == "optimizer" and value == self.values.get(field, LearningFlags.optimizer)
-            if value is None or value is False or is_as_before:
+        known = options(*TRAINER_GROUPS)
+        for field in values.keys() & known.keys():
+            value, option = values[field], known[field]
+            if value is None or value is False:
                 continue
-            displaced = {*DISPLACED.get(field, ())}.union(*(fields for fields in ALTERNATIVES if field in fields))
+            displaced = {*option.excludes, *(other for other in known if field in known[other].excludes)}
+            if value != self.values.get(field, option.default):
+                displaced.update(option.displaces)
             for other in displaced - values.keys():
                 self.values.pop(other, None)
                 self.origins.pop(other, None)

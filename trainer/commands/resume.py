@@ -11,14 +11,15 @@ from trainer.checkpoint.format import Best
 from trainer.checkpoint.manifest import read_config
 from trainer.common.errors import UserError
 from trainer.common.files import alike
-from trainer.config import flag_values, shown
+from trainer.config import flag_values, options, shown
 from trainer.flags import CheckpointFlags
 from trainer.loop.checkpointing import restore_progress
 from trainer.loop.run import Run
 from trainer.registry import is_same_task
 from trainer.task import Task
 
-START_FLAGS = ("--fresh", "--resume-from", "--init-from", "--init-from-partial", "--eval-only")
+START_FLAGS = {option.name for option in options(CheckpointFlags).values() if option.from_record != "taken"}
+"""They say how a run was started, and not what it learns."""
 _SHOWN_WIDTH = 60
 _CHANGED = "Changed since the checkpoint"
 
@@ -284,7 +285,6 @@ def _is_same(then: Any, now: Any) -> bool:
 def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """`changed_flags` of a run directory and a command line that make another run of it."""
     changed = changed_flags(read_config(folder).get("config", {}), config)
-    changed.pop("--save-dir", None)  # the folder may have been moved
     changed.pop("--max-minutes", None)  # how much of a run there is to be, not which one
     return changed
 
