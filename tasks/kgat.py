@@ -20,10 +20,9 @@ from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
 from data.overview import overview
 from models.graph.aggregators import Aggregation
-from models.graph.bprmf import BPRMF
 from models.graph.collaborative_graph import CollaborativeGraph, Laplacian, Softmax
 from models.graph.kgat import KGAT
-from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
+from models.graph.lightgcn import BPRMF, KnowledgeLightGCN, LightGCN
 from models.graph.paths import PathFinder
 from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k

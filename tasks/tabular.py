@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from data.overview import overview
 from data.tabular.encoding import Encoding
+from data.tabular.labels import stratified_hold_out
 from data.tabular.other_generators import OtherTables
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, write_tables
@@ -21,7 +22,6 @@ from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.screening import HEADING, LabelledTable, labelled_table
 from data.tabular.spelling import canonical
-from data.tabular.split import stratified_hold_out
 from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict

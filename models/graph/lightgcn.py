@@ -1,6 +1,6 @@
-"""LightGCN: propagation over the graph of users and items without weights (He et al., SIGIR 2020).
+"""Recommenders without weights beside their embeddings: matrix factorisation, and LightGCN (He et al., SIGIR 2020).
 
-With a knowledge graph or without.
+LightGCN propagates over the graph of users and items, with a knowledge graph or without.
 """
 
 import torch
@@ -9,6 +9,21 @@ from torch import Tensor, nn
 from models.graph.recommender import Recommender, Represented, distinct, initialise
 from models.graph.sparse import SparseMatrix, product, select
 from trainer.common.torch_private import SeesConversions
+
+
+class BPRMF(Recommender):
+    """BPR-MF: matrix factorisation that learns to rank (Rendle et al., UAI 2009); the embeddings themselves."""
+
+    def __init__(self, num_users: int, num_items: int, width: int = 64) -> None:
+        super().__init__(num_users, num_items, width)
+        initialise([self.users, self.items])
+
+    def forward(self, users: Tensor, items: Tensor) -> Represented:
+        of_users, of_items = self.users(users), self.items(items)
+        return Represented(of_users, of_items, torch.cat([of_users.unsqueeze(1), of_items], dim=1))
+
+    def represent(self) -> tuple[Tensor, Tensor]:
+        return self.users.weight, self.items.weight
 
 
 class LightGCN(Recommender):

@@ -1,4 +1,6 @@
-"""Sequences of unequal lengths in one batch, padded at their ends."""
+"""Sequences, or problems, of unequal sizes in one batch, padded at their ends."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -7,3 +9,11 @@ from torch import Tensor
 def within_lengths(lengths: Tensor, size: int) -> Tensor:
     """(B,) -> (B, size) bool: which of the first `size` places lie before each end."""
     return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def of_present_classes(logits: Tensor, num_classes: Tensor | None) -> Tensor:
+    """Logits (B, Q, max_classes) in float32 or wider, -inf from class num_classes on. num_classes: (B,); None: all."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if num_classes is None:
+        return logits
+    return logits.masked_fill(~within_lengths(num_classes, logits.shape[2]).unsqueeze(1), -math.inf)

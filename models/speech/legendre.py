@@ -64,16 +64,3 @@ def orthonormal_scale(memory_size: int, theta: float) -> Tensor:
     All coordinates of the memory then answer an impulse with about the same energy.
     """
     return (theta / (2 * torch.arange(memory_size, dtype=torch.float64) + 1)).sqrt()
-
-
-def delayed_read_out(memory_size: int, delays: Tensor) -> Tensor:
-    """Weights that read a delayed input from the memory: u(t - delay * theta) is about weights @ m(t).
-
-    delays: (D,) in [0, 1], as shares of the window. Returns (D, memory_size) float64: the Legendre polynomials
-    P_i(2 delay - 1) by Bonnet's recursion; equation 3 of the paper.
-    """
-    x = 2 * delays.double() - 1
-    values = [torch.ones_like(x), x]
-    for i in range(1, memory_size - 1):
-        values.append(((2 * i + 1) * x * values[i] - i * values[i - 1]) / (i + 1))
-    return torch.stack(values[:memory_size], dim=1)

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.tabular.class_tree import Node, class_tree
 from trainer.loading.counter_random import random_bits
 
 _FEWEST_QUERIES = 64
@@ -17,6 +16,8 @@ _LEAST_SHARE = 0.25
 """Of the context rows, so many query rows at a time at least: each time the context is computed anew."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
 """Streams of random numbers."""
+Node = list[list[int]]
+"""Of a tree of choices between few groups of classes: those of each child, which are in no other child."""
 
 
 class TabularModel(Protocol):
@@ -178,3 +179,24 @@ def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndar
 
 def _permutation(size: int, seed: int, number: int, stream: int) -> np.ndarray:
     return np.argsort(random_bits(seed, number, np.arange(size), 1, stream)[:, 0], kind="stable")
+
+
+def class_tree(classes: Sequence[int], max_classes: int) -> list[Node]:
+    """The nodes, of 2 to max_classes children; the path to a class leads through all nodes that have it.
+
+    All paths are as short as that of most classes can be, and the children of a node differ by one class at most.
+    Neighbours stay together, so that an order of the classes serves. With at most max_classes there is one node.
+
+    classes: at least 2. max_classes: at least 2.
+    """
+    size = 1
+    while size * max_classes < len(classes):
+        size *= max_classes
+    children = _split(classes, -(-len(classes) // size))
+    below = [node for child in children if len(child) > 1 for node in class_tree(child, max_classes)]
+    return [children, *below]
+
+
+def _split(classes: Sequence[int], num_parts: int) -> Node:
+    bounds = [len(classes) * i // num_parts for i in range(num_parts + 1)]
+    return [list(classes[first:last]) for first, last in pairwise(bounds)]

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.lengths import within_lengths
+from models.layers.lengths import of_present_classes, within_lengths
 from models.tabular.attention import Attention, attend
-from models.tabular.classes import of_present_classes
 from models.tabular.normalise import normalise
 
 _ROTARY_BASE = 1e5

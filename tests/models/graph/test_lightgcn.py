@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from models.graph.bprmf import BPRMF
-from models.graph.lightgcn import KnowledgeLightGCN, LightGCN
+from models.graph.lightgcn import BPRMF, KnowledgeLightGCN, LightGCN
 from models.graph.sparse import multiply
 
 pytestmark = pytest.mark.usefixtures("double_precision")

@@ -7,12 +7,24 @@ import torch
 
 from models.speech.legendre import (
     continuous_system,
-    delayed_read_out,
     discrete_system,
     impulse_response,
     orbit,
     orthonormal_scale,
 )
+
+
+def delayed_read_out(memory_size: int, delays):
+    """Weights that read a delayed input from the memory: u(t - delay * theta) is about weights @ m(t).
+
+    delays: (D,) in [0, 1], as shares of the window. Returns (D, memory_size) float64: the Legendre polynomials
+    P_i(2 delay - 1) by Bonnet's recursion; equation 3 of the paper.
+    """
+    x = 2 * delays.double() - 1
+    values = [torch.ones_like(x), x]
+    for i in range(1, memory_size - 1):
+        values.append(((2 * i + 1) * x * values[i] - i * values[i - 1]) / (i + 1))
+    return torch.stack(values[:memory_size], dim=1)
 
 
 def test_continuous_system_is_that_of_the_paper():

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.tabular import predictor as module
-from models.tabular.class_tree import class_tree
-from models.tabular.predictor import predict
+from models.tabular.predictor import class_tree, predict
 
 MAX_CLASSES = 10
 
