@@ -86,7 +86,7 @@ def measure(environment: RankEnvironment, folder: Path, num_blocks: int) -> int:
     parallel = start_parallel(flags, environment)
     set_up_torch(flags, parallel)
     run = assemble_run(flags, build_task(flags), parallel)
-    prepare_training(run, flags)
+    prepare_training(flags, run.task, run.learner, run.parallel, run.plan.orders, run.memory)
     run.log = turns = Turns(run, num_blocks)
     try:
         while True:

@@ -28,9 +28,8 @@ from models.tabular.predictor import TabularModel, predict
 from tasks.tabular import SHIPPED, TabularTask
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.manifest import read_json
+from trainer.checkpoint.manifest import STATE, read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
-from trainer.commands.state import STATE
 from trainer.commands.weights import model_of
 from trainer.common.errors import UserError
 from trainer.common.files import written_as_a_whole

@@ -22,12 +22,11 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.directory import METRICS
-from trainer.checkpoint.manifest import RESULTS, read_json
+from trainer.checkpoint.manifest import RESULTS, read_json, read_state
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import CUBLAS_WORKSPACE, start_parallel
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices
-from trainer.commands.state import read_state
 from trainer.commands.weights import trained_model
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan

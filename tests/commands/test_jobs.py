@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trainer.commands.jobs import Job, run_jobs
+from trainer.commands.several import Job, run_jobs
 from trainer.parallel.launch import Launcher
 
 

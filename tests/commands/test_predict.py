@@ -251,7 +251,7 @@ def test_a_disk_that_refuses(tmp_path):
 
 def test_folder_without_permission_is_found_before_the_work(trained, windows, on_cpu, tmp_path, monkeypatch):
     path, output = save_windows(tmp_path / "walk.npy", windows), tmp_path / "labels.csv"
-    monkeypatch.setattr("trainer.commands.flags.os.access", lambda folder, mode: folder != tmp_path)
+    monkeypatch.setattr("trainer.flags.os.access", lambda folder, mode: folder != tmp_path)
     _, err = on_cpu("--predict", path, "--save-dir", trained, "--output", output, status=2)
     assert err == [
         f"error: --output {output}: cannot be written: no permission to write into {tmp_path}; name another file"

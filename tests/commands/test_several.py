@@ -16,8 +16,8 @@ from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from tasks.har import HarFlags, HarTask
 from tests.conftest import LOCKS, ROOT, TINY, WEIGHTED, assert_same_bits, contents, load
-from trainer.commands.jobs import choose_slots
 from trainer.commands.parse import parse
+from trainer.commands.several import choose_slots
 from trainer.flags import DeviceFlags
 from trainer.loading.order import SampleKeys
 

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import LOCKS, ROOT, WEIGHTED, launcher
 from tests.helpers.processes import free_port
 from trainer.checkpoint.lock import Lock
-from trainer.commands.state import STATE
+from trainer.checkpoint.manifest import STATE
 from trainer.parallel.signals import ONE_CTRL_C_S
 
 STEPS_PER_EPOCH = 3

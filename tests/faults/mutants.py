@@ -7,7 +7,7 @@ from typing import Any
 
 import trainer.checkpoint.directory
 import trainer.checkpoint.file
-import trainer.commands.resume
+import trainer.commands.build
 import trainer.logs.run_directory
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.order import Position
@@ -35,7 +35,7 @@ def position_off_by_one() -> None:
         position = run.progress.position
         run.progress.position = Position(position.epoch, position.phase, position.samples + 1)
 
-    _after(trainer.commands.resume, "restore_progress", shift)
+    _after(trainer.commands.build, "restore_progress", shift)
 
 
 def moments_not_restored() -> None:
@@ -51,7 +51,7 @@ def sums_not_restored() -> None:
         run.progress.totals = {phase: Totals() for phase in run.task.phases}
         run.progress.reported = dict.fromkeys(run.task.phases, (0.0, 0.0))
 
-    _after(trainer.commands.resume, "restore_progress", forget)
+    _after(trainer.commands.build, "restore_progress", forget)
 
 
 def metrics_not_cut_back() -> None:
@@ -120,4 +120,4 @@ def best_not_restored() -> None:
     def forget(run: Run, state: Any) -> None:
         run.progress.best = None
 
-    _after(trainer.commands.resume, "restore_progress", forget)
+    _after(trainer.commands.build, "restore_progress", forget)

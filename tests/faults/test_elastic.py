@@ -20,7 +20,7 @@ from tests.conftest import ROOT, load
 from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
 from tests.faults.samples import Part, global_batches, promised_step, whole_lines
 from tests.helpers.processes import free_port
-from trainer.commands.state import STATE
+from trainer.checkpoint.manifest import STATE
 
 # What an agent waits for: more nodes once there are enough, and a sign of life of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"

@@ -22,6 +22,7 @@ from trainer.commands.parse import parse
 from trainer.commands.resume import Changes, resume
 from trainer.commands.weights import resume_weights
 from trainer.common.errors import UserError
+from trainer.loop.checkpointing import restore_progress
 from trainer.parallel.base import SingleDevice
 
 ARGV = [
@@ -37,7 +38,7 @@ def run(signals_restored, no_rank_variables, tmp_path):
     flags, _ = parse([*ARGV, "--save-dir", str(tmp_path / "new")], several_devices=False)
     run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")))
     run.facts |= {"code": {"commit": None, "changed": None, "task_file": None, "task_sha256": None}, "run_id": "0" * 12}
-    prepare_training(run, flags)
+    prepare_training(flags, run.task, run.learner, run.parallel, run.plan.orders, run.memory)
     return run
 
 
@@ -197,7 +198,9 @@ def outcome_of(run, file):
         changes = Changes(state, run.facts, run.task)
         changes.refuse_another_run()
         resume_weights(run.learner, state, run.parallel, "")
-        resume(run, changes)
+        changes.refuse_reordered(run.learner.objective.model.state_dict())
+        restore_progress(run, state)
+        resume(changes, run.plan, run.progress, run.is_complete, run.directory.forget_values)
     except UserError:
         return "refused"
     return "went on"

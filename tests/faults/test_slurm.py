@@ -10,7 +10,7 @@ from tests.faults.job import Forks
 from tests.faults.samples import promised_step
 from tests.faults.slurm_cluster import NUM_GPUS, OneNodeCluster, can_run
 from tests.helpers.processes import free_port
-from trainer.commands.state import STATE
+from trainer.checkpoint.manifest import STATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_run(), reason="needs SLURM's daemons, and to be root")]
 

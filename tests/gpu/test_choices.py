@@ -12,8 +12,8 @@ from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from tests.helpers.imagined_gpu.ranks import run_ranks
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
-from trainer.commands.jobs import choose_slots
 from trainer.commands.parse import parse
+from trainer.commands.several import choose_slots
 from trainer.flags import DeviceFlags
 from trainer.parallel.signals import StopRequest
 

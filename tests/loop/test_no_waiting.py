@@ -93,7 +93,7 @@ def run_of(argv: list[str], parallel: SingleDevice, cache_dir) -> Run:
     assert not problems
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
     run = assemble_run(flags, task, parallel)
-    prepare_training(run, flags)
+    prepare_training(flags, run.task, run.learner, run.parallel, run.plan.orders, run.memory)
     run.tried_saving.update(task.phases)  # a save may wait
     return run
 

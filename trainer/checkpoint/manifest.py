@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trainer.checkpoint.format import schema_error_of_config, schema_error_of_manifest
 from trainer.checkpoint.lock import Writer
@@ -24,8 +24,11 @@ from trainer.task import Task
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
 RESULTS = "results.json"
+STATE = "state.json"
 IF_UNREADABLE = "see to the file system and run the same command again, or move the file away to do without it"
 LINKS = ("last.pth", "best.pth", "final.pth")
+
+State = Literal["running", "finished", "preempted", "paused", "refused", "failed"]
 
 
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
@@ -51,6 +54,12 @@ def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: 
 def as_json(content: Any) -> str:
     """The text of a file."""
     return json.dumps(without_nan(content), indent=2, allow_nan=False) + "\n"
+
+
+def read_state(folder: Path) -> State | None:
+    """The state in state.json of a run directory; None where there is no such file, or a damaged one."""
+    state = read_json(folder / STATE).get("state")
+    return state if state in get_args(State) else None
 
 
 def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.blocks import prepare_blocks, refusing_compilation, settle_recomputed
-from trainer.loop.checkpointing import finish_saving, save
+from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
@@ -56,6 +57,7 @@ from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import MemoryGuard, MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups
+from trainer.loop.plan import SampleOrder
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import LoopSettings, Run
@@ -178,14 +180,17 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
     run.memory.apply(limit)
     if state is None:
         notes = initialise(run.learner, given, task.shipped_weights(), parallel)
-        prepare_training(run, flags)
+        prepare_training(flags, task, run.learner, parallel, run.plan.orders, run.memory)
     else:
         changes = Changes(state, run.facts, task)
         changes.refuse_another_run()
         advice = "choose another --save-dir, or start over with --fresh"
         resume_weights(run.learner, state, parallel, f"{changes.undo_hint()}, {advice}")
-        prepare_training(run, flags)
-        notes = resume(run, changes)
+        prepare_training(flags, task, run.learner, parallel, run.plan.orders, run.memory)
+        changes.refuse_reordered(run.learner.objective.model.state_dict())
+        restore_progress(run, state)
+        forget_values = partial(parallel.on_main, directory.forget_values)
+        notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
     return run, [*notes, *limit.note()]
 
 
@@ -277,14 +282,16 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     return lines
 
 
-def prepare_training(run: Run, flags: Flags) -> None:
+def prepare_training(
+    flags: Flags, task: Task, learner: Learner, parallel: Parallel, orders: Sequence[SampleOrder], memory: MemoryGuard
+) -> None:
     """Spreads the model over the run's devices, for each phase by what it trains, and makes the optimizers.
 
-    All processes call it, with weights that they have alike. Raises UserError for what does not keep the contract.
+    All processes call it, with weights that they have alike. orders: of each phase. Raises UserError for what does not
+    keep the contract.
     """
-    task, learner = run.task, run.learner
-    check_same_parameters(learner.objective, run.parallel, f"--task {run.facts['task']}")
-    with run.parallel.unsharded(learner.objective):
+    check_same_parameters(learner.objective, parallel, f"--task {flags.run.task}")
+    with parallel.unsharded(learner.objective):
         task.check_weights(learner.objective)
     prepare_blocks(flags.blocks, task, learner.objective)
     groups = {
@@ -293,18 +300,16 @@ def prepare_training(run: Run, flags: Flags) -> None:
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for phase in task.phases:  # before any forward: what says that memory is short tells of their moments too
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
-        run.parallel.check_optimizers(learner.optimizers[phase])
+        parallel.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
     for index, phase in enumerate(task.phases):
-        per_forward = min(2, run.memory.splits[index].batch_size)
-        example = example_batch(task, index, per_forward * run.parallel.num_replicas)
-        with run.memory.refusing_lack(per_forward):
-            learner.nets[phase] = run.parallel.wrap(learner.enter(phase))
-            check_single_samples(
-                learner, run.parallel, phase, run.plan.orders[index], run.memory.splits[index], example
-            )
+        per_forward = min(2, memory.splits[index].batch_size)
+        example = example_batch(task, index, per_forward * parallel.num_replicas)
+        with memory.refusing_lack(per_forward):
+            learner.nets[phase] = parallel.wrap(learner.enter(phase))
+            check_single_samples(learner, parallel, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
-                try_phase(learner, run.parallel, phase, example)
+                try_phase(learner, parallel, phase, example)
     settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
 
 

@@ -1,7 +1,7 @@
 """Where a run starts: afresh, from a checkpoint of its directory, or from a file; and what has changed since."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +13,8 @@ from trainer.common.errors import UserError
 from trainer.common.files import alike
 from trainer.config import flag_values, options, shown
 from trainer.flags import CheckpointFlags
-from trainer.loop.checkpointing import restore_progress
-from trainer.loop.run import Run
+from trainer.loop.plan import Plan
+from trainer.loop.progress import Progress
 from trainer.registry import is_same_task
 from trainer.task import Task
 
@@ -93,28 +93,26 @@ def take_best_beside(
     return value, is_best, has_best
 
 
-def resume(run: Run, changes: "Changes") -> list[str]:
-    """Restores the moment of a checkpoint whose weights are taken; returns what to tell the user. Raises UserError."""
-    state = changes.then
-    if list(state["model"]) != list(run.learner.objective.model.state_dict()):
-        raise UserError(
-            "the model has its parameters in another order than at the checkpoint, whose moments would go to others; "
-            "make them in that order, or begin with the weights alone by --init-from"
-        )
-    restore_progress(run, state)
-    plan, progress, notes = run.plan, run.progress, []
-    if not run.is_complete:
+def resume(
+    changes: "Changes", plan: Plan, progress: Progress, is_complete: bool, forget_values: Callable[[], None]
+) -> list[str]:
+    """Fits a restored moment to the data of this start; returns what to tell the user. Raises UserError.
+
+    forget_values: drops what the directory knows of the best checkpoints.
+    """
+    then, now, notes = changes.then["phase_sizes"], plan.phase_sizes, []
+    if not is_complete:
         done = f"{plan.consumed(progress.position)} of {plan.samples_per_epoch} samples"
         notes.append(f"Resuming after optimizer step {progress.step}: epoch {progress.position.epoch + 1}, {done}.")
-    if state["phase_sizes"] != plan.phase_sizes:
+    if then != now:
         if not progress.position.at_epoch_start:
             changes.refuse_other_epochs()
-        notes.append(f"The training data changed: {state['phase_sizes']} -> {plan.phase_sizes} samples.")
+        notes.append(f"The training data changed: {then} -> {now} samples.")
     notes += changes.notes_on_data
     if progress.best is not None and changes.scores_differ:
         epoch = progress.best.epoch
         progress.best, progress.evaluations_since_best = None, 0
-        run.parallel.on_main(run.directory.forget_values)
+        forget_values()
         notes.append(f"The best checkpoint so far (epoch {epoch}) is that of other data; best counts from here.")
     return [*notes, *changes.notes_on_start]
 
@@ -155,6 +153,14 @@ class Changes:
                 "of the task, or choose another --save-dir"
             )
         self.refuse_other_data("the checkpoint", to_train=True)
+
+    def refuse_reordered(self, names: Iterable[str]) -> None:
+        """Raises UserError where the model has its weights in another order. names: of the model's."""
+        if list(self.then["model"]) != list(names):
+            raise UserError(
+                "the model has its parameters in another order than at the checkpoint, whose moments would go to "
+                "others; make them in that order, or begin with the weights alone by --init-from"
+            )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
         """Raises UserError where the task's facts of its data differ from those that the weights were trained on.

@@ -1,25 +1,36 @@
-"""Training in a run directory: builds the run or finds it finished, trains, scores, and records how it ended."""
+"""Training in a run directory: builds the run or finds it finished, trains, scores, and records how it ended.
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+state.json says what became of the run. Launchers such as torchrun exit alike after a stop with everything saved, a
+mistake of the user and a crash; this file tells them apart.
+"""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.manifest import RESULTS, read_json, retention_of
+from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
 from trainer.commands.build import build_run, open_run
 from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
-from trainer.commands.state import RunState, recorded
+from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, refusing_disk_errors
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.logs.console import say
+from trainer.loop.memory import MEMORY
+from trainer.loop.progress import Progress
+from trainer.loop.rescue import rescue
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.base import Parallel
 from trainer.parallel.environment import torchrun_agent
-from trainer.parallel.errors import EXIT_FINISHED
+from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 from trainer.task import Task
 
 
@@ -29,11 +40,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
     128 + n: stopped by signal n.
     """
-    directory = RunDirectory(
-        flags.checkpoint.save_dir,
-        retention_of(flags.checkpoint, task),
-        say,
-    )
+    directory = RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     loggers: list[BackgroundLogger] = []
     parallel.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
     agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
@@ -45,18 +52,41 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
         parallel.on_main(lambda: directory.acquire(agents))
         with recorded(directory, parallel) as state, refusing_full_disk():
             run, notes = build_run(flags, task, parallel, directory)
-            if _is_finished(run, flags):
-                state.enter("finished", run)
+            is_finished = _is_finished(run, flags)
+            state.run = run
+            if is_finished:
+                state.enter("finished")
                 return EXIT_FINISHED
             if not run.is_complete and run.time_is_up:
+                message = _time_is_up(run.settings.max_s, run.progress)
                 if parallel.is_main:
-                    say(_time_is_up(run))
-                state.enter("paused", run, _time_is_up(run))
+                    say(message)
+                state.enter("paused", message)
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
             at_the_end.callback(run.close)
             open_run(run, notes, flags, argv, agents, loggers)
-            return _train(run, flags, state, agents)
+            run.stop.install()
+            parallel.diagnosis.flags_signals = True
+            state.enter("running")
+            try:
+                train(run)
+                score(run, not flags.run.no_test)
+            except TimeIsUp:
+                message = _time_is_up(run.settings.max_s, run.progress)
+                state.enter("paused", message)
+                run.log.say(f"{message}. Everything is saved.")
+                return EXIT_FINISHED
+            except StopRequested:
+                state.enter("preempted")
+            else:
+                state.enter("finished")
+                return EXIT_FINISHED
+            run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
+            if len(agents) > 1:
+                # When a node joins, one agent is the first to ask. The others would take a good end for the job's.
+                run.stop.await_own()
+            return run.stop.exit_status if parallel.exits_with_signal else EXIT_FINISHED
 
 
 def _is_finished(run: Run, flags: Flags) -> bool:
@@ -68,12 +98,8 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         return False
     results = run.parallel.on_main(lambda: read_json(path / RESULTS))
     is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or flags.run.no_test)
-    if (
-        is_finished
-        and run.plan.has_validation
-        and run.parallel.on_main(lambda: better_can_be_scored(run.directory, results))
-    ):
-        return False
+    if is_finished and run.plan.has_validation:
+        is_finished = not run.parallel.on_main(lambda: better_can_be_scored(run.directory, results))
     if is_finished and run.parallel.is_main:
         in_epochs = flags.run.max_steps is None
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
@@ -87,33 +113,91 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     return is_finished
 
 
-def _time_is_up(run: Run) -> str:
-    """As of the last checkpoint, which a pause makes."""
-    limit, minutes = run.settings.max_s / 60, run.progress.train_seconds / 60
+def _time_is_up(max_s: float, progress: Progress) -> str:
+    """What a user reads when `--max-minutes` are used up. progress: of the last checkpoint, which a pause makes."""
     return (
-        f"--max-minutes {limit:g}: used up, after {minutes:.3g} minutes and {run.progress.step} optimizer steps of "
-        "training; to train on raise it or leave it out, to score what there is add --eval-only"
+        f"--max-minutes {max_s / 60:g}: used up, after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
+        "optimizer steps of training; to train on raise it or leave it out, to score what there is add --eval-only"
     )
 
 
-def _train(run: Run, flags: Flags, state: RunState, agents: Sequence[str]) -> int:
-    run.stop.install()
-    run.parallel.diagnosis.flags_signals = True
-    state.enter("running", run)
+class RunState:
+    """Writes the state of the run in a directory that is held."""
+
+    def __init__(self, directory: RunDirectory, parallel: Parallel) -> None:
+        self._directory = directory
+        self._parallel = parallel
+        self.run: Run | None = None
+
+    def enter(self, state: State, message: str | None = None) -> None:
+        """All processes call it. A file that says "finished" already stays. Raises UserError when the disk refuses."""
+        self._parallel.on_main(lambda: self._write(state, message))
+
+    def record_failure(self, error: BaseException) -> None:
+        """Rescues what may be left of the last steps, and notes the reason, as far as the disk allows.
+
+        Does nothing where there is no run to speak of.
+        """
+        known = isinstance(error, UserError | Failure)
+        status = EXIT_BAD_INPUT if isinstance(error, UserError) else getattr(error, "status", None) if known else None
+        state: State = "refused" if status == EXIT_BAD_INPUT else "failed"
+        is_stop = status == EXIT_INTERRUPTED
+        run, parallel, directory = self.run, self._parallel, self._directory
+        if run is not None and isinstance(error, UserError | Failure):
+            if isinstance(error, Failure) and is_stop and parallel.has_full_state and not parallel.exits_with_signal:
+                error.status = EXIT_FINISHED
+            rescue(run, error)
+        if not directory.is_held:
+            return
+        newest = directory.entries[-1].step if directory.entries else 0
+        if is_stop and run is not None and newest >= run.progress.step:
+            state, run.stop.signal_number = "preempted", signal.SIGINT
+        # Of whatever else ends it, such as the second Ctrl-C, there is nothing to tell.
+        message = str(error) or None if known and state != "preempted" else None
+        with suppress(UserError):
+            if run is not None or directory.has_checkpoint or (directory.path / CONFIG).exists():
+                self._write(state, message)
+        with suppress(UserError):
+            if isinstance(error, Failure) and error.memory_limit is not None:
+                directory.write_json(MEMORY, dict(error.memory_limit))
+
+    def fail(self, failure: Failure) -> None:
+        """Another process failed, and this one is stuck. Called by another thread than the one that trains."""
+        if self.run is not None:
+            self.run.saver.end()  # what is being saved is to be complete
+        self.record_failure(failure)
+
+    def _write(self, state: State, message: str | None = None) -> None:
+        run, path = self.run, self._directory.path / STATE
+        if run is not None:
+            run.log.state = state
+        if state == "finished" == read_state(path.parent):
+            return
+        self._directory.write_json(
+            STATE,
+            {
+                "state": state,
+                "epoch": run.progress.position.epoch if run is not None else None,
+                "step": run.progress.step if run is not None else None,
+                "signal": run.stop.signal_number if run is not None else None,
+                "message": message,
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        )
+
+
+@contextmanager
+def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
+    """Around all that happens while a directory is held: notes whatever ends it by an exception."""
+    state = RunState(directory, parallel)
+    parallel.diagnosis.before_forced_end(state.fail)
     try:
-        train(run)
-        score(run, not flags.run.no_test)
-    except TimeIsUp:
-        state.enter("paused", run, _time_is_up(run))
-        run.log.say(f"{_time_is_up(run)}. Everything is saved.")
-        return EXIT_FINISHED
-    except StopRequested:
-        state.enter("preempted", run)
-    else:
-        state.enter("finished", run)
-        return EXIT_FINISHED
-    run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
-    if len(agents) > 1:
-        # When a node joins, one agent is the first to ask. The others would take a good end for that of the job.
-        run.stop.await_own()
-    return run.stop.exit_status if run.parallel.exits_with_signal else EXIT_FINISHED
+        with parallel.diagnosis.explaining():
+            yield state
+    except KeyboardInterrupt:
+        raise  # before training began: nothing has changed
+    except BaseException as error:  # the second Ctrl-C too, which does not wait for a save
+        state.record_failure(error)
+        raise
