@@ -3,7 +3,7 @@
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -27,43 +27,24 @@ from trainer.task import PerSample, Task, validation_sets
 
 
 def check_task(task: Task) -> None:
-    """Raises UserError for what a task alone shows to be wrong, without its model."""
-    check_phases(task)
-    check_monitor(task)
-    check_headline(task)
-    check_splits(task)
+    """Raises UserError for what a task alone shows to be wrong, without its model.
 
-
-def check_phases(task: Task) -> None:
-    """Raises UserError for phases that cannot be trained."""
+    Whether there is a metric of the name that `monitor` has, only a score tells.
+    """
     name, phases, turns = type(task).__name__, task.phases, task.turns
     are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)
     if not are_names or not phases or len(set(phases)) < len(phases):
         raise UserError(f'{name}.phases {phases!r}: must be names, as ("train",), at least one and no two alike')
     if turns and (len(turns) != len(phases) or min(turns) < 1):
         raise UserError(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
-
-
-def check_monitor(task: Task) -> None:
-    """Raises UserError for a `monitor` that cannot be judged by; whether there is such a metric, only a score tells."""
     monitor: Any = getattr(task, "monitor", None)
     is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
     if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
-        name = type(task).__name__
         raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
-
-
-def check_headline(task: Task) -> None:
-    """Raises UserError for names that no metric of a split has."""
     headline: Any = task.headline
-    if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(name)) for name in headline):
-        name = type(task).__name__
+    if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(each)) for each in headline):
         raise UserError(f"{name}.headline {headline!r}: must be metrics without their split, as ('loss', 'accuracy')")
-
-
-def check_splits(task: Task) -> None:
-    """Raises UserError for data sets that are not there, or that nothing would use."""
-    name, splits = type(task).__name__, task.splits()
+    splits = task.splits()
     if not isinstance(splits, Mapping):
         raise UserError(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
     for split in ("train", "test"):
@@ -74,7 +55,7 @@ def check_splits(task: Task) -> None:
             raise UserError(
                 f"{name}.splits: returns {split!r}: must be 'train', 'test', 'val' or 'val/NAME', without another slash"
             )
-    validated, (metric, _) = validation_sets(splits), task.monitor
+    validated, metric = validation_sets(splits), monitor[0]
     if validated and metric.startswith("val/") and not any(metric.startswith(f"{split}/") for split in validated):
         raise UserError(f"{name}.monitor {metric!r}: must be of one of the validation sets {', '.join(validated)}")
 
@@ -163,8 +144,12 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
     step unbroken. All processes call it.
     """
     net, objective = learner.enter(phase), learner.objective
-    with _leaving_no_trace(learner, net) as changes:
-        parameters = _versions(objective.named_parameters())
+    with _leaving_no_trace(learner, net, parallel) as changes:
+        before = {
+            name: (parameter, num_writes(parameter))
+            for name, parameter in objective.named_parameters()
+            if not is_sharded(parameter) and parameter.layout == torch.strided
+        }
         drawn = _places_in_generators()
         sums = net(parallel.to_device(example), phase)
         parallel.draws_on_host |= _places_in_generators() != drawn
@@ -174,9 +159,11 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
                 f"{_training_forward(objective, phase)} returns a loss that depends on none of the parameters of "
                 "`param_groups`; see Objective in trainer/task.py"
             )
-        if changed := _changed(parameters, objective.named_parameters()):
+        now = dict(objective.named_parameters())
+        changed = (name for name, (p, version) in before.items() if now.get(name, p) is not p or num_writes(p) != version)
+        if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{_training_forward(objective, phase)} changes {changed[0]}, a parameter, which each process would do "
+                f"{_training_forward(objective, phase)} changes {name}, a parameter, which each process would do "
                 "by its own samples; do it in after_step; see Objective in trainer/task.py"
             )
         learner.buffers.forward_state.learn(changes())
@@ -189,24 +176,6 @@ def _places_in_generators() -> tuple[Any, ...]:
     """How far those of Python and numpy have come."""
     numpy_state: Any = np.random.get_state()
     return random.getstate()[1][-1], numpy_state[2]
-
-
-def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:
-    """Tensors of which this process has all, by name, with the number of their changes so far."""
-    return {
-        name: (tensor, num_writes(tensor))
-        for name, tensor in tensors
-        if not is_sharded(tensor) and tensor.layout == torch.strided
-    }
-
-
-def _changed(before: Mapping[str, tuple[Tensor, int]], now: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of those that were changed since, or replaced."""
-    return [
-        name
-        for name, tensor in now
-        if name in before and (tensor is not before[name][0] or num_writes(tensor) != before[name][1])
-    ]
 
 
 def check_single_samples(
@@ -225,7 +194,7 @@ def check_single_samples(
         return
     try:
         single = {name: tensor[:1].to(parallel.device) for name, tensor in example.items()}
-        with _leaving_no_trace(learner, learner.net):
+        with _leaving_no_trace(learner, learner.net, parallel):
             learner.net(single, phase)
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
@@ -250,11 +219,10 @@ def leaves_a_single_sample(parallel: Parallel, global_batch_size: int, micro_bat
 
 
 @contextmanager
-def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[Callable[[], list[Change]]]:
+def _leaving_no_trace(learner: Learner, net: nn.Module, parallel: Parallel) -> Iterator[Callable[[], list[Change]]]:
     """In train mode; afterwards gradients, random states and what modules hold are as before. Yields what changed."""
     net.train()
-    devices = {parameter.device for parameter in learner.objective.parameters() if parameter.is_cuda}
-    with leaving_no_trace(learner.objective) as changes, torch.random.fork_rng(list(devices)):
+    with leaving_no_trace(learner.objective) as changes, parallel.keeping_generators():
         yield changes
     learner.objective.zero_grad(set_to_none=True)
 

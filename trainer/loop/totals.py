@@ -11,6 +11,7 @@ from trainer.common.errors import UserError
 from trainer.parallel.base import Parallel, require_shape
 from trainer.task import Outputs, PerSample, Sums
 
+HOST = torch.device("cpu")
 FOLD_EVERY = 64
 """Additions after which the tensors kept so far are summed up: rare enough to cost nothing, and little memory."""
 
@@ -52,9 +53,9 @@ class Totals:
             return
         counts = torch.stack(self._applied) if self._applied else None
         examples = {name: value for sums in self._kept for name, value in sums.items()}
-        device = next((value.device for value in examples.values()), torch.device("cpu"))
+        device = next((value.device for value in examples.values()), HOST)
         parts = {name: self._stacked(name, torch.zeros_like(value)) for name, value in examples.items()}
-        weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device.type == "cuda")
+        weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device != HOST)
         parts["weight"] = weights.to(device, non_blocking=True)
         for name, part in parts.items():
             if counts is not None:
@@ -136,7 +137,7 @@ class PerSampleOutputs:
     def __init__(self) -> None:
         self._index: list[Tensor] = []
         self._parts: list[dict[str, Tensor]] = []
-        self._num_in_flight = 0
+        self._num_in_flight, self._device = 0, HOST
         self._names: set[str] | None = None
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
@@ -153,14 +154,14 @@ class PerSampleOutputs:
             self._index.append(index)
             # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
             self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
-            device = next(iter(found.values())).device
-            self._num_in_flight += device.type == "cuda"
+            self._device = next(iter(found.values())).device
+            self._num_in_flight += self._device != HOST
             if self._num_in_flight == MOST_IN_FLIGHT:
-                self._land(device)
+                self._land()
 
-    def _land(self, device: torch.device) -> None:
+    def _land(self) -> None:
         """Puts what is in flight from a GPU into ordinary memory: torch locks the pages that it does not wait for."""
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
         landed = self._parts[-self._num_in_flight :]
         self._parts[-self._num_in_flight :] = [{k: values.clone() for k, values in part.items()} for part in landed]
         self._num_in_flight = 0
@@ -174,8 +175,8 @@ class PerSampleOutputs:
         parallel.require_same(names, "the objective must return the same ones for all batches, on all ranks")
         if not self._index:
             return {}
-        if parallel.device.type == "cuda":
-            torch.cuda.current_stream(parallel.device).synchronize()
+        if self._num_in_flight:
+            self._land()
         shares = parallel.gather_on_main((torch.cat(self._index), parallel.together(self._joined)))
         whole: dict[str, Tensor] = {}
         parallel.on_main(lambda: whole.update(in_order(shares, num_samples)))
