@@ -157,14 +157,14 @@ class Workers:
         self._batches.of_dataset.append(batches)
         return len(self._batches.of_dataset) - 1
 
-    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """The batches asked for, in order. What an earlier call has not yielded yet is lost."""
+    def load(self, number: int, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
+        """The batches that keys name of one data set, in order. What an earlier call has not yielded yet is lost."""
         if self._processes is None:
-            batches = map(_or_raise, (self._batches[request] for request in requests))
+            batches = self._batches.of_dataset[number]
             if not self._pin_memory:
-                return batches
-            return ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
-        self._source.requests = requests
+                return (batches[key] for key in keys)
+            return ({name: tensor.pin_memory() for name, tensor in batches[key].items()} for key in keys)
+        self._source.requests = ((number, key) for key in keys)
         others = set(multiprocessing.active_children())
         try:
             return map(_or_raise, self._processes)
@@ -191,7 +191,7 @@ class BatchLoader:
         self._number = self._workers.add(self._batches)
 
     def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
-        return self._workers.load((self._number, key) for key in keys)
+        return self._workers.load(self._number, keys)
 
     def one(self, keys: SampleKeys) -> Batch:
         """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -60,32 +60,29 @@ def check_task(task: Task) -> None:
         raise UserError(f"{name}.monitor {metric!r}: must be of one of the validation sets {', '.join(validated)}")
 
 
-def check_batch(task: Task, batch: Batch, size: int) -> None:
+def check_batch(task: Task, batch: object, size: int) -> None:
     """Raises UserError when `collate` breaks the rule on batches. size: samples that it was given.
 
     DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
     """
-    problem = _problem_of_batch(batch, size)
-    if problem is not None:
+
+    def refuse(problem: str) -> NoReturn:
         raise UserError(f"{type(task).__name__}.collate {problem}; see Task.collate in trainer/task.py")
 
-
-def _problem_of_batch(batch: object, size: int) -> str | None:
     if not isinstance(batch, dict):
-        return f"must return a dict of tensors, not a {type(batch).__name__}"
+        refuse(f"must return a dict of tensors, not a {type(batch).__name__}")
     for name in ("index", "weight"):
         if name not in batch:
-            return f"must put {name!r} into the batch"
+            refuse(f"must put {name!r} into the batch")
     for name, value in batch.items():
         if not isinstance(value, Tensor):
-            return f"must make a tensor of batch[{name!r}], not a {type(value).__name__}"
+            refuse(f"must make a tensor of batch[{name!r}], not a {type(value).__name__}")
         if value.dim() == 0 or len(value) != size:
-            return f"must make batch[{name!r}] with the {size} samples on dim 0: its shape is {tuple(value.shape)}"
+            refuse(f"must make batch[{name!r}] with the {size} samples on dim 0: its shape is {tuple(value.shape)}")
     weight = batch["weight"]
     if weight.dim() > 1 or not weight.is_floating_point():
         found = f"{weight.dtype} of shape {tuple(weight.shape)}"
-        return f"must make batch['weight'] one floating-point number for each sample, not {found}"
-    return None
+        refuse(f"must make batch['weight'] one floating-point number for each sample, not {found}")
 
 
 def check_blocks(task: Task, model: nn.Module) -> None:
@@ -160,7 +157,9 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
                 "`param_groups`; see Objective in trainer/task.py"
             )
         now = dict(objective.named_parameters())
-        changed = (name for name, (p, version) in before.items() if now.get(name, p) is not p or num_writes(p) != version)
+        changed = (
+            name for name, (p, version) in before.items() if now.get(name, p) is not p or num_writes(p) != version
+        )
         if (name := next(changed, None)) is not None:
             raise UserError(
                 f"{_training_forward(objective, phase)} changes {name}, a parameter, which each process would do "
@@ -229,25 +228,23 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, parallel: Parallel) -> I
 
 def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
     """Raises UserError for what a forward in training returned that cannot be trained on."""
-    problem = _problem_of_sums(sums)
-    if problem is not None:
-        raise UserError(f"{_training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
+    if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
+        problem = "must return a dict of tensors, sums all of them"
+    elif "loss" not in sums:
+        problem = f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
+    elif sums["loss"].dim() > 0:
+        problem = (
+            f"returns a loss of shape {tuple(sums['loss'].shape)}: it must be one number, the sum over the samples"
+        )
+    elif "weight" in sums:
+        problem = "returns 'weight', which is the trainer's own name for the number of loss terms"
+    else:
+        return
+    raise UserError(f"{_training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
 
 
 def _training_forward(objective: nn.Module, phase: str) -> str:
     return f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
-
-
-def _problem_of_sums(sums: object) -> str | None:
-    if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
-        return "must return a dict of tensors, sums all of them"
-    if "loss" not in sums:
-        return f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
-    if sums["loss"].dim() > 0:
-        return f"returns a loss of shape {tuple(sums['loss'].shape)}: it must be one number, the sum over the samples"
-    if "weight" in sums:
-        return "returns 'weight', which is the trainer's own name for the number of loss terms"
-    return None
 
 
 def check_outputs(objective: nn.Module, outputs: object) -> None:

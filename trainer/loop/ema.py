@@ -61,34 +61,24 @@ class ExponentialMovingAverage:
                 "weights to evaluate are those of one optimizer; take another one in all phases but one"
             )
 
+    @torch.no_grad()
     def update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
         """After an optimizer step. applied: whether it was; see `StepResult`. params: what the phase trains."""
-        if self._average:
-            self._update(applied, phase, params)
-
-    @torch.no_grad()
-    def _update(self, applied: bool | Tensor, phase: str, trained: Sequence[nn.Parameter]) -> None:
+        if not self._average:
+            return
         updates = self._updates.get(phase, 0)
-        average, params = local_shards([self._average[p] for p in trained]), local_shards(trained)
-        if isinstance(applied, Tensor):
-            if not isinstance(updates, Tensor):
-                updates = torch.full((), updates, dtype=torch.float64, device=applied.device)
-                self._updates[phase] = updates
-            self._update_without_waiting(average, params, updates, applied)
-        elif applied:
-            decay = min(self._decay, (1 + updates) / (10 + updates))
-            get_ema_multi_avg_fn(decay)(average, params, updates)
-            self._updates[phase] = updates + 1
-
-    def _update_without_waiting(
-        self, average: list[Tensor], params: list[Tensor], updates: Tensor, applied: Tensor
-    ) -> None:
-        """The same where the host does not know whether: the number of updates is kept on the device.
-
-        It changes in place, as all that a rescue reads: whenever that is, it is of the last step that is done.
-        """
+        average, own = local_shards([self._average[p] for p in params]), local_shards(params)
+        if not isinstance(applied, Tensor):
+            if applied:
+                get_ema_multi_avg_fn(min(self._decay, (1 + updates) / (10 + updates)))(average, own, updates)
+                self._updates[phase] = updates + 1
+            return
+        # The host does not know whether, so the number of updates is kept on the device. It changes in place, as all
+        # that a rescue reads: whenever that is, it is of the last step that is done.
+        if not isinstance(updates, Tensor):
+            updates = self._updates[phase] = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
-        changes = foreach_sub(params, average)
+        changes = foreach_sub(own, average)
         foreach_mul_(changes, weight.to(changes[0].dtype))
         foreach_add_(average, changes)
         updates += applied
