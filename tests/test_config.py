@@ -7,6 +7,7 @@ import pytest
 from tasks import TASKS
 from trainer.commands.parse import parse
 from trainer.config import FlagGroup, arguments_of, build_parser, checked_defaults, flag, flag_values, parse_flags
+from trainer.flags import TRAINER_GROUPS
 
 
 @dataclass
@@ -189,6 +190,11 @@ def test_wrong_task_does_not_hide_other_mistakes(task, message):
     assert len(problems) == 2
     assert message in problems[0]
     assert "--lr x" in problems[1]
+
+
+def test_a_hidden_flag_is_taken_from_python_and_one_of_a_launcher_is_not():
+    argv, problems = arguments_of(TRAINER_GROUPS, {"no_amp": True, "local_rank": 0})
+    assert (argv, problems) == (["--no-amp"], ["local_rank: no such setting; see --help"])
 
 
 def test_older_names_of_switches_stay_valid():

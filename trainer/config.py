@@ -76,11 +76,11 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What may have been meant by a name that is not known. Dashes in front, which all flags share, make none alike."""
+def hint(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that is not known. Dashes in front, which all flags share, make no names alike."""
     by_core = {other.lstrip("-"): other for other in known}
     found = difflib.get_close_matches(name.lstrip("-"), by_core, n=1)
-    return by_core[found[0]] if found else None
+    return f"did you mean {by_core[found[0]]}?" if found else "see --help"
 
 
 def shown(value: Any) -> str:
@@ -150,6 +150,11 @@ class Option:
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
             raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values take tuple[int, ...]")
         vars(self).update(field.metadata)
+
+    @property
+    def is_of_launcher(self) -> bool:
+        """Whether a launcher sets it for one process, so that neither files nor Python do."""
+        return self.hidden and self.local
 
     @property
     def adds_up(self) -> bool:
@@ -308,8 +313,7 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
     defaults = with_new_names(defaults, known)
     for field in defaults:
         if field not in known:
-            near = nearest(field, known)
-            raise TypeError(f"{field} is no flag of the trainer" + (f"; did you mean {near}?" if near else ""))
+            raise TypeError(f"{field} is no flag of the trainer; {hint(field, known)}")
     return {field: _stated(known[field], value, known[field].checked) for field, value in defaults.items()}
 
 
@@ -338,9 +342,9 @@ def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tu
     settings = with_new_names(settings, known)
     argv, problems = [], []
     for field, value in settings.items():
-        if field not in known or known[field].hidden:
-            near = nearest(field, [name for name in known if not known[name].hidden])
-            problems.append(f"{field}: no such setting" + (f"; did you mean {near}?" if near else ""))
+        if field not in known or known[field].is_of_launcher:
+            visible = [name for name, option in known.items() if not option.hidden]
+            problems.append(f"{field}: no such setting; {hint(field, visible)}")
         elif value is not None:
             try:
                 argv += known[field].argument(value)
@@ -377,9 +381,13 @@ def parse_flags(
         group_type(**{field: values[field] for field in options(group_type) if field in values})
         for group_type in group_types
     ]
-    problems += _problems_of_defaults(
-        {field: known for field, known in options(*group_types).items() if field not in values}
-    )
+    for field, option in options(*group_types).items():
+        # A default that its flag refuses would be recorded, and refused then. Whoever reads a path tells about it.
+        if field not in values and option.type is not Path:
+            try:
+                option.from_plain(option.to_plain(option.default))
+            except ValueError as error:
+                problems.append(f"{option.name} {shown(option.default)}, its default: {error}")
     problems += [problem for group in groups for problem in _own_problems(group)]
     return groups, problems + _conflicts(options(*group_types), values)
 
@@ -400,21 +408,6 @@ def _conflicts(known: Mapping[str, Option], values: Mapping[str, Any]) -> list[s
                 having = f"{flag_name(choice)} {' or '.join(owners)}"
                 found.append(f"{words}: is for {having}; leave it out, or take that")
     return found
-
-
-def _problems_of_defaults(known: Mapping[str, Option]) -> list[str]:
-    """Of defaults that the flags themselves refuse, and that a run would record and then be refused with.
-
-    Paths are left out: which of them are refused depends on the user, and whoever reads the path tells.
-    """
-    problems = []
-    for option in known.values():
-        try:
-            if option.type is not Path:
-                option.from_plain(option.to_plain(option.default))
-        except ValueError as error:
-            problems.append(f"{option.name} {shown(option.default)}, its default: {error}")
-    return problems
 
 
 def _own_problems(group: Any) -> Sequence[str]:
@@ -516,8 +509,7 @@ def _unknown_problems(
     for previous, token in zip(["", *tokens], tokens, strict=False):
         if token.startswith("-"):
             name = token.partition("=")[0]
-            near = nearest(name, parser._option_string_actions)
-            unknown = "no such flag; " + (f"did you mean {near}?" if near else "see --help")
+            unknown = f"no such flag; {hint(name, parser._option_string_actions)}"
             found.append(f"{token}: {elsewhere.get(name, unknown)}")
         elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")

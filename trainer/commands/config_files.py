@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.files import MOST_RECORD, read_whole
-from trainer.config import FlagGroup, Option, described, nearest, options, shown
+from trainer.config import FlagGroup, Option, described, hint, options, shown
 from trainer.flags import RETIRED, MultiDeviceFlags
 
 LINE_LENGTH = 120
@@ -39,15 +39,14 @@ class ConfigFile:
 
         known: flags by field name. all_known: no others exist.
         """
-        fields = {option.name: field for field, option in known.items() if not (option.hidden and option.local)}
+        fields = {option.name: field for field, option in known.items() if not option.is_of_launcher}
         values, problems = {}, []
         for name, value in self.settings.items():
             if name in RETIRED:
                 continue
             if name not in fields:
-                near = nearest(name, (option.name for option in known.values() if not option.hidden))
-                hint = f"did you mean {_key(near)}?" if near else "see --help"
-                problems += [f"{self}: {_key(name)}: no such flag; {hint}"] if all_known else []
+                keys = [_key(option.name) for option in known.values() if not option.hidden]
+                problems += [f"{self}: {_key(name)}: no such flag; {hint(name, keys)}"] if all_known else []
                 continue
             if self.is_record and known[fields[name]].from_record == "ignored":
                 continue

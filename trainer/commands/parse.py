@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,45 +64,46 @@ def parse(
     """
     given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
     files, problems = read_config_files(given.get("config") or ())
-    asked = Layers({}, {})
+    asked = Layers()
     for file in files:
         asked.add_file(file, TRAINER_GROUPS, all_known=False)
     asked.add(given)
     record = find_record(asked.values) if tool is None else None
     task_name, task_type, of_task = _choose_task(asked, record, task_type)
-    group_types = list(TRAINER_GROUPS if several_devices else TRAINER_GROUPS[:-1])
-    if tool is not None:
-        group_types.insert(0, tool)
-    layers, from_run, may_be_named = Layers({"task": default_task()}, {}), FromRun(), set(given)
+    group_types = [*([tool] if tool is not None else []), *TRAINER_GROUPS[: None if several_devices else -1]]
+    layers = Layers()
+    layers.add({"task": default_task()})
     if task_type is not None:
-        _check_config(task_name, task_type, group_types)
+        layers.add(_defaults_of(task_type, task_name, group_types))
         group_types.append(task_type.Config)
-        defaults = {"save_dir": _own_folder(task_name, task_type), **_task_defaults(task_type)}
-        layers.add(defaults)
-        if tool is None and not ships_weights(task_type):
-            record = record or find_record({**defaults, **asked.values})
-        may_be_named.add("task")
-    if record is not None:
-        stated = names_given(argv).union(*(file.settings for file in files))
-        from_run = _take_from_run(record, layers, asked.values, stated, task_name, task_type)
+        if record is None and tool is None and not ships_weights(task_type):
+            record = find_record({**layers.values, **asked.values})
+    stated = names_given(argv).union(*(file.settings for file in files))
+    from_run = _take_from_run(record, layers, asked.values, stated, task_name, task_type) if record else FromRun()
     for file in files:
         problems += layers.add_file(file, group_types, all_known=task_type is not None)
     layers.make_room_for(given)
-    problems += layers.take_out_what_users_alone_name(group_types, may_be_named)
-    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
-    about = f"{description} Workloads: {', '.join(workloads())}.", examples
-    of_several = () if several_devices else options(MultiDeviceFlags).values()
-    elsewhere = {**RETIRED, **{option.name: OF_SEVERAL_DEVICES for option in of_several}}
+    problems += layers.take_out_what_users_alone_name(group_types, {*given, "task"} if task_type else given.keys())
+    elsewhere = dict(RETIRED)
+    if not several_devices:
+        elsewhere |= {option.name: OF_SEVERAL_DEVICES for option in options(MultiDeviceFlags).values()}
     if task_name in workloads():
         elsewhere |= _of_other_tasks(argv, group_types)
+    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    about = f"{description} Workloads: {', '.join(workloads())}.", examples
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
-    of_trainer: dict[str, Any] = {name: by_type.get(group_type) for name, group_type in GROUPS.items()}
-    task = by_type[task_type.Config] if task_type is not None else None
     origins = layers.origins_of_flags(group_types, argv)
-    stated_names = frozenset(names_given(argv) | {name for name, file in origins.items() if file is not record})
-    flags = Flags(**of_trainer, task=task, task_type=task_type, tool=by_type.get(tool), origins=origins)
-    flags.given, flags.from_run = stated_names, from_run
+    of_trainer: dict[str, Any] = {name: by_type.get(group_type) for name, group_type in GROUPS.items()}
+    flags = Flags(
+        **of_trainer,
+        task=by_type[task_type.Config] if task_type is not None else None,
+        task_type=task_type,
+        tool=by_type.get(tool),
+        origins=origins,
+        given=frozenset(names_given(argv) | {name for name, file in origins.items() if file is not record}),
+        from_run=from_run,
+    )
     found = [*of_task, *found, *contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
 
@@ -169,57 +170,48 @@ def _take_from_run(
     return FromRun(record.path, tuple((known[field], value) for field, value in taken.items()))
 
 
-def _check_config(task_name: str, task_type: type[Task], group_types: Sequence[type]) -> None:
-    """Raises UserError for flags of a task that are none, or the trainer's own."""
-    if not dataclasses.is_dataclass(getattr(task_type, "Config", None)):
-        raise UserError(f"--task {task_name}: {task_type.__name__} has no `Config`, the dataclass of its flags")
+def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
+    """What the trainer's flags are for a task unless somebody says otherwise. Raises UserError for a mistake in it."""
+    own_type, name = getattr(task_type, "Config", None), task_type.__name__
+    if not dataclasses.is_dataclass(own_type):
+        raise UserError(f"--task {task_name}: {name} has no `Config`, the dataclass of its flags")
     try:
         own = options(task_type.Config)
     except TypeError as error:
         raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
-    taken = sorted(options(*group_types).keys() & own.keys())
-    if taken:
-        names = ", ".join(flag_name(name) for name in taken)
+    if taken := sorted(options(*group_types).keys() & own.keys()):
+        names = ", ".join(map(flag_name, taken))
         raise UserError(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
-    missing = ", ".join(sorted(task_type.__abstractmethods__))
-    if missing:
-        raise UserError(f"--task {task_name}: {task_type.__name__} must have {missing}; see Task in trainer/task.py")
-
-
-def _task_defaults(task_type: type[Task]) -> dict[str, Any]:
-    """Raises UserError for a mistake in the task."""
+    if missing := ", ".join(sorted(task_type.__abstractmethods__)):
+        raise UserError(f"--task {task_name}: {name} must have {missing}; see Task in trainer/task.py")
+    # A folder of its own, since a run of one task cannot go on in that of another.
+    folder = CheckpointFlags.save_dir / (task_name if task_name in workloads() else name)
     try:
         if not isinstance(task_type.defaults, Mapping):
             raise TypeError("must be a mapping of fields to values")
         if "task" in task_type.defaults:
             raise TypeError("task is what chooses these defaults")
-        return checked_defaults([group for group in TRAINER_GROUPS if group is not ConfigFlags], task_type.defaults)
+        settable = [group for group in TRAINER_GROUPS if group is not ConfigFlags]
+        return {"save_dir": folder, **checked_defaults(settable, task_type.defaults)}
     except (TypeError, ValueError) as error:
-        raise UserError(f"{task_type.__name__}.defaults: {error}") from None
+        raise UserError(f"{name}.defaults: {error}") from None
 
 
-def _own_folder(task_name: str, task_type: type[Task]) -> Path:
-    """Where runs of a task are unless the user says otherwise: one of another task could not go on there."""
-    return CheckpointFlags.save_dir / (task_name if task_name in workloads() else task_type.__name__)
-
-
-@dataclass
 class Layers:
     """What the flags are unless the command line says otherwise: a task's defaults, then files, one over the other.
 
-    values: by field name. origins: by field name, which file or record a value is from.
+    values: by field name. origins: by field name, which file or record a value is from, None where from neither.
     """
 
-    values: dict[str, Any]
-    origins: dict[str, ConfigFile]
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, ConfigFile | None] = {}
 
     def add(self, values: Mapping[str, Any], origin: ConfigFile | None = None) -> None:
-        """The next layer. origin: None for what is no file."""
+        """Puts the next layer over the others."""
         self.make_room_for(values)
         self.values.update(values)
-        for field in values:
-            self.origins.pop(field, None)
-        self.origins.update(dict.fromkeys(values, origin) if origin is not None else {})
+        self.origins.update(dict.fromkeys(values, origin))
 
     def add_file(self, file: ConfigFile, group_types: Sequence[type], all_known: bool) -> list[str]:
         """The next layer; returns what is wrong with it. all_known: no other flags than those of the groups exist."""
@@ -263,11 +255,8 @@ class Layers:
     def origins_of_flags(self, group_types: Sequence[type], argv: Sequence[str]) -> dict[str, ConfigFile]:
         """By the name of the flag, which file a value is from that the command line does not give."""
         stated = names_given(argv)
-        return {
-            option.name: self.origins[field]
-            for field, option in options(*group_types).items()
-            if field in self.origins and option.name not in stated
-        }
+        named = {option.name: self.origins.get(field) for field, option in options(*group_types).items()}
+        return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
 def files_ask_for_several_devices(argv: Sequence[str]) -> bool:
