@@ -49,16 +49,6 @@ def short_later(setting: Setting, report: Report, name: str) -> None:
     compare(report, name, expected, directory, "batch_size")
 
 
-def short_in_evaluation(setting: Setting, report: Report, name: str) -> None:
-    many, few = (16384, 1024) if setting.is_gpu else (32, 8)
-    flags = [*FLAGS, *sizes(setting), "--num-val", many, "--eval-batch-size", many, "--batch-size", few]
-    expected, peak = with_room(setting, name, flags)
-    real, injected = ["--task", WEIGHTED], ["--task", TIGHT, "--fit-eval", 12]
-    with limited(setting, SHARE * peak):
-        directory = run(setting, f"{name}, short", *flags, *(real if setting.is_gpu else injected))
-    compare(report, name, expected, directory, "eval_batch_size")
-
-
 def no_room_at_all(setting: Setting, report: Report, name: str) -> None:
     """Weights have room, and moments beside them do not. One message, and the status of what the user has to change."""
     real, injected = ["--task", WEIGHTED, "--width", 4_000_000], ["--task", TIGHT, "--fit", 0]  # 352 MB
@@ -70,7 +60,6 @@ def no_room_at_all(setting: Setting, report: Report, name: str) -> None:
 CASES = {
     "short from the start": short_from_the_start,
     "short later": short_later,
-    "short in evaluation": short_in_evaluation,
     "no room at all": no_room_at_all,
 }
 

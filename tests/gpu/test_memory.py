@@ -41,16 +41,6 @@ def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
     assert_same(tmp_path / "tight", tmp_path / "roomy")
 
 
-@on_imagined_gpus()
-def test_an_evaluation_that_finds_no_room_goes_on_with_less(tmp_path, cache_dir):
-    small = ["--batch-size", 8, "--global-batch-size", 48, "--eval-batch-size", 64]
-    GPUS.limit_memory(ROOM // 2)
-    tiny(cache_dir, tmp_path / "tight", *WIDE, *small, "--device", "cuda")
-    assert "with 64 samples per forward: going on with 32. --eval-batch-size 32" in GPUS.printed()
-    tiny(cache_dir, tmp_path / "cpu", *WIDE, *small, "--device", "cpu")
-    assert_same(tmp_path / "tight", tmp_path / "cpu")
-
-
 @pytest.mark.slow
 @on_imagined_gpus()
 def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):

@@ -130,22 +130,12 @@ def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
     )
 
 
-def test_an_evaluation_is_redone_in_smaller_parts(small, run_here, tmp_path):
-    """17 validation samples by 7; parts of a batch are not counted twice."""
-    args = [*TINY, "--batch-size", 3, "--eval-batch-size", 7, "--fit-eval", 2, "--save-dir", tmp_path]
-    out, _ = run_here(*args)
-    assert re.findall(r"Out of memory in evaluation .* with (\d) samples per forward: going on with (\d)", out) == [
-        ("7", "4"), ("4", "2")
-    ]  # fmt: skip
-    assert_same_learning(tmp_path, small)
-    assert out.count("Out of memory") == 2, "later evaluations begin with what fits"
-
-
-@pytest.mark.slow
-def test_a_rank_with_too_little_memory_for_an_evaluation_goes_on_in_step(small, command, tmp_path):
-    tight = ["--fit-eval", 2, "--tight-rank", 1, "--dist-timeout-s", 20]
-    command(*launcher(2), *TINY, "--batch-size", 3, "--eval-batch-size", 7, *tight, "--save-dir", tmp_path)
-    assert_same_learning(tmp_path, small)
+def test_an_evaluation_that_finds_no_room_says_what_to_take(run_here, tmp_path):
+    args = [*TINY, "--batch-size", 3, "--fit-eval", 2, "--save-dir", tmp_path]
+    _, err = run_here(*args, "--eval-batch-size", 7, status=2)
+    assert "out of memory in evaluation" in err and "with 7 samples per forward: take --eval-batch-size 4" in err
+    out, _ = run_here(*args, "--eval-batch-size", 2)
+    assert "Resuming after optimizer step" in out
 
 
 def test_recut_keeps_every_sample_once_and_its_weight():

@@ -305,7 +305,8 @@ def prepare_training(
     for index, phase in enumerate(task.phases):
         per_forward = min(2, memory.splits[index].batch_size)
         example = example_batch(task, index, per_forward * parallel.num_replicas)
-        with memory.refusing_lack(per_forward):
+        parallel.activity.enter("the first forward and backward")
+        with memory.refusing_lack(per_forward, "--batch-size 1 tries a single one"):
             learner.nets[phase] = parallel.wrap(learner.enter(phase))
             check_single_samples(learner, parallel, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
@@ -335,14 +336,14 @@ def assemble_run(
     }
     directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     learner, several = build_learner(flags, task, parallel, is_new), flags.multi or MultiDeviceFlags()
-    model, eval_batch_size = learner.objective.model, flags.batch.eval_batch_size or flags.batch.batch_size
+    model = learner.objective.model
     limit = MemoryLimit(parallel.device_kind, flags.batch.batch_size)
     return Run(
         task=task,
         parallel=parallel,
         learner=learner,
         plan=plan,
-        memory=MemoryGuard(batches, limit, eval_batch_size, learner, parallel, directory),
+        memory=MemoryGuard(batches, limit, learner, parallel, directory),
         learning_rate=build_learning_rate(flags, task, plan, facts["lr_factor"]),
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,

@@ -72,18 +72,12 @@ class PhaseDatasets:
         return self._datasets[keys.phase].__getitems__(keys)
 
 
-class _Batches:
-    """A data set whose items are whole batches."""
-
-    def __init__(self, dataset: KeyedDataset, collate: Collate) -> None:
-        self.dataset = dataset
-        self.collate = collate
-
-    def __getitem__(self, keys: SampleKeys) -> Batch:
-        batch = self.collate(self.dataset.__getitems__(keys), keys)
-        if keys.placeholder:
-            batch["weight"] = torch.zeros_like(batch["weight"])
-        return batch
+def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch:
+    """The batch of a data set that keys name, in this process."""
+    batch = collate(dataset.__getitems__(keys), keys)
+    if keys.placeholder:
+        batch["weight"] = torch.zeros_like(batch["weight"])
+    return batch
 
 
 Request = tuple[int, SampleKeys]
@@ -98,27 +92,18 @@ class _NumberedBatches(Dataset[Batch | UserError]):
     """
 
     def __init__(self) -> None:
-        self.of_dataset: list[_Batches] = []
+        self.sources: list[tuple[KeyedDataset, Collate]] = []
 
     def __getitem__(self, request: Request) -> Batch | UserError:
         number, keys = request
         try:
-            return self.of_dataset[number][keys]
+            return gathered(*self.sources[number], keys)
         except UserError as refusal:
             return refusal
         except BaseException as error:
             if isinstance(error, Exception) or get_worker_info() is None:
                 raise
             raise RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
-
-
-class _RequestSource:
-    """A sampler that yields whatever requests it was last given, so that workers outlive an epoch."""
-
-    requests: Iterable[Request] = ()
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
 
 
 class Workers:
@@ -132,13 +117,13 @@ class Workers:
     def __init__(self, num_workers: int = 0, pin_memory: bool = False) -> None:
         self._pin_memory = pin_memory
         self._batches = _NumberedBatches()
-        self._source = _RequestSource()
+        self._requests: Iterable[Request] = ()
         self._processes: DataLoader[Batch | UserError] | None = None
         if num_workers > 0:
             self._processes = DataLoader(
                 self._batches,
                 batch_size=None,
-                sampler=self._source,
+                sampler=self,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 persistent_workers=True,
@@ -149,22 +134,25 @@ class Workers:
                 generator=torch.Generator(),
             )
 
-    def add(self, batches: _Batches) -> int:
-        """The number by which requests mean the batches of one more data set."""
-        assert self._processes is None or not has_workers(self._processes), (
-            "workers that run already know nothing of it"
-        )
-        self._batches.of_dataset.append(batches)
-        return len(self._batches.of_dataset) - 1
+    def __iter__(self) -> Iterator[Request]:
+        """What was last asked for: the processes outlive that, and ask again."""
+        return iter(self._requests)
+
+    def add(self, dataset: KeyedDataset, collate: Collate) -> int:
+        """The number by which requests mean one more data set."""
+        running = self._processes is not None and has_workers(self._processes)
+        assert not running, "workers that run already know nothing of it"
+        self._batches.sources.append((dataset, collate))
+        return len(self._batches.sources) - 1
 
     def load(self, number: int, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         """The batches that keys name of one data set, in order. What an earlier call has not yielded yet is lost."""
         if self._processes is None:
-            batches = self._batches.of_dataset[number]
+            batches = (gathered(*self._batches.sources[number], key) for key in keys)
             if not self._pin_memory:
-                return (batches[key] for key in keys)
-            return ({name: tensor.pin_memory() for name, tensor in batches[key].items()} for key in keys)
-        self._source.requests = ((number, key) for key in keys)
+                return batches
+            return ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
+        self._requests = ((number, key) for key in keys)
         others = set(multiprocessing.active_children())
         try:
             return map(_or_raise, self._processes)
@@ -186,16 +174,15 @@ class BatchLoader:
     """Yields the batches of a data set that keys name. workers: by default this process gathers them."""
 
     def __init__(self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None) -> None:
-        self._batches = _Batches(dataset, collate)
-        self._workers = workers or Workers()
-        self._number = self._workers.add(self._batches)
+        self._dataset, self._collate, self._workers = dataset, collate, workers or Workers()
+        self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         return self._workers.load(self._number, keys)
 
     def one(self, keys: SampleKeys) -> Batch:
         """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""
-        return self._batches[keys]
+        return gathered(self._dataset, self._collate, keys)
 
     def close(self) -> None:
         """Ends its workers; see `Workers.close`."""

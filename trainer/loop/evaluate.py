@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
-from trainer.loading.batches import Batch, BatchLoader
+from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import check_outputs
@@ -41,20 +41,17 @@ def evaluate(run: Run, split: str) -> Sums:
     learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
     run.parallel.sync_buffers(learner.objective)
     net = run.parallel.evaluation_module(learner.net)
-
-    def forward(batch: Batch) -> Outputs:
-        return net(run.parallel.to_device(batch))
-
+    size = run.settings.eval_batch_size
     net.eval()
-    with learner.ema.applied():
+    with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.parallel)
-        for batch, _ in agree_ahead(run, evaluation_batches(run, split)):
+        for (batch, weight, num_samples), _ in agree_ahead(run, evaluation_batches(run, split)):
             run.parallel.activity.enter("evaluation")
-            for (part, weight, num_samples), outputs in run.memory.evaluate(batch, forward, run.log.say):
-                check_outputs(learner.objective, outputs)
-                sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-                totals.add(counted(sums, num_samples > 0), weight)
-                per_sample.add(part["index"], outputs)
+            outputs: Outputs = net(run.parallel.to_device(batch))
+            check_outputs(learner.objective, outputs)
+            sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+            totals.add(counted(sums, num_samples > 0), weight)
+            per_sample.add(batch["index"], outputs)
     net.train()
     sums = totals.reduced(run.parallel)
     return sums | per_sample.gathered(run.parallel, len(run.task.splits()[split]))

@@ -18,7 +18,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import first_schema_error, optional, record, text, whole
 from trainer.checkpoint.manifest import read_json
 from trainer.common.errors import UserError
-from trainer.loading.batches import Batch, BatchLoader, WeightedBatch, weighted
+from trainer.loading.batches import WeightedBatch, gathered, weighted
 from trainer.loading.order import SampleKeys
 from trainer.loop.learner import Learner
 from trainer.loop.plan import BatchSplit, Plan, split_batch
@@ -95,20 +95,19 @@ class MemoryLimit:
 class MemoryGuard:
     """Keeps a run within the memory of its devices, by cutting its batches smaller.
 
-    splits: how the global batches of each phase are cut. limit: what is known not to fit. eval_batch_size: samples
-    per device per forward in evaluation. directory: where the limit is written for the next start.
+    splits: how the global batches of each phase are cut. limit: what is known not to fit. directory: where
+    that is written for the next start.
     """
 
     def __init__(
         self,
         splits: tuple[BatchSplit, ...],
         limit: MemoryLimit,
-        eval_batch_size: int,
         learner: Learner,
         parallel: Parallel,
         directory: RunDirectory,
     ) -> None:
-        self.splits, self.limit, self.eval_batch_size = splits, limit, eval_batch_size
+        self.splits, self.limit = splits, limit
         self._learner, self._parallel, self._directory = learner, parallel, directory
 
     def apply(self, limit: MemoryLimit) -> None:
@@ -195,39 +194,11 @@ class MemoryGuard:
             "checkpoints are intact"
         )
 
-    # --- evaluation ----------------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, batch: WeightedBatch, forward: Callable[[Batch], T], say: Callable[[str], None]
-    ) -> list[tuple[WeightedBatch, T]]:
-        """Each part of a batch with forward(part); a single part unless memory is short.
-
-        The parts add up to the whole, whatever they are, so each process does this by itself. Raises UserError when not
-        even one sample fits, and where others wait for this process within its forward.
-        """
-        while True:
-            try:
-                size = self.eval_batch_size * self._parallel.num_replicas
-                return [(part, forward(part.batch)) for part in _parts(batch, size)]
-            except RuntimeError as error:
-                if not lacks_memory(error):
-                    raise
-            free_memory()
-            before, after = self.eval_batch_size, -(-self.eval_batch_size // 2)
-            if before == 1:
-                raise self._hopeless(_SINGLE)
-            account = f"ut of memory in {self._parallel.activity} with {before} samples per forward: "
-            if self._parallel.exchanges_in_forward:
-                raise UserError(f"o{account}take --eval-batch-size {after}; earlier checkpoints are intact")
-            self.eval_batch_size = after
-            say(f"O{account}going on with {after}. --eval-batch-size {after} spares the attempt.")
-
-    # --- before the first step -----------------------------------------------------------------------------------
+    # --- where nothing can be tried again ------------------------------------------------------------------------
 
     @contextmanager
-    def refusing_lack(self, samples_per_forward: int) -> Iterator[None]:
-        """Around the first forward and backward, of so few samples. Raises UserError where these find no room."""
-        self._parallel.activity.enter("the first forward and backward")
+    def refusing_lack(self, samples_per_forward: int, advice: str) -> Iterator[None]:
+        """Raises UserError where what is computed within it finds no room. advice: what takes fewer samples."""
         try:
             yield
         except RuntimeError as error:
@@ -235,8 +206,9 @@ class MemoryGuard:
                 raise
             if samples_per_forward == 1:
                 raise self._hopeless(_SINGLE) from None
-            what = f"with {samples_per_forward} samples per forward"
-            raise self._hopeless(what, "--batch-size 1 tries a single one") from None
+            raise self._hopeless(f"with {samples_per_forward} samples per forward", advice) from None
+
+    # --- before the first step -----------------------------------------------------------------------------------
 
     def dry_run(self, task: Task, plan: Plan, say: Callable[[str], None]) -> None:
         """Tries a forward and a backward of the largest micro-batch of each phase; halves it until it fits everywhere.
@@ -279,7 +251,7 @@ class MemoryGuard:
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # where samples have grown, if ever
         index = task.largest_samples(name, last_epoch, self.splits[phase].micro_batch_size)
-        (batch,) = BatchLoader(task.training_data(name), task.collate)([SampleKeys(index, last_epoch, phase)])
+        batch = gathered(task.training_data(name), task.collate, SampleKeys(index, last_epoch, phase))
         net = learner.enter(name)
         net.train()
         for _ in range(2):
