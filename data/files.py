@@ -3,22 +3,52 @@
 import errno
 import gzip
 import io
+import lzma
 import os
 import tarfile
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from trainer.common.errors import UserError
-from trainer.common.files import ARCHIVE_ERRORS, MOST_WHOLE, ZipArchive, read_at_most, require_regular, stamp
+from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
 
+_ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
+"""Python 3.14 and newer unpack Zstandard too."""
+ARCHIVE_ERRORS = (
+    *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
+    *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
+)
+"""Errors of reading a damaged archive, a zip by `ZipArchive`. An encrypted member raises RuntimeError."""
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
 _MOST_OF_A_REASON = 200
+
+
+class ZipArchive(zipfile.ZipFile):
+    """A zip to read. What is wrong with its directory is a BadZipFile, where zipfile also raises ValueError."""
+
+    def __init__(self, file: Path | IO[bytes]) -> None:
+        with _damage_of_zip():
+            super().__init__(file)
+
+    def open(self, *arguments: Any, **options: Any) -> IO[bytes]:
+        with _damage_of_zip():
+            return super().open(*arguments, **options)
+
+
+@contextmanager
+def _damage_of_zip() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # a name that is no UTF-8, a place before the beginning
+        raise zipfile.BadZipFile(str(error)) from None
 
 
 class Source(ABC):

@@ -9,14 +9,14 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from data.files import is_visible
+from data.files import ARCHIVE_ERRORS, is_visible
 from data.speech.audio_files import FULL_SCALE, SUFFIXES, UnreadableAudio, decode, resample, to_int16, within_full_scale
 from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
-from data.speech.sources import Source, find, is_archive, opened
+from data.speech.sources import MOST_SOUND, Source, find, is_archive, opened
 from data.speech.text import normalise
 from trainer.common.errors import UserError
-from trainer.common.files import ARCHIVE_ERRORS, MOST_SOUND, read_whole, refusing_disk_errors, stamp
+from trainer.common.files import read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
 
 Unreadable = Literal["skip", "refuse"]

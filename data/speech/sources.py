@@ -10,19 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from data.files import is_visible
+from data.files import ARCHIVE_ERRORS, ZipArchive, is_visible
 from data.speech.audio_files import SUFFIXES
 from trainer.common.errors import UserError
-from trainer.common.files import (
-    ARCHIVE_ERRORS,
-    DISK_FULL,
-    MOST_SOUND,
-    ZipArchive,
-    read_at_most,
-    read_whole,
-    refusing_disk_errors,
-)
+from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_disk_errors
 
+MOST_SOUND = 4 << 30
+"""Bytes of a recording: no wav is larger."""
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"
 MANIFESTS = (".json", ".jsonl")

@@ -2,14 +2,10 @@
 
 import errno
 import io
-import lzma
 import math
 import os
 import stat as stat_of
-import tarfile
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,14 +14,6 @@ from typing import IO, Any, TypeVar
 from trainer.common.errors import DiskError, UserError, shortened
 
 T = TypeVar("T")
-
-_ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Python 3.14 and newer unpack Zstandard too."""
-ARCHIVE_ERRORS = (
-    *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
-    *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
-)
-"""Errors of reading a damaged archive, a zip by `ZipArchive`. An encrypted member raises RuntimeError."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a file system that has no room, or none for this user or this file."""
@@ -45,8 +33,6 @@ MOST_RECORD = 64 << 20
 """Bytes of a small file: of settings, of the record of a run, of an alphabet."""
 MOST_WHOLE = 1 << 30
 """Bytes of a file of data that is read as a whole, unpacked."""
-MOST_SOUND = 4 << 30
-"""Bytes of a recording: no wav is larger."""
 
 _BLOCK = 1 << 20
 
@@ -91,26 +77,6 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         finally:
             if noted.error is not None:
                 raise noted.error from None
-
-
-class ZipArchive(zipfile.ZipFile):
-    """A zip to read. What is wrong with its directory is a BadZipFile, where zipfile also raises ValueError."""
-
-    def __init__(self, file: Path | IO[bytes]) -> None:
-        with _damage_of_zip():
-            super().__init__(file)
-
-    def open(self, *arguments: Any, **options: Any) -> IO[bytes]:
-        with _damage_of_zip():
-            return super().open(*arguments, **options)
-
-
-@contextmanager
-def _damage_of_zip() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:  # a name that is no UTF-8, a place before the beginning
-        raise zipfile.BadZipFile(str(error)) from None
 
 
 @contextmanager
