@@ -234,7 +234,7 @@ def test_damaged_arrays(read, tmp_path) -> None:
         (b"a,b\n\xff\xfe,1\n", r"is not text in UTF-8, but has the byte 0xff"),
         (b"PAR1\x15\x04\xb0", r"is Parquet, which is not read; save it as CSV in UTF-8"),
         (b"PK\x03\x04\x83", r"is Excel or a zip, which is not read; save it as CSV in UTF-8"),
-        (gzip.compress(b"a,b\n1,2\n"), r"is compressed, but not named .gz, which is not read"),
+        (gzip.compress(b"a,b\n1,2\n", mtime=0), r"is compressed, but not named .gz, which is not read"),
         ("a,b\n1,2\n".encode("utf-16"), r"is text in UTF-16, which is not read; save it as CSV in UTF-8"),
         ('{"a": 1, "b": "x"}\n{"a": 2, "b": "y"}\n', r"is JSON, which is not read; convert it to a CSV file"),
         ('[{"a": 1}]', r"is JSON, which is not read"),
