@@ -21,7 +21,7 @@ from torch.export import AdditionalInputs, Dim, ExportedProgram
 from trainer.commands.facts import facts_of_data
 from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
-from trainer.commands.weights import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.commands.weights import find_trained, trained_objective
 from trainer.common.errors import UserError
 from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
@@ -46,14 +46,12 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     """`--export`. Raises UserError, with nothing written, also where the program answers otherwise than the model."""
     path = flags.exporting.export
     assert path is not None
-    run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped_weights(flags), say)
-    task = rebuild_task(run, flags)
+    run, task = find_trained(flags, say)
     for remark in run.remarks:
         say(remark)
     task.data_facts = None  # it is used with its data
     dtype = choose_precision(flags.precision, parallel.device).dtype
-    hint = "the task's code has changed since, or the data that it reads"
-    objective = trained_objective(task, run.state["model"], parallel.device, dtype, "the checkpoint", hint).eval()
+    objective = trained_objective(task, run.state["model"], parallel.device, dtype).eval()
     objective.start_evaluation()
     batches = [of_dtype(parallel.to_device(batch), dtype) for batch in example_batches(task)]
     calls = [task.exported(objective, batch) or recorded_call(task, objective, batch) for batch in batches]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
 from trainer.commands.flags import Flags
-from trainer.commands.weights import find_run, rebuild_task, shipped_weights, trained_objective
+from trainer.commands.weights import find_trained, trained_objective
 from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.common.process import outlived, to_stderr
@@ -34,10 +34,9 @@ Table = Iterator[Mapping[str, Sequence[Any]]]
 
 def label_new_data(flags: Flags, parallel: Parallel) -> None:
     """`--predict`. Without `--output` standard output belongs to the table. Raises UserError."""
-    path, output, given = flags.prediction.predict, flags.prediction.output, flags.checkpoint
+    path, output = flags.prediction.predict, flags.prediction.output
     assert path is not None
-    run = find_run(flags, {"--resume-from": given.resume_from}, shipped_weights(flags), to_stderr)
-    task = rebuild_task(run, flags)
+    run, task = find_trained(flags, to_stderr)
     if output is not None:
         _refuse_to_harm(output, run, task)
     dataset = task.new_data(path)
@@ -47,9 +46,7 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
     for remark in [*run.remarks, *flags.from_run.remarks, *task.remarks()]:
         to_stderr(remark)
     precision = choose_precision(flags.precision, parallel.device)
-    hint = "the task's code has changed since, or the data that it reads"
-    weights = run.state["model"]
-    objective = trained_objective(task, weights, parallel.device, precision.dtype, "the checkpoint", hint)
+    objective = trained_objective(task, run.state["model"], parallel.device, precision.dtype)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, parallel, precision, batch_size)
     # A bar and a table on one terminal would overwrite each other.

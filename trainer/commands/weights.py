@@ -196,12 +196,6 @@ def ships_weights(task_type: type[Task]) -> bool:
     return task_type.shipped_weights is not Task.shipped_weights
 
 
-def shipped_weights(flags: Flags) -> Path | None:
-    """Those that come with the task of a command line; see `Task.shipped_weights`."""
-    assert flags.task_type is not None
-    return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
-
-
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
     """The task with the seed and the flags that the run was trained with, but for those that are given anew.
 
@@ -214,6 +208,14 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew:
         raise UserError(f"{run.label}: {error}") from None
     task.data_facts = run.state.get("data_facts", {})
     return task
+
+
+def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, Task]:
+    """The run that `--predict` and `--export` use, and its task. say: see `find_run`. Raises UserError."""
+    assert flags.task_type is not None
+    shipped = flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
+    run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped, say)
+    return run, rebuild_task(run, flags)
 
 
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
@@ -243,7 +245,12 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
 
 
 def trained_objective(
-    task: Task, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, source: str, hint: str
+    task: Task,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    source: str = "the checkpoint",
+    hint: str = "the task's code has changed since, or the data that it reads",
 ) -> Objective:
     """A task's objective with these weights. source, hint: see `restore_weights`. Raises UserError."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
