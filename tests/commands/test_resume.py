@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -21,19 +22,26 @@ from tests.conftest import (
     read_metrics,
 )
 from tests.helpers.weighted_task import Weighted
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.format import RUN_ID
 from trainer.registry import is_same_task
 
 # --- the same command again --------------------------------------------------------------------------------------
 
 
 def test_finished_run_says_so_and_changes_nothing(train, tmp_path):
-    """Only train.log notes that somebody asked."""
+    """Only train.log notes that somebody asked, and missing links are repaired."""
     train(tmp_path)
     before = contents(tmp_path, ("lock", "train.log"))
     out = train(tmp_path)
     assert "This run is finished" in out
     assert "raise --epochs" in out
     assert contents(tmp_path, ("lock", "train.log")) == before
+    links = [tmp_path / f"{name}.pth" for name in ("last", "best", "final")]
+    for link in links:
+        link.unlink()
+    train(tmp_path)
+    assert all(link.samefile(tmp_path / "checkpoint_1.pth") for link in links)
 
 
 def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch):
@@ -59,31 +67,15 @@ def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch)
     assert load(tmp_path / "final.pth")["step"] == 2 * STEPS_PER_EPOCH
 
 
-def test_missing_links_of_a_finished_run_are_repaired(train, tmp_path):
+def test_more_epochs_go_on_and_changed_flags_are_listed(train, tmp_path):
     train(tmp_path)
-    links = [tmp_path / f"{name}.pth" for name in ("last", "best", "final")]
-    for link in links:
-        link.unlink()
-    train(tmp_path)
-    for link in links:
-        assert link.samefile(tmp_path / "checkpoint_1.pth")
-
-
-def test_more_epochs_go_on(train, tmp_path):
-    train(tmp_path)
-    out = train(tmp_path, "--epochs", 3)
+    out = train(tmp_path, "--epochs", 3, "--lr", 0.02, "--dropout", 0.1)
     assert f"Resuming after optimizer step {STEPS_PER_EPOCH}: epoch 2, 0 of 24 samples." in out
-    assert "Changed since the checkpoint: --epochs 1 -> 3" in out
+    changes = [line for line in out.splitlines() if line.startswith("Changed since the checkpoint: ")]
+    assert {line.split(": ")[1] for line in changes} == {"--epochs 1 -> 3", "--lr 0.01 -> 0.02", "--dropout 0.0 -> 0.1"}
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["epochs"], results["step"]) == (3, 3 * STEPS_PER_EPOCH)
     assert [row["epoch"] for row in read_metrics(tmp_path, "epoch")] == [1, 2, 3]
-
-
-def test_changed_flags_are_listed(train, tmp_path):
-    train(tmp_path)
-    out = train(tmp_path, "--epochs", 2, "--lr", 0.02, "--dropout", 0.1)
-    changes = [line for line in out.splitlines() if line.startswith("Changed since the checkpoint: ")]
-    assert {line.split(": ")[1] for line in changes} == {"--epochs 1 -> 2", "--lr 0.01 -> 0.02", "--dropout 0.0 -> 0.1"}
 
 
 def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refused, tmp_path):
@@ -99,16 +91,6 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert cli(*tiny, "--max-steps", 2)[0] == 0
     out = cli(*tiny, "--max-steps", 4, "--batch-size", 5)[1]
     assert "The training data changed: [16] -> [20] samples." in out
-
-
-def test_another_optimizer_does_not_go_on_with_the_moments(train, refused, tmp_path):
-    train(tmp_path)
-    before = contents(tmp_path, REFUSAL)
-    refused(
-        ["--optimizer sgd: the checkpoint holds the moments of adamw; go on with that one, or begin with the weights"],
-        *TINY, "--epochs", 2, "--optimizer", "sgd", "--save-dir", tmp_path,
-    )  # fmt: skip
-    assert contents(tmp_path, REFUSAL) == before
 
 
 def test_other_parameter_groups_do_not_go_on_with_the_moments(cli, refused, tmp_path):
@@ -277,19 +259,20 @@ def test_resume_from_a_finished_run_has_results_too(train, tmp_path):
 # --- what does not fit -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [["--epochs", 2], ["--eval-only"]])
-def test_checkpoint_of_another_model(more, train, refused, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--width", 8, "--epochs", 2], "--width"),
+        (["--width", 8, "--eval-only"], "--width"),
+        (["--task", f"{ROOT}/examples/own_task.py:Spirals"], f"Spirals: the checkpoint is of {WEIGHTED}"),
+        (["--epochs", 2, "--optimizer", "sgd"], "--optimizer sgd: the checkpoint holds the moments of adamw; go on"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(more, message, train, refused, tmp_path):
+    """Of another model, task or optimizer."""
     train(tmp_path)
     before = contents(tmp_path, REFUSAL)
-    refused(["--width"], *TINY, "--save-dir", tmp_path, "--width", 8, *more)
-    assert contents(tmp_path, REFUSAL) == before
-
-
-def test_run_of_another_task(train, refused, tmp_path):
-    train(tmp_path)
-    before = contents(tmp_path, REFUSAL)
-    task = f"{ROOT}/examples/own_task.py:Spirals"
-    refused([f"--task {task}: the checkpoint is of {WEIGHTED}"], "--task", task, "--save-dir", tmp_path)
+    refused([message], *(TINY if "--task" not in more else ()), *more, "--save-dir", tmp_path)
     assert contents(tmp_path, REFUSAL) == before
 
 
@@ -325,3 +308,72 @@ def test_evaluating_an_empty_folder(exists, refused, tmp_path):
     )
     assert directory.exists() == exists
     assert not contents(tmp_path)
+
+
+# --- the id of a run: one for each record, from its first start on ---------------------------------------------------
+
+
+def id_of(directory):
+    """As config.json and the newest checkpoint have it, alike."""
+    recorded = json.loads((directory / "config.json").read_text())["run_id"]
+    assert re.fullmatch(RUN_ID, recorded)
+    assert load(directory / "last.pth")["run_id"] == recorded
+    return recorded
+
+
+def test_equal_runs_have_ids_of_their_own(train, tmp_path):
+    for name in "ab":
+        train(tmp_path / name)
+    assert id_of(tmp_path / "a") != id_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda directory: None,
+        lambda directory: (directory / "config.json").unlink(),
+        lambda directory: (directory / "config.json").write_text("{"),
+        lambda directory: (directory / "config.json").write_text('{"run_id": ["x"]}'),
+    ],
+    ids=["nothing", "config.json", "its end", "its type"],
+)
+def test_a_run_that_goes_on_keeps_its_id(lose, train, tmp_path):
+    train(tmp_path)
+    before = id_of(tmp_path)
+    lose(tmp_path)
+    train(tmp_path, "--epochs", 2)
+    assert id_of(tmp_path) == before
+
+
+def test_a_run_that_had_not_saved_keeps_its_id(cli, train, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError("no")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RunDirectory, "save", fail)
+        status, _, _ = cli(*TINY, "--save-dir", tmp_path)
+        assert status == 1
+    before = json.loads((tmp_path / "config.json").read_text())["run_id"]
+    train(tmp_path)
+    assert id_of(tmp_path) == before
+
+
+def test_a_fresh_start_has_a_new_one(train, tmp_path):
+    train(tmp_path)
+    before = id_of(tmp_path)
+    train(tmp_path, "--fresh")
+    assert id_of(tmp_path) != before == id_of(tmp_path / "previous-1")
+
+
+def test_going_back_keeps_it_and_going_on_elsewhere_does_not(train, tmp_path):
+    train(tmp_path / "run", "--epochs", 2)
+    source = tmp_path / "run" / "checkpoint_1.pth"
+    train(tmp_path / "elsewhere", "--epochs", 2, "--resume-from", source)
+    elsewhere = id_of(tmp_path / "elsewhere")
+    assert elsewhere != id_of(tmp_path / "run")
+    assert load(tmp_path / "elsewhere" / "best.pth")["run_id"] == elsewhere
+    train(tmp_path / "elsewhere", "--epochs", 3, "--resume-from", source)
+    assert id_of(tmp_path / "elsewhere") == elsewhere
+    before = id_of(tmp_path / "run")
+    train(tmp_path / "run", "--epochs", 2, "--resume-from", source)
+    assert id_of(tmp_path / "run") == before
