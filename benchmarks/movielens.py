@@ -30,8 +30,6 @@ ROWS = {
     "SASRec, 50 items": f"{SASREC} --maxlen 50",
     "SASRec, 200 items, full softmax": "--config configs/seqrec/sasrec_softmax.toml",
     "SASRec, 200 items, full softmax, the last items alone": f"{SASREC} {SOFTMAX}",
-    "SASRec, 200 items, padding unmasked": f"{SASREC} --task benchmarks/unmasked_padding.py:UnmaskedPadding",
-    "TiSASRec, 50 items, dropout by pair": f"{TISASREC} --task benchmarks/dropout_by_pair.py:DropoutByPair",
     "SASRec, 50 items, pre-norm": f"{SASREC} --maxlen 50 --norm pre",
     "SASRec, 50 items, mHC": f"{SASREC} --maxlen 50 --mhc",
     "TiSASRec, 50 items, pre-norm": f"{TISASREC} --norm pre",

@@ -15,7 +15,7 @@ from benchmarks.on_gpu.part import ROOT, Ended, Report, Setting, difference, las
 from trainer.loading.order import EpochOrder
 
 NUM_TRAIN, SIZE, EPOCH, BATCH = 101, 12, 1, 4
-TASK = f"{ROOT / 'benchmarks' / 'on_gpu' / 'tasks.py'}:LatePoisoned"
+TASK = f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:LatePoisoned"
 PRECISIONS = {
     "off": ["--amp", "off"],
     "bf16": ["--amp", "bf16"],

@@ -17,7 +17,7 @@ from benchmarks.on_gpu.part import HELPERS, ROOT, Report, Setting, difference, l
 
 WEIGHTED = f"{HELPERS / 'weighted_task.py'}:Weighted"
 TIGHT = f"{HELPERS / 'tight_task.py'}:Tight"
-SHRINKING = f"{ROOT / 'benchmarks' / 'on_gpu' / 'tasks.py'}:Shrinking"
+SHRINKING = f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:Shrinking"
 SHARE = 0.7
 """Of the peak of a run with room: too little for its micro-batches, and enough for half of them."""
 LIMIT = 1e-9

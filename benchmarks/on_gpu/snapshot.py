@@ -4,9 +4,9 @@ import time
 
 import torch
 
+from benchmarks.on_gpu.gpu_tasks import keep_busy
 from benchmarks.on_gpu.part import Report, Setting, checkpoint_of_step, difference, run
 from benchmarks.on_gpu.poisoned import TASK
-from benchmarks.on_gpu.tasks import keep_busy
 from trainer.checkpoint.background import snapshot, tensors_of
 
 HALF_A_SECOND = 1_000_000_000
