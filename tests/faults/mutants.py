@@ -1,6 +1,5 @@
 """Variants of the program with one mistake each, which the tests of this folder have to find."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,29 @@ import trainer.logs.run_directory
 from trainer.checkpoint.directory import RunDirectory
 from trainer.loading.order import Position
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.run import Run
+from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
 from trainer.parallel.base import Parallel
 
 
-def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
-    """Calls `then` with the same arguments after a method."""
-    real = getattr(owner, name)
+def _after_restoring(change: Callable[[Progress], None]) -> None:
+    """Something is done to the progress that was restored."""
+    real = trainer.commands.build.restore_progress
 
-    @functools.wraps(real)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        then(*args, **kwargs)
-        return result
+    def restore(*args: Any) -> Progress:
+        progress = real(*args)
+        change(progress)
+        return progress
 
-    setattr(owner, name, both)
+    trainer.commands.build.restore_progress = restore
 
 
 def position_off_by_one() -> None:
-    def shift(run: Run, state: Any) -> None:
-        position = run.progress.position
-        run.progress.position = Position(position.epoch, position.phase, position.samples + 1)
+    def shift(progress: Progress) -> None:
+        position = progress.position
+        progress.position = Position(position.epoch, position.phase, position.samples + 1)
 
-    _after(trainer.commands.build, "restore_progress", shift)
+    _after_restoring(shift)
 
 
 def moments_not_restored() -> None:
@@ -47,11 +45,11 @@ def average_not_restored() -> None:
 
 
 def sums_not_restored() -> None:
-    def forget(run: Run, state: Any) -> None:
-        run.progress.totals = {phase: Totals() for phase in run.task.phases}
-        run.progress.reported = dict.fromkeys(run.task.phases, (0.0, 0.0))
+    def forget(progress: Progress) -> None:
+        progress.totals = {phase: Totals() for phase in progress.totals}
+        progress.reported = dict.fromkeys(progress.totals, (0.0, 0.0))
 
-    _after(trainer.commands.build, "restore_progress", forget)
+    _after_restoring(forget)
 
 
 def metrics_not_cut_back() -> None:
@@ -117,7 +115,7 @@ def evicted_first() -> None:
 
 
 def best_not_restored() -> None:
-    def forget(run: Run, state: Any) -> None:
-        run.progress.best = None
+    def forget(progress: Progress) -> None:
+        progress.best = None
 
-    _after(trainer.commands.build, "restore_progress", forget)
+    _after_restoring(forget)

@@ -211,6 +211,16 @@ def test_moments_in_another_shape_are_refused(state, run_in, tmp_path):
     assert len(err) == 1 and "optimizers.train.state.0.exp_avg of the checkpoint has shape (1, 6)" in err[0]
 
 
+def test_a_moment_of_one_parameter_alone_that_is_missing_is_refused(state, run_in, tmp_path):
+    """torch would fail in the first step."""
+    (own,) = state["optimizers"]["train"]
+    del own["state"][0]["exp_avg"]
+    torch.save(state, tmp_path / "other.pth")
+    status, _, err = run_in(tmp_path / "new", "--resume-from", tmp_path / "other.pth")
+    assert status == 2
+    assert len(err) == 1 and "keeps other moments of some parameters than of others" in err[0]
+
+
 @pytest.mark.parametrize("num", [100, pytest.param(4000, marks=pytest.mark.slow)])
 def test_changed_values_raise_nothing_else(num, state):
     """What a check cannot know to be wrong is accepted; nothing else than the message is raised."""

@@ -199,7 +199,7 @@ def outcome_of(run, file):
         changes.refuse_another_run()
         resume_weights(run.learner, state, run.parallel, "")
         changes.refuse_reordered(run.learner.objective.model.state_dict())
-        restore_progress(run, state)
+        run.progress = restore_progress(run.learner, run.parallel, state)
         resume(changes, run.plan, run.progress, run.is_complete, run.directory.forget_values)
     except UserError:
         return "refused"

@@ -188,7 +188,7 @@ def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirect
         resume_weights(run.learner, state, parallel, f"{changes.undo_hint()}, {advice}")
         prepare_training(flags, task, run.learner, parallel, run.plan.orders, run.memory)
         changes.refuse_reordered(run.learner.objective.model.state_dict())
-        restore_progress(run, state)
+        run.progress = restore_progress(run.learner, run.parallel, state)
         forget_values = partial(parallel.on_main, directory.forget_values)
         notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
     return run, [*notes, *limit.note()]

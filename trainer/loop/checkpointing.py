@@ -52,7 +52,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         report_saving(run.saver, run.log)
         # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
         run.log.flush()
-        run.saver.start(state_of(run, state, progress, totals) | verdict)
+        run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 
     parallel.on_main(save_on_main)
 
@@ -127,16 +127,15 @@ def finish_saving(parallel: Parallel, saver: BackgroundSaver) -> None:
 
 
 def state_of(
-    run: Run, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
+    learner: Learner, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    """What a checkpoint holds of the run. state: weights and moments."""
-    buffers = run.learner.buffers.forward_state.saved()
+    """What a checkpoint holds beside the facts of the run. state: weights and moments. totals: over all processes."""
+    buffers = learner.buffers.forward_state.saved()
     return state | {
         **({"other_buffers": buffers} if buffers else {}),
-        "scaler": run.learner.precision.scaler.state_dict(),
+        "scaler": learner.precision.scaler.state_dict(),
         "totals": totals,
         **progress.entries(),
-        **run.facts,
     }
 
 
@@ -168,13 +167,13 @@ def refuse_non_finite(
     )
 
 
-def restore_progress(run: Run, state: Mapping[str, Any]) -> None:
-    """Goes back to the moment of a checkpoint whose weights are restored."""
-    learner = run.learner
+def restore_progress(learner: Learner, parallel: Parallel, state: Mapping[str, Any]) -> Progress:
+    """Goes back to the moment of a checkpoint whose weights are restored. All processes call it. Raises UserError."""
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
-    run.parallel.load_moments(state["optimizers"], learner.optimizers, dtype)
+    parallel.load_moments(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
-    run.progress = Progress(**read_progress(state), last_save=state["step"])
-    _share(run.parallel, run.progress, state["totals"])
+    progress = Progress(**read_progress(state), last_save=state["step"])
+    _share(parallel, progress, state["totals"])
+    return progress

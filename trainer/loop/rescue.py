@@ -135,7 +135,7 @@ def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
             learner.buffers.undo()
         weights = run.parallel.full_state(learner.objective, learner.optimizers)
         learner.ema.put_into(weights, run.parallel.full_weights)
-        state = state_of(run, weights, *_own(step.progress, is_gpu))
+        state = state_of(learner, weights, *_own(step.progress, is_gpu)) | run.facts
         # Locking pages may wait for the device.
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.

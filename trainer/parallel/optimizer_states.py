@@ -207,7 +207,8 @@ def refuse_other_entries(
 ) -> None:
     """Raises UserError for a state in a checkpoint that an optimizer cannot take.
 
-    own: its `state_dict` now. Moments of torch's own optimizers must have their parameter's shape: it takes any.
+    own: its `state_dict` now. Moments of torch's own optimizers must have their parameter's shape, and the same names
+    in a group: torch takes any, and fails in the first step.
     """
     advice = "start over with --fresh, or begin with the weights alone: --init-from, in another --save-dir"
     missing = [name for name in own if name not in saved]
@@ -219,7 +220,15 @@ def refuse_other_entries(
     if not isinstance(optimizer, TORCH_OPTIMIZERS):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, kept in saved.get("state", {}).items():
+    state = saved.get("state", {})
+    for group in saved["param_groups"]:
+        names = [state[number].keys() for number in group["params"] if number in state]
+        if any(its != names[0] for its in names):
+            raise UserError(
+                f"optimizers.{phase} of the checkpoint keeps other moments of some parameters than of others in their "
+                f"group; {advice}"
+            )
+    for number, kept in state.items():
         for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():
             value = kept[name]
             if value is None:  # SGD's before its first step
