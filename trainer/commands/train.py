@@ -52,15 +52,15 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
         parallel.on_main(lambda: directory.acquire(agents))
         with recorded(directory, parallel) as state, refusing_full_disk():
             run, notes = build_run(flags, task, parallel, directory)
-            is_finished = _is_finished(run, flags)
-            state.run = run
-            if is_finished:
+            if _is_finished(run, flags):
+                state.run = run
                 state.enter("finished")
                 return EXIT_FINISHED
             if not run.is_complete and run.time_is_up:
                 message = _time_is_up(run.settings.max_s, run.progress)
                 if parallel.is_main:
                     say(message)
+                state.run = run
                 state.enter("paused", message)
                 return EXIT_FINISHED
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
@@ -68,6 +68,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             open_run(run, notes, flags, argv, agents, loggers)
             run.stop.install()
             parallel.diagnosis.flags_signals = True
+            state.run = run  # not before: until here there is no step to rescue
             state.enter("running")
             try:
                 train(run)
