@@ -27,7 +27,6 @@ from tests.faults.faulty_group import (
 )
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, torchrun
-from trainer.loop.step_results import StepResults
 from trainer.parallel.activity import CurrentActivity
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.diagnosis import GroupDiagnosis
@@ -193,17 +192,14 @@ def let_the_device_wait(meets):
     meets: the ranks do on the host before.
     """
     Distributed.gradient_sync = lambda self, net, enabled: net.no_sync()
-    barrier, take_alarms, asked = Distributed.barrier, StepResults.take_alarms, itertools.count(1)
+    barrier, asked = Distributed.barrier, itertools.count(1)
 
     def barrier_of_nccl(self):
         self.backend = "nccl" if meets else "gloo"
         barrier(self)
+        time.sleep(600 if next(asked) == 3 else 0)
 
-    def wait_for_device(self, wait):
-        time.sleep(600 if wait and next(asked) == 3 else 0)
-        return take_alarms(self, wait)
-
-    Distributed.barrier, StepResults.take_alarms = barrier_of_nccl, wait_for_device
+    Distributed.barrier = barrier_of_nccl
     return lambda: None
 
 

@@ -4,19 +4,15 @@ from tests.helpers.imagined_gpu import on_imagined_gpus
 
 
 @on_imagined_gpus(2)
-def test_results_are_waited_for_on_the_gpu_that_they_are_on():
-    """A copy that has not arrived says that every step is alarming."""
+def test_what_is_fetched_is_waited_for_on_its_own_gpu():
+    """A copy that has not arrived holds other numbers."""
     import torch
 
-    from trainer.loop.step_results import GROUP_SIZE, StepRecord, StepResult, StepResults
+    from trainer.parallel.device_queue import queue_of
 
-    results = StepResults(at_once=False)
     assert torch.cuda.current_device() == 0
-    for number in range(1, 2 * GROUP_SIZE + 1):
-        alarm = torch.tensor(number == 3, device="cuda:1")
-        results.add(StepRecord(number, None, StepResult({}, alarm, ~alarm, alarm)))
-        found = results.take_alarms(wait=False)
-        assert [record.number for record in found] == ([3] if number == 2 * GROUP_SIZE else [])
+    arrived = queue_of(torch.device("cuda", 1)).fetch(torch.tensor([False, True], device="cuda:1"))
+    assert arrived() == [False, True]
 
 
 @on_imagined_gpus(3)

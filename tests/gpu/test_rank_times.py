@@ -6,24 +6,34 @@ import pytest
 import torch
 
 from tests.helpers.imagined_gpu import on_imagined_gpus
-from trainer.loop.rank_times import DeviceClock
-from trainer.parallel.activity import CurrentActivity
+from trainer.logs.run_log import SilentLog
+from trainer.loop.progress import Progress
+from trainer.loop.rank_times import REPORT_EVERY, SENT, RankTimes
+from trainer.parallel.base import SingleDevice
+from trainer.parallel.device_queue import GROUP_SIZE
 
 
 @on_imagined_gpus(2, may_wait=True)
 def test_periods_follow_one_another():
-    phase = CurrentActivity()
-    phase.enter("optimizer")
-    clock = DeviceClock(torch.device("cuda", 1))
-    phase.on_border = clock.enter
+    parallel, progress = SingleDevice(torch.device("cuda", 1)), Progress()
+    sent = []
+    parallel.start_sum = lambda values: lambda: sent.append(values) or values
+    times = RankTimes(parallel)
+    times.begin(progress)
+    times.resume()
     for pause_s in (0.02, 0.05):
-        for name in ("data loading", "forward", "backward"):
-            phase.enter(name)
+        for name in ("data loading", "forward", "backward", "optimizer"):
+            parallel.activity.enter(name)
             time.sleep(pause_s)
-        phase.enter("optimizer")
-        clock.stop()
-    for pause_s in (0.02, 0.05):
-        seconds = clock.read()
+        progress.step += REPORT_EVERY
+        times.after_step(progress, None, SilentLog())
+    for _ in range(2):
+        progress.step += GROUP_SIZE
+        times.after_step(progress, None, SilentLog())
+    times.after_step(progress, None, SilentLog())
+    assert len(sent) == 2
+    for pause_s, values in zip((0.02, 0.05), sent, strict=True):
+        seconds = dict(zip(SENT, values, strict=True))
         for name in ("data loading", "forward", "backward"):
             assert seconds[name] == pytest.approx(pause_s, abs=0.5)
             assert seconds[name] >= pause_s

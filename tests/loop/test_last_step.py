@@ -3,15 +3,20 @@
 import pytest
 import torch
 
-from trainer.loop import last_step
-from trainer.loop.last_step import LastStep
+from trainer.logs.run_log import SilentLog
+from trainer.loop import rescue
 from trainer.loop.progress import Progress
+from trainer.loop.rescue import LastStep
+from trainer.parallel.device_queue import CudaQueue, DeviceQueue
+
+LOG = SilentLog()
 
 
-class Device:
+class Device(DeviceQueue):
     """Its work is done up to the given number of marks."""
 
     def __init__(self):
+        super().__init__()
         self.num_made = self.num_passed = 0
 
     def mark(self):
@@ -19,22 +24,15 @@ class Device:
         return lambda: number < self.num_passed
 
 
-@pytest.fixture
-def device(monkeypatch):
-    device = Device()
-    monkeypatch.setattr(LastStep, "_mark", device.mark)
-    return device
-
-
-def steps_of_host(num_steps):
+def steps_of_host(num_steps, device):
     """A host that has enqueued so many steps: 1 + 3 marks for each."""
-    last, progress = LastStep(torch.device("cpu")), Progress()
+    last, progress = LastStep(device), Progress()
     last.begin(progress)
     for number in range(1, num_steps + 1):
-        last.forward()
-        last.changes()
+        last.before_step()
+        last.before_update()
         progress.step = number
-        last.applied(progress)
+        last.after_step(progress, None, LOG)
     return last
 
 
@@ -51,46 +49,48 @@ def steps_of_host(num_steps):
         (10, (3, False)),
     ],
 )
-def test_the_step_that_the_device_has_done(num_passed, expected, device):
+def test_the_step_that_the_device_has_done(num_passed, expected):
     """Between the mark before its optimizer and the one after it nothing is known."""
-    last = steps_of_host(3)
+    device = Device()
+    last = steps_of_host(3, device)
     device.num_passed = num_passed
     found = last.find()
     assert (found and (found[0].progress.step, found[1])) == expected
 
 
-def test_steps_that_are_done_are_forgotten(device):
+def test_steps_that_are_done_are_forgotten():
+    device = Device()
     device.num_passed = 10**9
-    last = steps_of_host(100)
+    last = steps_of_host(100, device)
     assert len(last._steps) == 1
     assert last.find()[0].progress.step == 100
 
 
 def test_a_failure_within_the_optimizer_leaves_nothing():
-    last = steps_of_host(2)
-    last.forward()
+    last = steps_of_host(2, DeviceQueue())
+    last.before_step()
     assert last.find()[1]
-    last.changes()
+    last.before_update()
     assert last.find() is None
 
 
 def test_before_training_nothing_is_known():
-    assert LastStep(torch.device("cpu")).find() is None
+    assert LastStep(DeviceQueue()).find() is None
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
 def test_a_gpu_that_waits(monkeypatch):
     """Behind a kernel that takes a second, as behind an exchange that never ends."""
-    monkeypatch.setattr(last_step, "DRAINS_WITHIN_S", 0.05)
-    last, progress = LastStep(torch.device("cuda", 0)), Progress()
+    monkeypatch.setattr(rescue, "DRAINS_WITHIN_S", 0.05)
+    last, progress = LastStep(CudaQueue(torch.device("cuda", 0))), Progress()
     last.begin(progress)
     torch.cuda.synchronize()
-    last.forward()
+    last.before_step()
     torch.cuda._sleep(2 * 10**9)
-    last.changes()
+    last.before_update()
     progress.step = 1
-    last.applied(progress)
+    last.after_step(progress, None, LOG)
     found = last.find()
     assert (found[0].progress.step, found[1]) == (0, True)
     torch.cuda.synchronize()

@@ -21,6 +21,7 @@ from trainer.loop import totals
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
+from trainer.loop.watch import Watch
 from trainer.parallel.base import SingleDevice
 
 NUM_STEPS = 12
@@ -138,18 +139,24 @@ def test_nothing_of_a_fingerprint_is_fetched(numberless, cache_dir):
     """As one of two processes, until the steps after which it has arrived."""
     numberless.world_size = 2
     run = run_of(["--task", WEIGHTED, "--num-train", "2000"], numberless, cache_dir)
-    run.lockstep = Lockstep(run.learner.objective, numberless, every=3)
-    run.lockstep.begin()
+    lockstep = Lockstep(run.learner.objective, numberless, every=3)
+    lockstep.begin(run.progress)
+    run.watches.append(lockstep)
     with Copies() as copies:
         train_steps(run, EndsAfter(NUM_STEPS))
     assert not copies.waited_for
-    assert len(run.lockstep._taken) == NUM_STEPS // 3
+    assert len(lockstep._taken) == NUM_STEPS // 3
 
 
-def test_a_fetched_loss_is_noticed(numberless, cache_dir, monkeypatch):
+class Waiting(Watch):
+    def after_step(self, progress, record, log):
+        record.result.sums["loss"].item()
+
+
+def test_a_fetched_loss_is_noticed(numberless, cache_dir):
     """The negative control."""
     run = run_of(["--task", WEIGHTED], numberless, cache_dir)
-    monkeypatch.setattr(run.step_results, "add", lambda record: record.result.sums["loss"].item())
+    run.watches.append(Waiting())
     run.log = EndsAfter(NUM_STEPS)
     with pytest.raises(RuntimeError, match="item"):
         train_epoch(run)

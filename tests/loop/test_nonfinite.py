@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
@@ -15,13 +16,17 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
 from trainer.loading.order import EpochOrder, Position
+from trainer.logs.run_log import SilentLog
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.plan import PlannedStep
+from trainer.loop.outcomes import StepOutcomes
+from trainer.loop.plan import PlannedStep, ShuffledOrder
 from trainer.loop.precision import SCALE_FLOOR, Precision
-from trainer.loop.step_results import GROUP_SIZE, StepRecord, StepResult, StepResults
+from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
+from trainer.loop.watch import StepRecord, StepResult
 from trainer.parallel.base import SingleDevice
+from trainer.parallel.device_queue import GROUP_SIZE, DeviceQueue
 from trainer.parallel.launch import launch
 
 CPU = torch.device("cpu")
@@ -128,7 +133,7 @@ def test_the_run_goes_on_as_if_the_batch_had_never_been(poison, trained, without
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_host_that_learns_of_it_late_does_the_same(policy, trained, without_the_batch, monkeypatch):
     """As on a GPU, with nothing that makes it wait before the end of the epoch."""
-    monkeypatch.setattr("trainer.commands.build.StepResults", lambda at_once: StepResults(at_once=False))
+    monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
     more = ("--save-every-steps", 0, "--log-interval", 1000)
     status = 2 if policy == "stop" else 0
     directory, output, error = trained("run", *POISONED, "--on-nonfinite", policy, *more, status=status)
@@ -410,20 +415,32 @@ def test_running_statistics_are_undone():
 def record(step, alarm):
     zero, applied = torch.tensor(0.0), torch.tensor(not alarm)
     planned = PlannedStep(0, 0, 0, 1, Position(), 0.0)
-    return StepRecord(step, planned, StepResult({"loss": zero}, zero, applied, ~applied))
+    return StepRecord(step, planned, ShuffledOrder(0, 0, 1, 1, 1), StepResult({"loss": zero}, zero, applied, ~applied))
 
 
-def test_every_alarm_is_returned_once_and_in_order():
-    for at_once in (True, False):
-        results, bad, found, when = StepResults(at_once), {0, 31, 32, 70, 99}, [], {}
-        for step in range(100):
-            results.add(record(step, step in bad))
-            for alarming in results.take_alarms(wait=step == 99):
-                found.append(alarming.number)
-                when[alarming.number] = step
-        assert found == sorted(bad)
-        assert results.take_alarms(wait=True) == []
-        if at_once:
-            assert all(when[step] == step for step in bad)
-        else:  # a group is looked at when the next one is full
-            assert when == {0: 2 * GROUP_SIZE - 1, 31: 2 * GROUP_SIZE - 1, 32: 3 * GROUP_SIZE - 1, 70: 99, 99: 99}
+class Skips(SilentLog):
+    """The steps that are said to be skipped, and when."""
+
+    def __init__(self):
+        self.found = {}
+        self.now = 0
+
+    def say(self, text):
+        self.found[int(re.search(r"optimizer step (\d+) ", text)[1])] = self.now
+
+
+@pytest.mark.parametrize("lag", [0, GROUP_SIZE])
+def test_every_alarm_is_told_once_and_in_order(lag, monkeypatch):
+    monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(lag))
+    outcomes, progress, log = StepOutcomes(SingleDevice(CPU), ["train"], "skip", ""), Progress(), Skips()
+    bad = [1, 31, 32, 70, 99]
+    for log.now in range(100):
+        outcomes.after_step(progress, record(log.now, log.now in bad), log)
+    outcomes.settle(log)
+    assert [*log.found] == bad and progress.skipped_steps == len(bad)
+    outcomes.settle(log)
+    assert progress.skipped_steps == len(bad)
+    if not lag:
+        assert all(when == step for step, when in log.found.items())
+    else:  # a group is looked at when the next one is full
+        assert log.found == {1: 2 * GROUP_SIZE - 1, 31: 2 * GROUP_SIZE - 1, 32: 3 * GROUP_SIZE - 1, 70: 99, 99: 99}

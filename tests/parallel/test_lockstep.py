@@ -11,10 +11,11 @@ from torch import nn
 from tests.conftest import ROOT
 from tests.helpers import forks
 from trainer.common.errors import UserError
-from trainer.loop.fingerprint import Fingerprint, num_words
-from trainer.loop.lockstep import Lockstep
-from trainer.loop.step_results import GROUP_SIZE
+from trainer.logs.run_log import SilentLog
+from trainer.loop.lockstep import Fingerprint, Lockstep, num_words
+from trainer.loop.progress import Progress
 from trainer.parallel.base import SingleDevice
+from trainer.parallel.device_queue import GROUP_SIZE, DeviceQueue
 
 CPU = torch.device("cpu")
 # 9 steps an epoch on 3 processes, 13 on 2, and a checkpoint at its end.
@@ -100,7 +101,7 @@ def test_copies_of_parts(drifted):
     more = [*EVERY, 2, "--shard-size", 2]
     statuses, output, _ = drifted("part 3 5", *more, world_size=4, form="fsdp")
     assert statuses == [2] * 4
-    assert_told(output, 7, 4, r"model\.layers\.4\.bias", member(1), member(3))
+    assert_told(output, 6, 4, r"model\.layers\.4\.bias", member(1), member(3))
 
 
 def test_parts_without_copies_are_told(drifted):
@@ -166,8 +167,13 @@ class Pair(SingleDevice):
     world_size = 2
     wrong = 0
 
-    def start_sum(self, values):
-        return lambda: [2 * value for value in values]
+    def __init__(self, device):
+        super().__init__(device)
+        self.compared = 0
+
+    def sum(self, values):
+        self.compared += 1
+        return torch.stack([values[0], values[0] + self.wrong])
 
     def gather(self, value):
         return [value, value._replace(hashes=[own + self.wrong for own in value.hashes])]
@@ -175,33 +181,18 @@ class Pair(SingleDevice):
 
 def test_a_gpu_is_given_time(monkeypatch):
     """And what is under way meanwhile is compared in turn."""
-    parallel = Pair(CPU)
+    monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
+    parallel, progress = Pair(CPU), Progress()
     lockstep = Lockstep(nn.Linear(3, 3), parallel, every=10)
-    monkeypatch.setattr(lockstep, "_delay", GROUP_SIZE)
-    lockstep.begin()
-    sent = []
-    for step in range(1, 101):
-        lockstep.after_step(step)
-        numbers = lockstep.numbers_to_add(step)
-        sent += [step] * bool(numbers)
-        assert lockstep.compare([2 * number for number in numbers]) == []
-    assert sent == [GROUP_SIZE + step for step in range(10, 69, 10)]
-    parallel.wrong = 1
-    numbers = lockstep.numbers_to_add(10 + sent[-1])
+    lockstep.begin(progress)
+    when = []
+    for progress.step in range(1, 101):
+        before = parallel.compared
+        lockstep.after_step(progress, None, SilentLog())
+        when += [progress.step] * (parallel.compared - before)
+    assert when == [GROUP_SIZE + step for step in range(10, 69, 10)]
+    parallel.wrong, progress.step = 1, 10 + when[-1]
     with pytest.raises(
         UserError, match=r"after optimizer step 70 \(after step 60 they were the same\) weight and 1 more"
     ):
-        lockstep.compare([numbers[0] * 2 + 1, *(2 * number for number in numbers[1:])])
-
-
-def test_sums_tell_exactly_whether_numbers_are_the_same():
-    """Of a thousand processes, of which one is off by one in one limb."""
-    lockstep = Lockstep(nn.Linear(3, 3), Pair(CPU), every=1)
-    lockstep._num_copies = 1000
-    largest, less = lockstep._limbs(2**64 - 1), lockstep._limbs(2**64 - 1 - 2**32)
-    assert [a != b for a, b in zip(largest, less, strict=True)] == [False] * 4 + [True] * 2 + [False] * 2
-    sums = [1000 * number for number in largest]
-    assert lockstep._judge(5, sums) == []
-    off = [total - own + other for total, own, other in zip(sums, largest, less, strict=True)]
-    with pytest.raises(AttributeError):  # it was never begun, and would look for what differs
-        lockstep._judge(6, off)
+        lockstep.after_step(progress, None, SilentLog())

@@ -11,7 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import ROOT
 from tests.helpers import forks
+from trainer.logs.run_log import SilentLog
 from trainer.loop import rank_times
+from trainer.loop.progress import Progress
 from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, SENT, RankTimes, slow_ranks
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.base import SingleDevice
@@ -111,6 +113,10 @@ class First(SingleDevice):
 
     world_size = 3
 
+    def start_sum(self, values):
+        self.sent = values
+        return lambda: values
+
     def gather(self, value):
         return [value, "the second", "the third"]
 
@@ -118,7 +124,7 @@ class First(SingleDevice):
 def test_what_comes_between_the_steps_does_not_count():
     first = First(torch.device("cpu"))
     times = RankTimes(first)
-    times.begin()
+    times.begin(Progress())
     for _ in range(2):
         times.resume()
         for activity in ("forward", EXCHANGE):
@@ -127,8 +133,8 @@ def test_what_comes_between_the_steps_does_not_count():
         times.pause()
         first.activity.enter(EXCHANGE)
         time.sleep(0.2)
-    times.after_step(REPORT_EVERY)
-    seconds = dict(zip(SENT, times.numbers_to_add(REPORT_EVERY)[: len(SENT)], strict=True))
+    times.after_step(Progress(step=REPORT_EVERY), None, SilentLog())
+    seconds = dict(zip(SENT, first.sent[: len(SENT)], strict=True))
     assert 0.02 <= seconds["forward"] < 0.2 and 0.02 <= seconds[EXCHANGE] < 0.2
     assert seconds["data loading"] == seconds["backward"] == 0
 
@@ -136,7 +142,7 @@ def test_what_comes_between_the_steps_does_not_count():
 def test_a_process_is_named_once():
     times = RankTimes(First(torch.device("cpu")))
     usual, slow = [0.1, 0.5, 0.4, 0.9], [0.1, 2.5, 0.5, 0.0]
-    reports = [times.compare([*usual, *slow, *usual]) for _ in range(3 * NUM_REPORTS)]
+    reports = [times.judge(np.array([*usual, *slow, *usual]).reshape(3, -1)) for _ in range(3 * NUM_REPORTS)]
     ((account,),) = [found for found in reports if found]
     assert reports.index([account]) == NUM_REPORTS - 1
     assert account == (
@@ -144,7 +150,7 @@ def test_a_process_is_named_once():
         f"last {NUM_REPORTS * REPORT_EVERY} steps. Most of it in forward: 25 ms instead of 5. "
         f"The rank that waits longest waits 9 ms a step."
     )
-    assert len(times.compare([*usual, *usual, *slow])) == 0
+    assert len(times.judge(np.array([*usual, *usual, *slow]).reshape(3, -1))) == 0
     for _ in range(NUM_REPORTS - 2):
-        assert times.compare([*usual, *usual, *slow]) == []
-    assert "Rank 2 (the third) is slow" in times.compare([*usual, *usual, *slow])[0]
+        assert times.judge(np.array([*usual, *usual, *slow]).reshape(3, -1)) == []
+    assert "Rank 2 (the third) is slow" in times.judge(np.array([*usual, *usual, *slow]).reshape(3, -1))[0]

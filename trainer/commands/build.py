@@ -33,7 +33,6 @@ from trainer.commands.resume import (
 from trainer.commands.weights import initialise, resume_weights
 from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
-from trainer.flags import MultiDeviceFlags
 from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
@@ -57,12 +56,13 @@ from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import MemoryGuard, MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups
+from trainer.loop.outcomes import StepOutcomes
 from trainer.loop.plan import SampleOrder
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import LoopSettings, Run
-from trainer.loop.step_results import StepResults
 from trainer.loop.torch_optimizers import moments_of
+from trainer.loop.watch import Watch
 from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Distributed
@@ -270,7 +270,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
         *task.remarks(),
-        *run.lockstep.remarks(),
+        *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),
     ]
     if (peak := run.learning_rate.peak) != flags.learning.lr:
@@ -335,7 +335,8 @@ def assemble_run(
         "phase_sizes": plan.phase_sizes,
     }
     directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
-    learner, several = build_learner(flags, task, parallel, is_new), flags.multi or MultiDeviceFlags()
+    learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
+    learner = build_learner(flags, task, parallel, is_new)
     model = learner.objective.model
     limit = MemoryLimit(parallel.device_kind, flags.batch.batch_size)
     return Run(
@@ -344,14 +345,12 @@ def assemble_run(
         learner=learner,
         plan=plan,
         memory=MemoryGuard(batches, limit, learner, parallel, directory),
-        learning_rate=build_learning_rate(flags, task, plan, facts["lr_factor"]),
+        learning_rate=learning_rate,
         loaders=build_loaders(task, flags.run.num_workers, parallel),
         directory=directory,
         saver=BackgroundSaver(directory.save),
         settings=loop_settings(flags),
-        step_results=StepResults(at_once=parallel.device.type == "cpu"),
-        lockstep=Lockstep(learner.objective, parallel, several.lockstep_every),
-        rank_times=RankTimes(parallel),
+        watches=build_watches(flags, task, learner, parallel, learning_rate.peak),
         model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
         facts=facts,
     )
@@ -382,7 +381,6 @@ def loop_settings(flags: Flags) -> LoopSettings:
     return LoopSettings(
         seed=flags.run.seed,
         eval_start=flags.run.eval_start,
-        on_nonfinite=flags.learning.on_nonfinite,
         patience=flags.learning.early_stopping_patience,
         save_every_steps=flags.checkpoint.save_every_steps,
         save_every_s=60 * flags.checkpoint.save_every_minutes,
@@ -390,6 +388,15 @@ def loop_settings(flags: Flags) -> LoopSettings:
         log_interval=flags.run.log_interval,
         eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
     )
+
+
+def build_watches(flags: Flags, task: Task, learner: Learner, parallel: Parallel, learning_rate: float) -> list[Watch]:
+    """What looks on while the run trains; on one process the outcomes of steps alone. learning_rate: its peak."""
+    advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, lower --max-grad-norm {learner.max_grad_norm:g}"
+    watches: list[Watch] = []
+    if flags.multi is not None and parallel.world_size > 1:
+        watches = [Lockstep(learner.objective, parallel, flags.multi.lockstep_every), RankTimes(parallel)]
+    return [*watches, StepOutcomes(parallel, task.phases, flags.learning.on_nonfinite, advice)]
 
 
 def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) -> Learner:

@@ -24,11 +24,12 @@ from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.logs.console import say
 from trainer.loop.memory import MEMORY
 from trainer.loop.progress import Progress
-from trainer.loop.rescue import rescue
+from trainer.loop.rescue import LastStep, rescue
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.base import Parallel
+from trainer.parallel.device_queue import queue_of
 from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 from trainer.task import Task
@@ -66,6 +67,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
             at_the_end.callback(run.close)
             open_run(run, notes, flags, argv, agents, loggers)
+            run.watches.insert(0, state.last_step)  # before those that exchange something and may lose a process
             run.stop.install()
             parallel.diagnosis.flags_signals = True
             state.run = run  # not before: until here there is no step to rescue
@@ -123,12 +125,13 @@ def _time_is_up(max_s: float, progress: Progress) -> str:
 
 
 class RunState:
-    """Writes the state of the run in a directory that is held."""
+    """Writes the state of the run in a directory that is held. last_step: to be among the watches of that run."""
 
     def __init__(self, directory: RunDirectory, parallel: Parallel) -> None:
         self._directory = directory
         self._parallel = parallel
         self.run: Run | None = None
+        self.last_step = LastStep(queue_of(parallel.device))
 
     def enter(self, state: State, message: str | None = None) -> None:
         """All processes call it. A file that says "finished" already stays. Raises UserError when the disk refuses."""
@@ -147,7 +150,7 @@ class RunState:
         if run is not None and isinstance(error, UserError | Failure):
             if isinstance(error, Failure) and is_stop and parallel.has_full_state and not parallel.exits_with_signal:
                 error.status = EXIT_FINISHED
-            rescue(run, error)
+            rescue(run, self.last_step, error)
         if not directory.is_held:
             return
         newest = directory.entries[-1].step if directory.entries else 0

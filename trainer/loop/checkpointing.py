@@ -31,8 +31,8 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     is to be on the disk now needs `finish_saving`.
     """
     parallel, learner, progress = run.parallel, run.learner, run.progress
-    for note in run.lockstep.compare_now(progress.step):
-        run.log.say_of_ranks(progress.step, note)
+    for watch in run.watches:
+        watch.before_save(progress.step, run.log)
     progress.read_clock()
     progress.last_save = progress.step
     parallel.sync_buffers(learner.objective)

@@ -8,7 +8,6 @@ from torch import nn
 
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.last_step import LastStep
 from trainer.loop.precision import Precision
 from trainer.task import Objective
 
@@ -34,12 +33,10 @@ class Learner:
     params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
     buffers: Buffers = field(init=False)
-    last_step: LastStep = field(init=False)
     _phase: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.buffers = Buffers(self.objective)
-        self.last_step = LastStep(self.device)
 
     @property
     def num_parameters(self) -> int:

@@ -1,24 +1,78 @@
 """Whether the processes still have the same model: fingerprints of it, compared while training goes on."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.common.errors import UnfitState
 from trainer.common.torch_private import num_writes
-from trainer.loop.fingerprint import Fingerprint, num_words
-from trainer.loop.host_copy import Arrival
-from trainer.loop.step_results import GROUP_SIZE
+from trainer.loop.progress import Progress
+from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.base import Parallel
+from trainer.parallel.device_queue import queue_of
 from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.parts import local_shards
 
-LIMBS, LIMB_BITS = 4, 16
 MOST_NAMED = 4
 """Ranks that hold the same."""
+BLOCK, BLOCK_IN_CACHE = 2**20, 2**15
+"""Words that are multiplied at once: on a GPU, where it takes 20 MiB beside the model, and on the CPU."""
+_BLOCK_FACTOR = 0x5851F42D4C957F2D
+"""Any odd number would do; this one is Knuth's for a generator modulo 2^64."""
+
+
+class Fingerprint:
+    """The multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014) on a device.
+
+    The memory of the tensors is a row of 32-bit words, the hash their sum modulo 2^64, each times a random number that
+    belongs to its place. The numbers are odd, so that a single word that differs always shows; of other differences
+    one in 2^32 does not. Sums of integers do not depend on their order, so every device finds the same.
+    """
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        """num_words: of the tensors together."""
+        size = min(num_words, BLOCK_IN_CACHE if device.type == "cpu" else BLOCK)
+        generator = torch.Generator().manual_seed(0)
+        self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
+
+    @torch.no_grad()
+    def of(self, tensors: Iterable[Tensor]) -> Tensor:
+        """The hash, int64 without a dimension, on the device."""
+        total = self._factors.new_zeros(())
+        for block in _blocks(tensors, len(self._factors)):
+            total = total * _BLOCK_FACTOR + (block * self._factors[: len(block)]).sum()
+        return total
+
+
+def num_words(tensors: Iterable[Tensor]) -> int:
+    """At least so many words are hashed of them."""
+    return sum(-(-tensor.nbytes // 4) + 1 for tensor in tensors)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Its memory, filled up with zeros to whole words."""
+    flat = tensor.detach().reshape(-1)
+    if flat.element_size() % 4:
+        flat = F.pad(flat.view(torch.uint8), (0, 4 - flat.nbytes % 4))
+    return flat.view(torch.int32)
+
+
+def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
+    """Their words one after another, at most so many at a time: a few operations for many small tensors."""
+    waiting: list[Tensor] = []
+    size = 0
+    for piece in (piece for tensor in tensors for piece in _words(tensor).split(most)):
+        if size + len(piece) > most:
+            yield torch.cat(waiting)
+            waiting, size = [], 0
+        waiting.append(piece)
+        size += len(piece)
+    if waiting:
+        yield torch.cat(waiting)
 
 
 class Account(NamedTuple):
@@ -34,69 +88,58 @@ class Account(NamedTuple):
     changed: set[str]
 
 
-class Lockstep:
+class Lockstep(Watch):
     """Compares the parameters and persistent buffers of all processes at intervals, and before every save.
 
-    every: optimizer steps; 0 compares nothing. Nobody waits for it: the fingerprint goes along with the numbers that a
-    step exchanges anyway, on a GPU once it has long since arrived. Those are added up, so the limbs h of a fingerprint
-    travel with their squares: of n processes all have the same where n times the sum of the squares is the square of
-    the sum (Cauchy and Schwarz), exactly, in float64 for up to 2^21 processes.
-
-    Which tensors differ on which ranks is found out only then. All methods are called by all processes at the same
-    step; notes are for the user.
+    every: optimizer steps; 0 compares nothing. Each process sends one fingerprint, on a GPU once it has long since
+    arrived on the host. Only where they differ do all find out which tensors differ on which ranks, and raise
+    UnfitState.
     """
 
     def __init__(self, objective: nn.Module, parallel: Parallel, every: int) -> None:
         self._objective, self._parallel, self._every = objective, parallel, every
         self._num_copies = parallel.world_size // parallel.shard_size
-        self._delay = 0 if parallel.device.type == "cpu" else GROUP_SIZE
-        self._taken: deque[tuple[int, Arrival]] = deque()
-        self._sent: deque[int] = deque()
+        self._queue = queue_of(parallel.device)
+        self._taken: deque[tuple[int, Callable[[], Any]]] = deque()
         self._left_out: set[str] = set()
         self._last_agreed: int | None = None
         self._is_on = False
 
     def remarks(self) -> list[str]:
-        """What the user should know of it before training."""
-        if self._every == 0 or self._parallel.world_size == 1 or self._num_copies > 1:
+        if self._every == 0 or self._num_copies > 1:
             return []
         return ["Every process has a part of the model that no other has: they cannot be compared (--lockstep-every)."]
 
-    def begin(self) -> None:
-        """Before the first step of this process."""
+    def begin(self, progress: Progress) -> None:
         self._is_on = self._every > 0 and self._num_copies > 1
         if self._is_on:
             self._fingerprint = Fingerprint(num_words(self._tensors().values()), self._parallel.device)
             buffers = persistent_buffers(self._objective)
             self._buffers = {name: (buffer, num_writes(buffer)) for name, buffer in buffers.items()}
 
-    def after_step(self, step: int) -> None:
-        """Takes the fingerprint where it is due. step: optimizer steps done."""
-        if self._is_on and step % self._every == 0:
-            self._taken.append((step, Arrival(self._fingerprint.of(self._tensors().values()))))
-
-    def numbers_to_add(self, step: int) -> tuple[float, ...]:
-        """What goes along with the exchange that starts after so many steps; see `compare`."""
-        if not self._taken or self._taken[0][0] + self._delay > step:
-            return ()
-        taken, fingerprint = self._taken.popleft()
-        self._sent.append(taken)
-        return self._limbs(fingerprint.content())
-
-    def compare(self, sums: Sequence[float]) -> list[str]:
-        """sums: over all processes, of what `numbers_to_add` gave. Returns notes.
-
-        Raises UnfitState if the processes have drifted apart.
-        """
-        return self._judge(self._sent.popleft(), sums) if sums and self._is_on else []
-
-    def compare_now(self, step: int) -> list[str]:
-        """The same of this moment, which takes an exchange, and a wait for the device."""
+    def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         if not self._is_on:
-            return []
-        self._taken.clear()
-        own = int(self._fingerprint.of(self._tensors().values()))
-        return self._judge(step, self._parallel.start_sum(self._limbs(own))())
+            return
+        if progress.step % self._every == 0:
+            self._taken.append((progress.step, self._queue.fetch(self._fingerprint.of(self._tensors().values()))))
+        if self._taken and self._taken[0][0] + self._queue.lag <= progress.step:
+            step, arrived = self._taken.popleft()
+            self._compare(step, arrived(), progress.step, log)
+
+    def before_save(self, step: int, log: Log) -> None:
+        if self._is_on:
+            self._taken.clear()
+            self._compare(step, int(self._fingerprint.of(self._tensors().values())), step, log)
+
+    def _compare(self, step: int, own: int, now: int, log: Log) -> None:
+        """Compares the fingerprints of a step, `now` being the newest one."""
+        hashes = torch.zeros(self._parallel.world_size, dtype=torch.int64)
+        hashes[self._parallel.rank] = own
+        if not self._sides(self._parallel.sum(hashes).tolist()):
+            self._last_agreed = step
+            return
+        for note in self._explain(step):
+            log.say_of_ranks(now, note)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What is compared, by its name, as far as this process has it."""
@@ -107,21 +150,6 @@ class Lockstep:
             if name not in self._left_out and tensor.layout == torch.strided
         }
         return dict(zip(kept, local_shards([*kept.values()]), strict=True))
-
-    def _limbs(self, fingerprint: int) -> tuple[float, ...]:
-        """With their squares, in the place of this process's part of the model."""
-        shard_size = self._parallel.shard_size
-        limbs = [(fingerprint >> LIMB_BITS * i) % 2**LIMB_BITS for i in range(LIMBS)]
-        numbers = [[0.0] * 2 * LIMBS for _ in range(shard_size)]
-        numbers[self._parallel.rank % shard_size] = [float(number) for h in limbs for number in (h, h * h)]
-        return tuple(number for part in numbers for number in part)
-
-    def _judge(self, step: int, sums: Sequence[float]) -> list[str]:
-        pairs = zip(map(int, sums[::2]), map(int, sums[1::2]), strict=True)
-        if all(self._num_copies * squares == total**2 for total, squares in pairs):
-            self._last_agreed = step
-            return []
-        return self._explain(step)
 
     def _explain(self, step: int) -> list[str]:
         names, tensors = zip(*self._tensors().items(), strict=True)

@@ -1,16 +1,17 @@
 """How long each process takes for a step, apart from waiting for the others; one that is slow is named."""
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import torch
 
-from trainer.loop.step_results import GROUP_SIZE
+from trainer.loop.progress import Progress
+from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.activity import EXCHANGE, ignore_border
 from trainer.parallel.base import Parallel
+from trainer.parallel.device_queue import queue_of
 
 OWN = ("data loading", "forward", "backward")
 """Activities in which nobody waits for another process."""
@@ -23,63 +24,65 @@ SLOW_FACTOR = 1.3
 """A process is slow whose own part of a step takes this many times the median of all processes."""
 
 
-class RankTimes:
-    """Tells every process the times of all, every REPORT_EVERY steps.
+class RankTimes(Watch):
+    """Tells every process the times of all, every REPORT_EVERY steps; nobody waits for the exchange.
 
-    The times go along with the numbers that a step exchanges anyway. They are those of the training thread on the CPU,
-    and on a GPU those between events on its stream, looked at when they have long since come to pass: the time that it
-    is without work for want of data counts as data loading. Evaluations between the steps do not count. All processes
-    call the methods at the same step.
+    They are those of the training thread on the CPU, and on a GPU those between events on its stream, looked at when
+    they have long since come to pass: the time that it is without work for want of data counts as data loading.
+    Evaluations between the steps do not count.
     """
 
     def __init__(self, parallel: Parallel) -> None:
-        self._parallel = parallel
-        self._clock: HostClock | DeviceClock | None = None
-        self._taken: deque[int] = deque()
+        self._parallel, self._queue = parallel, queue_of(parallel.device)
+        self._borders: list[tuple[str, Any]] = []
+        self._taken: deque[tuple[int, list[tuple[str, Any]]]] = deque()
+        self._pending: Callable[[], Sequence[float]] | None = None
         self._reports: deque[np.ndarray] = deque(maxlen=NUM_REPORTS)
         self._named: set[int] = set()
+        self._is_on = False
 
-    def begin(self) -> None:
-        """Before the first step of this process."""
-        if self._parallel.world_size > 1:
-            device = self._parallel.device
-            self._clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+    def begin(self, progress: Progress) -> None:
+        self._is_on = True
 
     def resume(self) -> None:
-        """Before the first step, and the first one after `pause`."""
-        if self._clock is not None:
-            self._parallel.activity.on_border = self._clock.enter
-            self._clock.enter(self._parallel.activity.name)
+        if self._is_on:
+            self._parallel.activity.on_border = self._enter
+            self._enter(self._parallel.activity.name)
 
     def pause(self) -> None:
-        """No step follows for now."""
-        if self._clock is not None:
-            self._clock.enter("")
+        if self._is_on:
+            self._enter("")
             self._parallel.activity.on_border = ignore_border
 
-    def after_step(self, step: int) -> None:
-        """step: optimizer steps done."""
-        if self._clock is not None and step % REPORT_EVERY == 0:
-            self._clock.stop()
-            self._taken.append(step)
+    def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
+        if not self._is_on:
+            return
+        if self._pending is not None:
+            times, self._pending = np.reshape(self._pending(), (-1, len(SENT))), None
+            for note in self.judge(times):
+                log.say_of_ranks(progress.step, note)
+        if progress.step % REPORT_EVERY == 0:
+            self._taken.append((progress.step, self._borders))
+            self._borders = self._borders[-1:]
+        if self._taken and self._taken[0][0] + self._queue.lag <= progress.step:
+            self._pending = self._parallel.start_sum(self._seconds(self._taken.popleft()[1]))
 
-    def numbers_to_add(self, step: int) -> tuple[float, ...]:
-        """What goes along with the exchange that starts after so many steps; see `compare`.
+    def _enter(self, name: str) -> None:
+        """Where an activity begins."""
+        self._borders.append((name, self._queue.instant()))
 
-        Seconds in the activities of SENT, in a place of this process's own among zeros.
-        """
-        if self._clock is None or not self._taken or self._taken[0] + self._clock.delay > step:
-            return ()
-        self._taken.popleft()
-        seconds, rank, world_size = self._clock.read(), self._parallel.rank, self._parallel.world_size
-        own = [seconds.get(activity, 0.0) for activity in SENT]
-        return (*[0.0] * rank * len(SENT), *own, *[0.0] * (world_size - 1 - rank) * len(SENT))
+    def _seconds(self, borders: Sequence[tuple[str, Any]]) -> list[float]:
+        """Seconds in the activities of SENT, in a place of this process's own among zeros."""
+        seconds = defaultdict[str, float](float)
+        for (name, begin), (_, end) in pairwise(borders):
+            seconds[name] += self._queue.seconds(begin, end)
+        table = np.zeros((self._parallel.world_size, len(SENT)))
+        table[self._parallel.rank] = [seconds[activity] for activity in SENT]
+        return table.ravel().tolist()
 
-    def compare(self, sums: Sequence[float]) -> list[str]:
-        """sums: over all processes, of what `numbers_to_add` gave. Returns a line for each one that turns out slow."""
-        if not sums:
-            return []
-        self._reports.append(np.reshape(sums, (-1, len(SENT))))
+    def judge(self, times: np.ndarray) -> list[str]:
+        """Returns a line for each process that turns out slow. times: (processes, SENT) seconds of a new report."""
+        self._reports.append(times)
         reports = np.stack(self._reports)
         slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], SLOW_FACTOR) if rank not in self._named]
         if len(reports) < NUM_REPORTS or not slow:
@@ -100,60 +103,6 @@ class RankTimes:
             f"{OWN[activity]}: {1e3 * own[rank, activity]:.3g} ms instead of "
             f"{1e3 * usual[activity]:.3g}. The rank that waits longest waits {1e3 * times[:, -1].max():.3g} ms a step."
         )
-
-
-class HostClock:
-    """Seconds of the training thread in each activity."""
-
-    delay = 0
-    """Steps from `stop` to the moment at which `read` makes nobody wait."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._stopped: deque[Mapping[str, float]] = deque()
-        self._name, self._since = "", time.perf_counter()
-
-    def enter(self, name: str) -> None:
-        """Where an activity begins."""
-        now = time.perf_counter()
-        self._seconds[self._name] += now - self._since
-        self._name, self._since = name, now
-
-    def stop(self) -> None:
-        """Ends a period, and begins the next one."""
-        self._stopped.append(self._seconds)
-        self._seconds = defaultdict(float)
-
-    def read(self) -> Mapping[str, float]:
-        """Of the first period that was not read yet."""
-        return self._stopped.popleft()
-
-
-class DeviceClock:
-    """The same of a GPU's stream."""
-
-    delay = GROUP_SIZE
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._borders: list[tuple[str, torch.cuda.Event]] = []
-        self._stopped: deque[list[tuple[str, torch.cuda.Event]]] = deque()
-
-    def enter(self, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._borders.append((name, event))
-
-    def stop(self) -> None:
-        self._stopped.append(self._borders)
-        self._borders = self._borders[-1:]
-
-    def read(self) -> Mapping[str, float]:
-        borders, seconds = self._stopped.popleft(), defaultdict[str, float](float)
-        borders[-1][1].synchronize()
-        for (name, begin), (_, end) in pairwise(borders):
-            seconds[name] += begin.elapsed_time(end) / 1e3
-        return seconds
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:

@@ -1,13 +1,16 @@
 """What is left of a run that failed or lost a process: the state after the last step, saved without the others.
 
 No exchange is made, for there may be nobody to make it with. The main process saves, or if it is gone, a process of its
-machine that has taken over the lock of the run directory.
+machine that has taken over the lock of the run directory. A process that lost the others in the middle of a step still
+has what the step before left (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 """
 
+import copy
 import threading
 import time
-from contextlib import nullcontext
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,15 +25,84 @@ from trainer.common.process import to_stdout
 from trainer.loop.checkpointing import diverged, refuse_another_model, state_of
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
+from trainer.loop.watch import Log, StepRecord, Watch
+from trainer.parallel.device_queue import DeviceQueue
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_RESTART, Failure, print_error
 
 COPY_WITHIN_S = 15.0
 """Of the 30 s that a launcher waits for the others once a process has died."""
 LOCK_WITHIN_S = 20.0
+DRAINS_WITHIN_S = 2.0
+"""How long the device may take for work that waits for no other process."""
 _one_at_a_time = threading.Lock()
 
+Mark = Callable[[], bool]
+"""Whether a moment in the work of the device has come."""
 
-def rescue(run: Run, end: Failure | UserError) -> None:
+
+@dataclass(eq=False)
+class AppliedStep:
+    """progress: as it was after the step. applied: when the device had done it.
+
+    Of the next one: forward, when it began; changes, when its optimizer began to change the weights.
+    """
+
+    progress: Progress
+    applied: Mark
+    forward: Mark | None = None
+    changes: Mark | None = None
+
+
+class LastStep(Watch):
+    """Knows the last optimizer step that the device has done. Set by the thread that trains, and read by any.
+
+    On a GPU the host has gone ahead, and the steps that it has enqueued wait behind an exchange that never ends. So a
+    step leaves marks among the kernels. first: the optimizer steps done when training began.
+    """
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self.queue = queue
+        self._steps: deque[AppliedStep] = deque()
+        self.first = 0
+
+    def begin(self, progress: Progress) -> None:
+        self.first = progress.step
+        self._steps.clear()
+        self._append(progress)
+
+    def before_step(self) -> None:
+        if self._steps:
+            self._steps[-1].forward = self.queue.mark()
+
+    def before_update(self) -> None:
+        if self._steps:
+            self._steps[-1].changes = self.queue.mark()
+
+    def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
+        self._append(progress)
+
+    def _append(self, progress: Progress) -> None:
+        self._steps.append(AppliedStep(copy.copy(progress), self.queue.mark()))
+        while len(self._steps) > 1 and self._steps[1].applied():
+            self._steps.popleft()
+
+    def find(self) -> tuple[AppliedStep, bool] | None:
+        """The step whose weights and moments the device has now, and whether the forward of the next one has begun.
+
+        None before training, and while an optimizer is at work.
+        """
+        self.queue.drain(DRAINS_WITHIN_S)
+        done = [step for step in list(self._steps) if step.applied()]
+        if not done or _has_come(done[-1].changes):
+            return None
+        return done[-1], _has_come(done[-1].forward)
+
+
+def _has_come(mark: Mark | None) -> bool:
+    return mark is not None and mark()
+
+
+def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
     """Saves what came since the newest checkpoint, where this process has it and is to do so, after a run has ended so.
 
     Where other processes were missed, and the directory now holds more than this start began with, the status of the
@@ -47,7 +119,7 @@ def rescue(run: Run, end: Failure | UserError) -> None:
     with _one_at_a_time:
         came_further = False
         try:
-            came_further = run.parallel.can_replace_rank0(lost or ()) and _save_last_step(run)
+            came_further = run.parallel.can_replace_rank0(lost or ()) and _save_last_step(run, last)
         except (UserError, OSError, RuntimeError) as error:  # of the device too, which may be what failed
             why = error if isinstance(error, UserError) else reason(error)
             print_error(f"the state after the last optimizer step could not be saved: {why}")
@@ -56,14 +128,14 @@ def rescue(run: Run, end: Failure | UserError) -> None:
             run.parallel.diagnosis.exit_status = end.status
 
 
-def _save_last_step(run: Run) -> bool:
+def _save_last_step(run: Run, last: LastStep) -> bool:
     """Whether the newest checkpoint is of a later step than the one that this start began with. Raises UserError."""
     run.saver.end()  # a write under way is to be complete
     directory = run.directory
     if not directory.is_held:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
-    state = _copied_in_time(run, num_saved) if run.parallel.has_full_state else None
+    state = _copied_in_time(run, last, num_saved) if run.parallel.has_full_state else None
     if state is not None and _has_best_of(directory, state):
         directory.save(state)
         num_saved = state["step"]
@@ -71,7 +143,7 @@ def _save_last_step(run: Run) -> bool:
     elif run.progress.step > num_saved:
         why = "" if run.parallel.has_full_state else ", for no process has all of the parameters"
         _say(run, f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
-    return num_saved > run.learner.last_step.first
+    return num_saved > last.first
 
 
 def _say(run: Run, line: str) -> None:
@@ -99,14 +171,14 @@ def _has_best_of(directory: RunDirectory, state: dict[str, Any]) -> bool:
     return best is None or (saved is not None and saved.value == best["value"])
 
 
-def _copied_in_time(run: Run, num_saved: int) -> dict[str, Any] | None:
+def _copied_in_time(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] | None:
     """The state after the last step, of more steps than were saved; None where there is no such, or not in time."""
     found: list[dict[str, Any] | None] = []
     errors: list[Exception] = []
 
     def copy() -> None:
         try:
-            found.append(_copied(run, num_saved))
+            found.append(_copied(run, last, num_saved))
         except Exception as error:  # raised again where somebody waits for it
             errors.append(error)
 
@@ -119,37 +191,35 @@ def _copied_in_time(run: Run, num_saved: int) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-def _copied(run: Run, num_saved: int) -> dict[str, Any] | None:
-    learner, device = run.learner, run.parallel.device
-    before = learner.last_step.find()
+def _copied(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] | None:
+    learner, before = run.learner, last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before
-    is_gpu = device.type == "cuda"
-    if is_gpu:
-        # Of this thread, which would otherwise come back to the first one, perhaps another job's.
-        torch.cuda.set_device(device)
     # What the run's own stream has still to do waits for the lost process, and is garbage once that is given up.
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext():
+    with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()
         weights = run.parallel.full_state(learner.objective, learner.optimizers)
         learner.ema.put_into(weights, run.parallel.full_weights)
-        state = state_of(learner, weights, *_own(step.progress, is_gpu)) | run.facts
+        state = state_of(learner, weights, *_own(step.progress, is_behind=last.queue.lag > 0)) | run.facts
         # Locking pages may wait for the device.
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
-    is_whole = learner.last_step.find() == before and not learner.ema.is_applied
-    if not is_whole or diverged(run.learner.objective.model, copied["model"]):
+    is_whole = last.find() == before and not learner.ema.is_applied
+    if not is_whole or diverged(learner.objective.model, copied["model"]):
         return None
     refuse_another_model(copied["model"], run.model_outline, run.progress.step)
     return copied | {"value": None, "is_best": False}
 
 
-def _own(progress: Progress, is_gpu: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
-    """The progress with this process's own totals, and these. On a GPU nothing says which of their sums are done."""
-    totals = {phase: {} if is_gpu else own.unreduced() for phase, own in progress.totals.items()}
-    samples = 0 if is_gpu else progress.own_samples
+def _own(progress: Progress, is_behind: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
+    """The progress with this process's own totals, and these.
+
+    is_behind: the device may be behind the host, and nothing says which of the sums are done.
+    """
+    totals = {phase: {} if is_behind else own.unreduced() for phase, own in progress.totals.items()}
+    samples = 0 if is_behind else progress.own_samples
     reported = {
         phase: (float(sums["loss"]), float(sums["weight"])) if sums else (0.0, 0.0) for phase, sums in totals.items()
     }

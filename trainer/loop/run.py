@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,13 +13,11 @@ from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
-from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import MemoryGuard
 from trainer.loop.plan import Plan, PlannedStep
 from trainer.loop.progress import Progress
-from trainer.loop.rank_times import RankTimes
 from trainer.loop.schedule import LearningRate
-from trainer.loop.step_results import StepResults
+from trainer.loop.watch import Watch
 from trainer.parallel.base import Parallel
 from trainer.parallel.signals import StopRequest
 from trainer.task import Sums, Task
@@ -35,7 +33,6 @@ class LoopSettings:
 
     seed: int
     eval_start: bool
-    on_nonfinite: Literal["stop", "skip"]
     patience: int
     save_every_steps: int
     save_every_s: float
@@ -63,20 +60,13 @@ class Run:
     directory: RunDirectory
     saver: BackgroundSaver
     settings: LoopSettings
-    step_results: StepResults
-    lockstep: Lockstep
-    rank_times: RankTimes
+    watches: list[Watch]
     facts: dict[str, Any]
     model_outline: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     tried_saving: set[str] = field(default_factory=set)
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
-
-    @property
-    def watches(self) -> tuple[Lockstep, RankTimes]:
-        """What is compared between the processes while training goes on, without a message of its own."""
-        return self.lockstep, self.rank_times
 
     @property
     def is_complete(self) -> bool:

@@ -17,10 +17,9 @@ from trainer.loop.contract import monitored, require_sums
 from trainer.loop.evaluate import log_pictures, start_epoch, validate
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OPTIMIZER
-from trainer.loop.nonfinite import check_steps
 from trainer.loop.run import Run
-from trainer.loop.step_results import StepRecord, StepResult
 from trainer.loop.totals import add_sums, counted
+from trainer.loop.watch import StepRecord, StepResult, Watch, settle
 from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
 from trainer.parallel.base import Parallel
 from trainer.task import Sums
@@ -34,9 +33,8 @@ def train(run: Run) -> None:
     """
     progress = run.progress
     progress.read_clock()
-    for comparison in run.watches:
-        comparison.begin()
-    run.learner.last_step.begin(progress)
+    for watch in run.watches:
+        watch.begin(progress)
     try:
         was_scored = progress.best is not None or progress.evaluations_since_best > 0  # as after a score that is NaN
         if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and not was_scored:
@@ -46,7 +44,7 @@ def train(run: Run) -> None:
             if not run.is_complete:  # as early stopping within an epoch leaves it
                 report(run)
     except StopRequested:
-        check_steps(run, wait=True)
+        settle(run.watches, run.log)
         # What an epoch's start does to the model is done again at the next start, to the model as it was before.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
@@ -82,13 +80,15 @@ def start_segment(run: Run) -> None:
     position, plan = run.progress.position, run.plan
     run.log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     run.learner.train()
-    run.rank_times.resume()
+    for watch in run.watches:
+        watch.resume()
 
 
 def end_stretch(run: Run) -> None:
     """Waits until all steps so far are done."""
-    check_steps(run, wait=True)
-    run.rank_times.pause()
+    settle(run.watches, run.log)
+    for watch in run.watches:
+        watch.pause()
     run.log.end_training()
 
 
@@ -97,25 +97,26 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
     start, total_weight = progress.position, agreed.weight
     run.parallel.activity.step = progress.step + 1
-    learning_rate = run.learning_rate_of(step)
+    learning_rate, record = run.learning_rate_of(step), None
     if total_weight > 0:
         result = run.memory.train(
             step.phase, window.micro_batches, partial(
                 train_step, run.learner, run.parallel, phase, total_weight=total_weight,
                 dropout_key=(run.settings.seed, step.epoch, step.phase, step.start), learning_rate=learning_rate,
+                watches=run.watches,
             ), run.log.say,
         )  # fmt: skip
         progress.totals[phase].add(result.sums, window.weight, result.applied)
         progress.count(step.end - step.start, window.num_samples)
-        run.step_results.add(StepRecord(progress.step + 1, step, result))
+        record = StepRecord(progress.step + 1, step, run.plan.orders[step.phase], result)
     progress.advance(step.after)
-    for comparison in run.watches:
-        comparison.after_step(progress.step)
-    run.learner.last_step.applied(progress)
+    for watch in run.watches:
+        watch.after_step(progress, record, run.log)
     run.log.advance(run.plan.consumed(step.after) - run.plan.consumed(start))
     logs = total_weight > 0 and run.plan.logs_after(progress.step, step, run.settings.log_interval)
     saves = saves_after_step(run, agreed)
-    check_steps(run, wait=logs or saves)
+    if logs or saves:
+        settle(run.watches, run.log)
     if logs:
         log_step(run, phase, learning_rate, result.grad_norm)
     if total_weight > 0 and phase not in run.tried_saving:
@@ -144,6 +145,7 @@ def train_step(
     total_weight: float,
     dropout_key: tuple[int, ...],
     learning_rate: float,
+    watches: Sequence[Watch] = (),
 ) -> StepResult:
     """One optimizer step over a window of micro-batches; exact for any split of the samples.
 
@@ -154,7 +156,8 @@ def train_step(
     sums: Sums = {}
     net, same_masks = learner.enter(phase), learner.objective.same_masks
     learner.buffers.keep()
-    learner.last_step.forward()
+    for watch in watches:
+        watch.before_step()
     for i, (batch, _, num_samples) in enumerate(window):
         parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
@@ -174,7 +177,8 @@ def train_step(
     learner.buffers.agree(parallel)
     parallel.agree_on_gradients(learner.params[phase])
     parallel.activity.enter(OPTIMIZER)
-    learner.last_step.changes()
+    for watch in watches:
+        watch.before_update()
     learner.set_learning_rate(phase, learning_rate)  # not before, for a rescue saves it with the weights
     outcome = learner.precision.step(
         learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.global_norm

@@ -1,15 +1,13 @@
 """What each step and each evaluation forward works on, fetched ahead and agreed on by all processes."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, tee
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import tee
 from typing import NamedTuple, TypeVar
 
 from trainer.loading.batches import WeightedBatch, weighted
 from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
-from trainer.loop.lockstep import Lockstep
 from trainer.loop.plan import PlannedStep
-from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import Run
 
 
@@ -96,38 +94,28 @@ def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
 def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Iterator[tuple[T, Agreed]]:
     """Adds to each piece of work what all processes say of it.
 
-    is_training: whether the main process's clock may end the work and ask for checkpoints, and fingerprints of the
-    model and times go along. Raises StopRequested once any process was asked to stop, TimeIsUp once the clock ends it,
-    UserError where the processes have drifted apart.
+    is_training: whether the main process's clock may end the work and ask for checkpoints. Raises StopRequested once
+    any process was asked to stop, TimeIsUp once the clock ends it.
 
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
     """
     asks_clock = is_training and run.parallel.is_main
-    waiting: tuple[T, Callable[[], Sequence[float]], Mapping[Lockstep | RankTimes, int]] | None = None
+    waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
-        own = Agreed(piece.weight, bool(run.stop), *clock)
-        compared = {each: each.numbers_to_add(run.progress.step) for each in run.watches} if is_training else {}
-        pending = run.parallel.start_sum(tuple(chain(own, *compared.values())))
+        pending = run.parallel.start_sum(Agreed(piece.weight, bool(run.stop), *clock))
         if waiting is not None:
-            yield _agreed(run, *waiting)
-        waiting = piece, pending, {each: len(numbers) for each, numbers in compared.items()}
+            yield waiting[0], _agreed(waiting[1]())
+        waiting = piece, pending
     if waiting is not None:
-        yield _agreed(run, *waiting)
+        yield waiting[0], _agreed(waiting[1]())
 
 
-def _agreed(
-    run: Run, piece: T, pending: Callable[[], Sequence[float]], compared: Mapping[Lockstep | RankTimes, int]
-) -> tuple[T, Agreed]:
-    """compared: how many of the numbers behind the first are whose."""
-    sums = iter(pending())
-    agreed = Agreed(*islice(sums, len(Agreed._fields)))
-    for comparison, num_sums in compared.items():
-        for note in comparison.compare(list(islice(sums, num_sums))):
-            run.log.say_of_ranks(run.progress.step, note)
+def _agreed(sums: Sequence[float]) -> Agreed:
+    agreed = Agreed(*sums)
     if agreed.num_stop_requests > 0:
         raise StopRequested
     if agreed.time_is_up > 0:
         raise TimeIsUp
-    return piece, agreed
+    return agreed

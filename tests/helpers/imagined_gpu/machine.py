@@ -101,11 +101,8 @@ class Gpus:
 
         loop: Any = train
         loop.train_window = self._within(1, loop.train_window)
-        for name in ("log_step", "save", "try_saving"):
+        for name in ("log_step", "save", "settle", "try_saving"):
             setattr(loop, name, self._within(-1, getattr(loop, name)))
-        check_steps = loop.check_steps
-        waiting = self._within(-1, check_steps)
-        loop.check_steps = lambda run, wait: (waiting if wait else check_steps)(run, wait)
 
     def _within(self, depth: int, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

@@ -1,0 +1,114 @@
+"""What follows an optimizer step whose loss or gradient was not finite: `--on-nonfinite`.
+
+The step itself was not applied, on any process (see `precision.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from trainer.common.errors import UnfitState
+from trainer.loop.progress import Progress
+from trainer.loop.watch import Log, StepRecord, Watch
+from trainer.parallel.base import Parallel
+from trainer.parallel.device_queue import GROUP_SIZE, queue_of
+
+MOST_SKIPPED_IN_A_ROW = 100
+NUM_SAMPLES_SHOWN = 8
+
+
+class StepOutcomes(Watch):
+    """Learns whether steps were finite: ends the run by UnfitState, or counts those that were not as skipped.
+
+    phases: of the task. advice: flags that make a run diverge less, for a message.
+
+    On the CPU a result costs nothing to look at. From a GPU results are copied in groups, and a group is looked at when
+    the next one is full. When that happens is a function of the number of steps, so all processes see the same records
+    at the same step.
+    """
+
+    def __init__(
+        self, parallel: Parallel, phases: Sequence[str], on_nonfinite: Literal["stop", "skip"], advice: str
+    ) -> None:
+        self._parallel, self._phases, self._on_nonfinite, self._advice = parallel, phases, on_nonfinite, advice
+        self._queue = queue_of(parallel.device)
+        self._progress = Progress()
+        self._new: list[StepRecord] = []
+        self._sent: list[StepRecord] = []
+        self._alarms: Callable[[], Any] = list
+
+    def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
+        self._progress = progress
+        if record is None:
+            return
+        if not self._queue.lag:
+            if record.result.alarm:
+                self._deal_with(record, log)
+            return
+        self._new.append(record)
+        if len(self._new) == GROUP_SIZE:
+            self._receive(log)
+
+    def settle(self, log: Log) -> None:
+        self._parallel.barrier()
+        if self._queue.lag:
+            self._receive(log)
+            self._receive(log)
+
+    def _receive(self, log: Log) -> None:
+        """Deals with the group that is on its way, and sends the next one."""
+        sent, alarms = self._sent, self._alarms()
+        self._sent, self._new = self._new, []
+        if self._sent:
+            values = torch.stack([torch.as_tensor(record.result.alarm) for record in self._sent])
+            self._alarms = self._queue.fetch(values)
+        else:
+            self._alarms = list
+        for record, alarm in zip(sent, alarms, strict=True):
+            if alarm:
+                self._deal_with(record, log)
+
+    def _deal_with(self, record: StepRecord, log: Log) -> None:
+        """Ends the run, or counts a step that was left out. All processes call it."""
+        account, progress = self._describe(record), self._progress
+        if self._on_nonfinite == "stop":
+            raise self._divergence(account, is_first=record.number == 1)
+        progress.skipped_steps += 1
+        last, in_a_row = progress.skipped_in_a_row
+        progress.skipped_in_a_row = (record.number, in_a_row + 1 if record.number == last + 1 else 1)
+        if progress.skipped_in_a_row[1] > MOST_SKIPPED_IN_A_ROW:
+            raise self._divergence(account, f"so were the {MOST_SKIPPED_IN_A_ROW} before it; ")
+        log.say(f"Skipped: {account}. Steps skipped so far: {progress.skipped_steps}.")
+
+    def _describe(self, record: StepRecord) -> str:
+        """Which step, whose loss, and which samples. All processes call it."""
+        step, world_size = record.planned, self._parallel.world_size
+        own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
+        own_loss_is_bad[self._parallel.rank] = not bool(torch.isfinite(record.result.sums["loss"]).all())
+        ranks = self._parallel.sum(own_loss_is_bad).nonzero().flatten().tolist()
+        if ranks:
+            cause = "the loss" + (f" of rank {', '.join(map(str, ranks))}" if world_size > 1 else "")
+        else:
+            cause = "the gradient, rank unknown: every rank's loss was finite" if world_size > 1 else "the gradient"
+        samples = record.order.samples(step.epoch, step.start, step.end).tolist()
+        shown = ", ".join(map(str, samples[:NUM_SAMPLES_SHOWN]))
+        more = f" and {len(samples) - NUM_SAMPLES_SHOWN} more" if len(samples) > NUM_SAMPLES_SHOWN else ""
+        phase = f", phase {self._phases[step.phase]}" if len(self._phases) > 1 else ""
+        return (
+            f"optimizer step {record.number} (epoch {step.after.epoch + 1}{phase}) is not finite ({cause}); "
+            f"its global batch of {len(samples)} samples: {shown}{more}"
+        )
+
+    def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
+        """The end of a run. in_vain: what was tried before. is_first: whether no step has changed the weights yet."""
+        skip = "" if in_vain else ", or leave such steps out with --on-nonfinite skip"
+        if is_first:
+            return UnfitState(
+                f"training diverged: {account}; the weights were those of the start: look at those samples, at the "
+                f"flags that scale or vary them, and at the model{skip}"
+            )
+        return UnfitState(
+            f"training diverged: {account}; {in_vain}it was not applied, and earlier checkpoints are intact; "
+            f"{self._advice}, look at those samples{skip}"
+        )
