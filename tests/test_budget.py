@@ -1,0 +1,52 @@
+"""The trainer stays small enough to be read: a budget for each room, and for the path of one training step.
+
+Whoever needs more room makes some first, or says in the commit why a budget rises.
+"""
+
+from tests.helpers import budget
+
+LINES_AND_FILES = {
+    "checkpoint": (2195, 14),
+    "commands": (3274, 18),
+    "common": (1000, 8),
+    "loading": (1000, 8),
+    "logs": (800, 8),
+    "loop": (4500, 30),
+    "parallel": (3777, 26),
+    "trainer": (2500, 10),
+}
+"""Of each room of trainer/ but tasks, estimators and profiling; "trainer" is the files in none."""
+BENCHMARKS = 7823
+TESTS = 46600
+FUNCTIONS_WITH_RUN = {"commands": 32, "loop": 61, "profiling": 8}
+FILES_OF_STEP, FUNCTIONS_OF_STEP = 31, 87
+"""What one step of har enters on one process."""
+
+
+def test_rooms_keep_to_their_budgets():
+    over = {
+        room: found
+        for room, found in budget.lines_and_files_of_rooms().items()
+        if any(own > most for own, most in zip(found, LINES_AND_FILES.get(room, (0, 0)), strict=True))
+    }
+    assert not over, f"(lines, files) beyond LINES_AND_FILES: {over}"
+    assert budget.num_lines(budget.sources(budget.ROOT / "benchmarks")) <= BENCHMARKS
+    assert budget.num_lines(budget.sources(budget.ROOT / "tests")) <= TESTS
+
+
+def test_few_functions_take_a_run():
+    found = budget.functions_with_run()
+    over = {room: names for room, names in found.items() if len(names) > FUNCTIONS_WITH_RUN.get(room, 0)}
+    assert not over, f"functions that take a Run beyond FUNCTIONS_WITH_RUN: {over}"
+
+
+def test_few_functions_make_a_step(capsys, signals_restored):
+    entered = budget.step_of_har()
+    files = {file for file, _, _ in entered}
+    capsys.readouterr()
+    assert any(name == "train_step" for _, name, _ in entered)
+    assert len(files) <= FILES_OF_STEP, sorted(files)
+    assert len(entered) <= FUNCTIONS_OF_STEP, sorted(entered)
+    lines = budget.lengths_of_functions()
+    too_long = {name for file, name, _ in entered if lines.get((file, name.rpartition(".")[2]), 0) > 60}
+    assert not too_long
