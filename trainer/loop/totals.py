@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.parallel.base import Parallel, require_shape
+from trainer.parallel.device_queue import queue_of
 from trainer.task import Outputs, PerSample, Sums
 
 HOST = torch.device("cpu")
@@ -55,7 +56,7 @@ class Totals:
         examples = {name: value for sums in self._kept for name, value in sums.items()}
         device = next((value.device for value in examples.values()), HOST)
         parts = {name: self._stacked(name, torch.zeros_like(value)) for name, value in examples.items()}
-        weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=device != HOST)
+        weights = torch.tensor(self._weights, dtype=torch.float64, pin_memory=queue_of(device).pins_memory)
         parts["weight"] = weights.to(device, non_blocking=True)
         for name, part in parts.items():
             if counts is not None:

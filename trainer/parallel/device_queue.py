@@ -15,8 +15,11 @@ GROUP_SIZE = 32
 class DeviceQueue:
     """The queue of a device that is never behind the host, as the CPU: whatever the host asked for is done.
 
-    lag: steps after which the host can look at what a step left without waiting.
+    lag: steps after which the host can look at what a step left without waiting. pins_memory: whether what the host
+    sends does not wait for the device if it lies in pinned memory.
     """
+
+    pins_memory = False
 
     def __init__(self, lag: int = 0) -> None:
         self.lag = lag
@@ -48,6 +51,8 @@ class DeviceQueue:
 
 class CudaQueue(DeviceQueue):
     """The queue of a GPU: events lie among its kernels."""
+
+    pins_memory = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(GROUP_SIZE)
