@@ -86,7 +86,7 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     val_share: float = flag(0.1, "--split ratio, time: interactions held out for validation", above=0, below=1)
     test_share: float = flag(0.1, "--split ratio, time: interactions held out for the test", above=0, below=1)
-    no_time: bool = flag(False, "SASRec: ignore the time between items (default: TiSASRec)")
+    no_time: bool = flag(False, "SASRec: ignore the time between items; without it TiSASRec")
     mhc: bool = flag(False, "manifold-constrained hyper-connections instead of one plain residual stream")
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
     whole_histories: bool = flag(

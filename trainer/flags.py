@@ -44,7 +44,7 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag(
-        "", "a workload of those above, or a task of your own: path/to/file.py:ClassName", local=True,
+        "", "a workload, or a task of your own: path/to/file.py:ClassName", local=True,
         from_record="refused",
     )  # fmt: skip
     epochs: int | None = flag(None, "passes over the training data (default: 20)", excludes=("max_steps",), at_least=1)
@@ -106,7 +106,10 @@ class RunFlags(FlagGroup):
 class BatchFlags(FlagGroup):
     """Batches"""
 
-    batch_size: int = flag(32, "samples per device per forward", at_least=1, at_most=MOST_SAMPLES)
+    batch_size: int = flag(
+        32, "samples per device per forward; halved if they do not fit into a GPU's memory", at_least=1,
+        at_most=MOST_SAMPLES,
+    )  # fmt: skip
     grad_accum_steps: int = flag(1, "forwards per optimizer step", at_least=1, at_most=MOST_SAMPLES)
     global_batch_size: int | None = flag(
         None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it",
@@ -114,8 +117,8 @@ class BatchFlags(FlagGroup):
     )  # fmt: skip
     drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
     eval_batch_size: int | None = flag(
-        None, "samples per device per forward in evaluation (default: --batch-size)", at_least=1,
-        at_most=MOST_SAMPLES,
+        None, "samples per device per forward in evaluation; no metric depends on it (default: --batch-size)",
+        at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
 
 
@@ -124,17 +127,20 @@ class LearningFlags(FlagGroup):
     """Learning"""
 
     optimizer: Literal["adamw", "adam", "sgd", "muon"] = flag(
-        "adamw", "what makes a step of a gradient; muon: hidden matrices by Muon, the rest by adamw",
+        "adamw", "what makes a step of a gradient; muon: hidden matrices by Muon, the rest by adamw; a task may "
+        "bring another",
         displaces=("betas", "eps", "momentum", "nesterov"),
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", above=0)
     min_lr: float = flag(0.0, "learning rate at the end, of every schedule but constant", at_least=0)
     schedule: Schedule = flag(
-        "cosine", "the learning rate after warm-up; wsd: constant, then down to --min-lr over the last fifth of the run"
-    )
+        "cosine", "the learning rate after warm-up; wsd (warm-up, stable, decay): constant, then down to --min-lr as "
+        "1 - sqrt over the last fifth of the run, about the least that ends as well as a cosine",
+    )  # fmt: skip
     warmup_epochs: float | None = flag(
-        None, "epochs of linear warm-up (default: a tenth of the run)", excludes=("warmup_steps",), at_least=0
-    )
+        None, "epochs of linear warm-up; fractions are allowed (default: a tenth of the run)",
+        excludes=("warmup_steps",), at_least=0,
+    )  # fmt: skip
     warmup_steps: int | None = flag(None, "the same in optimizer steps", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
         "none", "multiply --lr by global batch / one-device batch, by its root, or not at all"
@@ -224,8 +230,8 @@ class DeviceFlags(FlagGroup):
 
     device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
     num_threads: int | None = flag(
-        None, "CPU threads per process (default: all cores, shared evenly by this machine's ranks)", local=True,
-        at_least=1, at_most=MOST_THREADS,
+        None, "CPU threads per process; a value of OMP_NUM_THREADS that you set counts too (default: all cores, shared "
+        "evenly by this machine's ranks)", local=True, at_least=1, at_most=MOST_THREADS,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -430,8 +436,8 @@ class MultiDeviceFlags(FlagGroup):
         "only gradients and moments stay in parts)", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
-        None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others "
-        "(default: among all)", needs=FSDP, at_least=1,
+        None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others; "
+        "a divisor of their number (default: among all)", needs=FSDP, at_least=1,
     )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
 

@@ -13,7 +13,7 @@ import torch
 from tasks import TASKS
 from tests.conftest import ROOT, load
 from trainer.commands.parse import EXAMPLES, parse
-from trainer.config import build_parser
+from trainer.config import build_parser, options
 from trainer.flags import DEFAULT_CACHE, TRAINER_GROUPS, MultiDeviceFlags
 from trainer.registry import find_task
 
@@ -82,9 +82,13 @@ def rows(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
 
+def flag_sections() -> list[str]:
+    return reference("Flags").split("\n### ")[1:]
+
+
 def documented_flags() -> dict[tuple[str, str], str]:
     found = {}
-    for part in reference("Flags").split("\n### ")[1:]:
+    for part in flag_sections():
         title = part.splitlines()[0].strip()
         for line in part.splitlines():
             if match := re.match(r"\| `(--[^`]+)` \| (.*?) \| \S.* \|$", line):
@@ -112,6 +116,25 @@ def test_reference_has_the_real_defaults_in_the_groups_of_help():
         if flag in documented and documented[flag] != real
     }
     assert not wrong
+
+
+def test_reference_says_of_a_flag_what_help_says():
+    """But for code and links, and links of its own in parentheses."""
+    told = {}
+    for title, line in ((part.splitlines()[0], line) for part in flag_sections() for line in part.splitlines()):
+        if match := re.match(r"\| `(--[^` ]+)[^`]*` \| .*? \| (\S.*) \|$", line):
+            told[title, match[1]] = match[2].replace("\\|", "|")
+    for group in group_types():
+        for option in options(group).values():
+            if not option.hidden:
+                words = re.sub(r" \(default: [^)]*\)", "", option.help)
+                meaning = told[heading(group), option.name]
+                forms = (meaning, re.sub(r" \(\[[^]]*\]\([^)]*\)\)", "", meaning))
+                assert without_markup(words) in map(without_markup, forms), option.name
+
+
+def without_markup(text: str) -> str:
+    return re.sub(r"[`']", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
 
 
 @pytest.mark.parametrize("task", TASKS)
