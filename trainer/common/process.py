@@ -1,4 +1,4 @@
-"""This process: its name among those of all machines, and its console, which it outlives where that is gone."""
+"""This process: its name among the processes of all machines, and its console, which it outlives where that is gone."""
 
 import os
 import socket

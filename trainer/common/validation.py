@@ -52,7 +52,7 @@ def checked_text(text: str) -> str:
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
     """The class, a subclass of `base`. Raises UserError.
 
-    comes_first: what stands beside the file goes before all other packages, those of the trainer too; else after them.
+    comes_first: what stands beside the file goes before all other packages, also of the trainer; else after them.
     """
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)

@@ -15,7 +15,7 @@ from trainer.loading.counter_random import random_bits
 from trainer.loading.order import EpochOrder
 
 BATCHES_PER_POOL = 100
-"""Enough that the samples of a batch differ little in length, few enough that an epoch mixes them anew."""
+"""Enough that the samples of a batch differ little in length, few enough that each epoch mixes them in another way."""
 
 
 def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -72,7 +72,7 @@ def sharded_batches(
     sides of a border, and each shard is read once in an epoch. Samples of different shards hardly ever meet in a batch,
     so they should be mixed when the files are written.
 
-    shard_sizes: samples of each shard, >= 0; those of shard k come after those of shards 0 to k - 1.
+    shard_sizes: samples of each shard, >= 0; the samples of shard k come after all of shards 0 to k - 1.
     batch_size: samples per optimizer step, over all devices, >= 1.
     Returns n / batch_size arrays, rounded up: (batch_size,) int64, each made when it is asked for.
     """
@@ -138,7 +138,7 @@ class ShardedBatches(BatchesOnDemand):
 
 
 class ConsecutiveBatches(BatchesOnDemand):
-    """All samples in the order of their numbers, for data sets whose samples are drawn anew in each epoch."""
+    """All samples in the order of their numbers, for data sets whose samples are others in each epoch."""
 
     def _batch(self, number: int) -> np.ndarray:
         start = number * self.batch_size

@@ -109,8 +109,8 @@ class _NumberedBatches(Dataset[Batch | UserError]):
 class Workers:
     """Who gathers the batches of one `BatchLoader`, or of several of which one is iterated over at a time.
 
-    num_workers: 0 gathers in this process, which is fastest for what is only gathered from memory; otherwise so many
-        processes, which start when they are first needed.
+    num_workers: 0 gathers in this process, which is fastest for what is only gathered from memory; otherwise this
+        number of processes, which start when they are first needed.
     pin_memory: put batches into page-locked memory, so that copies to a GPU do not wait.
     """
 

@@ -29,7 +29,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     key: names content and format version; a valid file name.
     build: returns arrays under names that are valid file names. What it raises passes through.
 
-    An entry that lacks something, as after old files were cleaned away, is built anew. Raises UserError when the folder
+    An entry that lacks something, as where old files were deleted, is built again. Raises UserError when the folder
     cannot be written to, is full, or holds an entry that cannot be read.
     """
     entry = cache_dir / key
@@ -110,7 +110,7 @@ def _store(arrays: Arrays, entry: Path) -> None:
         flush_path(partial / _NAMES)
         flush_path(partial)
         if entry.exists():
-            shutil.rmtree(entry)  # what is left of it; who has it open keeps it
+            shutil.rmtree(entry)  # who has one of its files open keeps that
         partial.rename(entry)
         flush_path(entry.parent)
     finally:

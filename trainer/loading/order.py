@@ -24,7 +24,7 @@ class Position:
 
     epoch: number of completed epochs. phase: index of the current phase. samples: consumed in this phase.
 
-    Of phases in turns, phase is the one whose turn it is, and samples are those of the first one, whose data make the
+    Of phases in turns, phase is the one whose turn it is, and samples are of the first one, whose data make the
     epoch. turn: steps done in this turn. others: (epochs, samples of the current one) of each other phase in its own
     data, since the start of training; empty before any.
     """

@@ -72,7 +72,7 @@ def require_keyed(dataset: Any, where: str) -> None:
 
 
 def _takes_lists(dataset: Any) -> bool:
-    """Whether its `__getitems__` is that of torch's DataLoader, which gets a list of numbers and returns one of items.
+    """Whether `__getitems__` gets a list of numbers and returns a list of items, as torch's DataLoader calls it.
 
     Such a data set can be asked for a single item too, so others are not tried.
     """

@@ -12,7 +12,7 @@ from trainer.logs.logger import LoggedRun, Logger, Record
 from trainer.task import Picture
 
 MAX_WAITING = 500
-"""Calls that wait for a logger, of a run at its usual pace those of minutes."""
+"""Calls that wait for a logger, at the usual pace of a run the calls of minutes."""
 END_WITHIN_S = 15.0
 """Half of the 30 s that schedulers leave a process that they ask to stop; the other half is for saving."""
 SILENT_WAIT_S = 1.0
@@ -37,7 +37,7 @@ class BackgroundLogger(Logger):
     When MAX_WAITING calls wait, the oldest makes room for the next one. The first exception ends the logging: whether a
     logger can go on after one of its calls, nobody knows.
 
-    logger: that of the user. name: what to call it in a message.
+    logger: of the user. name: what to call it in a message.
     """
 
     def __init__(self, logger: Logger, name: str) -> None:

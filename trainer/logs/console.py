@@ -139,5 +139,5 @@ class SummaryTable:
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
-    """Of metrics by name, such as "val/loss", those of the headline, which leaves out the split; all if none are."""
+    """The metrics of the headline, which names them without their split; all of them where it names none."""
     return {name: value for name, value in metrics.items() if name.rpartition("/")[2] in headline} or dict(metrics)

@@ -18,7 +18,7 @@ class LoggedRun:
 
     id: 12 hexadecimal digits, the same whenever this run goes on. directory: its `--save-dir`. config: every flag by
     its name without dashes, such as "lr", in a form that JSON can hold. step: optimizer steps done, 0 at the start:
-    what was logged of later ones comes again. last_report: the same of epochs and evaluations.
+    what was logged of later ones comes again. last_report: steps at the last epoch or evaluation.
     """
 
     id: str
@@ -65,4 +65,4 @@ class Logger:
         """After an evaluation: arrays by name, such as "val/confusion_matrix", (height, width, 3) uint8."""
 
     def end(self, state: str) -> None:
-        """After training. state: that of state.json, such as "finished" or "preempted"."""
+        """After training. state: as in state.json, such as "finished" or "preempted"."""

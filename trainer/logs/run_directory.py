@@ -81,7 +81,7 @@ class RunDirectoryLogger(Logger):
 
 
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
-    """Opens metrics.jsonl for appending, without later records, those of an end, and any half-written line.
+    """Opens metrics.jsonl for appending, without later records, records of an end, and any half-written line.
 
     A report has the step of a checkpoint that was saved before it, at the last step that it tells of.
     """

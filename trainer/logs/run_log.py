@@ -64,7 +64,7 @@ class RunLog:
             logger.say(printable(text))
 
     def say_of_ranks(self, step: int, note: str) -> None:
-        """A line on how the processes compare after so many steps."""
+        """A line on how the processes compare after a step."""
         self.say(note)
         self._directory.text("ranks", note, step)
 

@@ -212,7 +212,7 @@ class ForwardState:
         self._kinds, self._shared = kinds, {path: self._shared[path] for path in kinds}
 
     def remarks(self, world_size: int) -> list[str]:
-        """Lines for the user about such state, before training."""
+        """Lines for the user, before training, about what forwards change."""
         lines = []
         attributes = [change.path for change in self.changes.values() if not change.is_buffer and change.is_seen]
         unseen = [

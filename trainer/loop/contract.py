@@ -172,7 +172,7 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
 
 
 def _places_in_generators() -> tuple[Any, ...]:
-    """How far those of Python and numpy have come."""
+    """How far the generators of Python and numpy have come."""
     numpy_state: Any = np.random.get_state()
     return random.getstate()[1][-1], numpy_state[2]
 

@@ -98,7 +98,7 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 def example_pictures(
     task: Task, learner: Learner, parallel: Parallel, loader: BatchLoader, num_samples: int
 ) -> Mapping[str, Picture]:
-    """Pictures of a few samples, spread evenly over a data set of so many. Training does not notice."""
+    """Pictures of a few samples, spread evenly over a data set of num_samples. Training does not notice."""
     keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
     objective, precision = learner.objective, learner.precision
     batch = of_dtype({name: tensor.to(parallel.device) for name, tensor in loader.one(keys).items()}, precision.dtype)

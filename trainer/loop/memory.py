@@ -83,7 +83,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """What the user is told at a start that an earlier one has taught something."""
+        """Lines for the user at a start that knows a limit from an earlier one."""
         if self.batch_size is None:
             return []
         return [

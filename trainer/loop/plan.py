@@ -18,7 +18,7 @@ EPOCHS_KEPT = 2
 
 @dataclass
 class ShuffledOrder:
-    """A permutation of all samples, anew in each epoch, cut into equal parts.
+    """A permutation of all samples, another one in each epoch, cut into equal parts.
 
     num_samples: of the data set. global_batch_size: samples of a step. size: those that an epoch takes, at most all.
     """
@@ -43,16 +43,16 @@ class ShuffledOrder:
         return {min(self.global_batch_size, self.size), self.size - (self.num_steps - 1) * self.global_batch_size}
 
     def steps_before(self, epoch: int, consumed: int) -> int:
-        """Steps that so many samples of an epoch make."""
+        """Steps that the first `consumed` samples of an epoch make."""
         return -(-consumed // self.global_batch_size)
 
     def bounds(self, epoch: int, consumed: int) -> Iterator[tuple[int, int]]:
-        """(start, end) of each global batch of an epoch that is left when so many samples are consumed."""
+        """(start, end) of each global batch of an epoch after the first `consumed` samples."""
         for start in range(consumed, self.size, self.global_batch_size):
             yield start, min(start + self.global_batch_size, self.size)
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
-        """Those of a global batch, (end - start,) int64."""
+        """The samples of a global batch, (end - start,) int64."""
         return self._epoch(epoch).take(start, end)
 
 
@@ -60,8 +60,9 @@ class ShuffledOrder:
 class TaskOrder:
     """The global batches of `Task.order`. Every epoch has equally many samples.
 
-    source: what a message calls it. batches: those of an epoch. size: samples that an epoch takes. global_batch_size:
-    what the command line asks for. The methods are those of `ShuffledOrder`; `bounds` and `samples` raise UserError.
+    source: what a message calls it. batches: of an epoch, by its number. size: samples that an epoch takes.
+    global_batch_size: what the command line asks for. The methods of `ShuffledOrder`, of which `bounds` and `samples`
+    raise UserError.
     """
 
     source: str
@@ -133,7 +134,7 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run: so many epochs of phases, each in its own global batches, or so many optimizer steps.
+    """The arithmetic of a run of some epochs of phases, each in its own global batches, or of some optimizer steps.
 
     epochs, max_steps: the length of the run; one of them is None. orders: of each phase. turns: optimizer steps of each
     phase until the next one has its turn; empty where they come one after another. eval_every, eval_every_steps: epochs
@@ -170,7 +171,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Of phases in turns those of the first one, which make the epoch."""
+        """Samples of all phases; of phases in turns, samples of the first one, which make the epoch."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -181,7 +182,7 @@ class Plan:
         return steps[0] + -(-steps[0] // self.turns[0]) * sum(self.turns[1:])
 
     def is_through(self, num_epochs: int, num_steps: int) -> bool:
-        """Whether so many completed epochs, or optimizer steps, are the whole run."""
+        """Whether `num_epochs` completed epochs, or `num_steps` optimizer steps, are the whole run."""
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
@@ -193,13 +194,13 @@ class Plan:
         return num_epochs % self.eval_every == 0 if self.eval_every is not None else self.reports_after(num_steps)
 
     def reports_after(self, num_steps: int) -> bool:
-        """Whether there is a report after so many optimizer steps although the epoch may go on."""
+        """Whether there is a report after `num_steps` optimizer steps although the epoch may go on."""
         if self.max_steps is not None and num_steps >= self.max_steps:
             return True
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Whether the last of so many steps is logged: every `interval`, and of phases in turns one of each then."""
+        """Whether the last of num_steps steps is logged: every `interval`, and of phases in turns one of each then."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 

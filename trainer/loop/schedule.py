@@ -16,7 +16,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of
     "constant".
 
-    "cosine" is that of Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
+    "cosine" is the schedule of Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
     arXiv:2404.06395) falls as 1 - sqrt does, which ends better than a line (Hägele et al., 2024, section 3).
 
     The trainer asks at the middle of each global batch, which is the schedule's mean over it up to curvature: the
@@ -38,8 +38,8 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 class LearningRate:
     """The learning rate of a run. peak, floor: per step; warmup, total: in the unit of `Plan.total`.
 
-    factor_of_step: a task's own `lr_factor`, which comes before the schedule; num_steps: what it is told of the whole
-    run.
+    factor_of_step: a task's own `lr_factor`, which comes before the schedule; num_steps: of the whole run,
+    its argument.
     """
 
     peak: float

@@ -72,7 +72,7 @@ class Totals:
         return torch.stack(values)
 
     def unreduced(self) -> dict[str, Tensor]:
-        """The same of this process alone, which calls it alone."""
+        """The sums of this process, with "weight" among them, on the CPU. No other process has to call it."""
         self._fold()
         return {name: value.cpu() for name, value in self._sums.items()}
 
@@ -129,7 +129,7 @@ def counted(sums: Sums, counts: bool) -> Sums:
 
 
 MOST_IN_FLIGHT = 32
-"""Batches whose outputs are on their way from a GPU; a wait for so many at once costs next to nothing."""
+"""Batches whose outputs are on their way from a GPU; a wait for all of them at once costs next to nothing."""
 
 
 class PerSampleOutputs:

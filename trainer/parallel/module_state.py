@@ -154,7 +154,7 @@ class WholeState(State):
 
 
 def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Itself and its submodules by their paths, but for those of TorchScript, whose state is no Python object."""
+    """Itself and its submodules by their paths, without modules of TorchScript, whose state is no Python object."""
     return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
 
 
