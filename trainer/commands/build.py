@@ -330,10 +330,9 @@ def assemble_run(
     facts = start_facts(flags, task, parallel)
     batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], parallel, before)
     plan = build_plan(flags, task, batches)
-    facts |= {
-        "global_batch_sizes": [split.global_batch_size for split in batches],
-        "phase_sizes": plan.phase_sizes,
-    }
+    learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
+    facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
+    facts["phase_sizes"] = plan.phase_sizes
     directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
     learner = build_learner(flags, task, parallel, is_new)

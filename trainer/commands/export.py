@@ -187,22 +187,19 @@ def _refusing_failures(what: str) -> Iterator[None]:
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
-    """As a share of the largest finite number of an output; infinite where infinities or shapes differ."""
-    expected = _tensors(call.expected)
+    """As a share of the largest finite number of an output; infinite where shapes, infinities or NaN differ."""
+    expected, largest = _tensors(call.expected), 0.0
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return float("inf")
-    pairs = zip(expected, found, strict=True)
-    return max((_difference(one.double().cpu(), other.double().cpu()) for one, other in pairs), default=0.0)
-
-
-def _difference(expected: Tensor, found: Tensor) -> float:
-    finite = expected.isfinite()
-    if not torch.equal(expected[~finite], found[~finite]):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    difference = float((expected - found)[finite].abs().max())
-    return difference / max(float(expected[finite].abs().max()), torch.finfo(torch.float64).tiny)
+    for here, there in zip(expected, found, strict=True):
+        one, other = here.double().cpu(), there.double().cpu()
+        finite = one.isfinite()
+        if not torch.equal(finite, other.isfinite()) or not torch.equal(one[~finite], other[~finite]):
+            return float("inf")
+        if finite.any():
+            scale = max(float(one[finite].abs().max()), torch.finfo(torch.float64).tiny)
+            largest = max(largest, float((one - other)[finite].abs().max()) / scale)
+    return largest
 
 
 def _tensors(values: Any) -> list[Tensor]:
