@@ -126,8 +126,8 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
         flags, environment = read_command_line(argv, several_devices, task_type=task, problems=problems)
         _refuse_other_than_one_run(flags)
         run = SavedRun(flags.checkpoint.save_dir, task)
-        if starts_processes(flags, environment):
-            return _fit_in_processes(flags, argv, task, run)
+        if starts_processes(flags.multi, environment):
+            return _fit_in_processes(flags.multi, flags.devices.device, argv, run)
         with process_restored():
             return _fit_here(flags, argv, environment, run)
     except UserError as error:
@@ -188,16 +188,16 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
         return Fitted(parallel.on_main(lambda: _metrics_at_end(run)), run)
 
 
-def _fit_in_processes(flags: Flags, argv: Sequence[str], task: type[Task], run: SavedRun) -> Fitted:
+def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun) -> Fitted:
     """Raises UserError for a class that other processes cannot import, and when they refuse; Failure when they fail."""
-    assert flags.multi is not None
-    form = f"multi_gpu {flags.multi.multi_gpu}"
+    task, form = run.task, f"multi_gpu {multi.multi_gpu}"
+    assert task is not None
     if not _is_importable(task):
         raise UserError(
             f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
             "or a function; move it into a file and import it from there, or leave multi_gpu out"
         )
-    status = start_processes(flags, argv, partial(_main_in_own_session, task_type=task))
+    status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
         raise UserError(
             f"{form}: the processes that it starts import this script, and came upon this call of fit again; "

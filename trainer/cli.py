@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from trainer.commands.build import build_task, set_up_torch, start_parallel
 from trainer.commands.config_files import with_origins
@@ -21,6 +22,7 @@ from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
 from trainer.common.process import open_missing, to_stderr
 from trainer.config import refuse
+from trainer.flags import MultiDeviceFlags
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
 from trainer.parallel.base import Parallel
@@ -87,8 +89,8 @@ def main(
             return EXIT_FINISHED
         if flags.several.wanted:
             return train_several(flags, argv, functools.partial(run, several_devices=several_devices))
-        if starts_processes(flags, environment):
-            return start_processes(flags, argv, run)
+        if starts_processes(flags.multi, environment):
+            return start_processes(flags.multi, flags.devices.device, argv, run)
         parallel = start_parallel(flags, environment)
         if parallel.device.type == "cpu":
             keep_freed_memory()
@@ -133,19 +135,21 @@ def read_command_line(
     return flags, environment
 
 
-def starts_processes(flags: Flags, environment: RankEnvironment | None) -> bool:
+def starts_processes(
+    multi: MultiDeviceFlags | None, environment: RankEnvironment | None
+) -> TypeGuard[MultiDeviceFlags]:
     """Whether the run is one of several processes that nobody has started."""
-    return flags.multi is not None and flags.multi.has_processes and environment is None
+    return multi is not None and multi.has_processes and environment is None
 
 
-def start_processes(flags: Flags, argv: Sequence[str], run: Callable[..., int]) -> int:
+def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: Callable[..., int]) -> int:
     """Trains in processes of its own; returns the exit status.
 
-    run: `run_process`, or what calls it with the same arguments by position in each of them; picklable.
+    argv: the whole command line. run: `run_process`, or what calls it with the same arguments by position in each of
+    them; picklable.
     """
-    assert flags.multi is not None
-    world_size = num_processes(flags.multi, flags.devices.device)
-    if world_size == 1 and flags.multi.nproc is None:
+    world_size = num_processes(multi, device)
+    if world_size == 1 and multi.nproc is None:
         say("One process, because this machine shows at most one device; --nproc N starts more.")
     # What a second start is to go on from must not be moved aside.
     again = [*argv, "--fresh=false"]
