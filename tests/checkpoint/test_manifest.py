@@ -7,8 +7,7 @@ import pytest
 
 from tests.checkpoint.conftest import checkpoints, save
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.format import CHECKPOINT_NAME
-from trainer.checkpoint.manifest import unused_path
+from trainer.checkpoint.manifest import CHECKPOINT_NAME, unused_path
 from trainer.common.errors import UserError
 from trainer.loading.order import Position
 

@@ -18,7 +18,8 @@ from tests.faults.lives import FIRST_SEED
 from tests.faults.mutations import changed
 from tests.faults.test_corruption import copy_run
 from trainer.checkpoint.file import size_and_sum
-from trainer.checkpoint.format import schema_error_of_checkpoint, schema_error_of_manifest
+from trainer.checkpoint.format import schema_error_of_checkpoint
+from trainer.checkpoint.manifest import schema_error_of_manifest
 from trainer.cli import main
 from trainer.parallel.environment import torchrun_agent
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from trainer.checkpoint.background import NoRoom, state_bytes
 from trainer.checkpoint.file import CheckpointReader, NewerFormat, read_checkpoint, size_and_sum, write_checkpoint
-from trainer.checkpoint.format import CHECKPOINT_NAME
 from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, Lock, LockTaken, Writer, take_lock
 from trainer.checkpoint.manifest import (
+    CHECKPOINT_NAME,
     LINKS,
     MANIFEST,
     RESULTS,
@@ -66,9 +66,8 @@ class RunDirectory:
     def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
         """Creates, locks and repairs the directory. Raises UserError when it cannot be used.
 
-        agents: the torchrun agents of this job. If one of them started the
-        attempt before too, the job goes on without the node that left its lock. creates: without it the directory of a
-        run that trains, which must be there.
+        agents: the torchrun agents of this job. If one of them started the attempt before too, the job goes on without
+        the node that left its lock. creates: without it the directory of a run that trains, which must be there.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             if creates:

@@ -21,7 +21,6 @@ FORMAT_VERSION = 2
 An entry that is added, or means something else than before, takes the next number: newer files are refused by older
 trainers, and an entry that older files lack gets its default here (`Saved.since`).
 """
-CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+(_\d+)?)?(_again\d+)?\.pth"
 RUN_ID = "[0-9a-f]{12}"
 
 # --- kinds -----------------------------------------------------------------------------------------------------
@@ -256,12 +255,18 @@ def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
 _COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(tensor_of_numbers)
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True)
 class Saved:
-    """An entry of a checkpoint.
+    """An entry of a checkpoint, or of a mapping in one.
 
     is_optional: files without it are whole. since: the first format version that has it; in older files the default
-    stands for it. is_large: its tensors are read by rank 0 alone, and reach the others when they are loaded.
+    stands for it. is_large: its tensors are read by rank 0 alone, and reach the others when they are loaded. name,
+    read: of the field of a dataclass, its name in the file where it is another one, and what makes its value of the
+    file's.
     """
 
     kind: Kind
@@ -269,20 +274,32 @@ class Saved:
     since: int = 1
     default: Any = None
     is_large: bool = False
+    name: str = ""
+    read: Callable[[Any], Any] = _as_it_is
 
 
-_SAVED = "saved"
+def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: Any) -> Any:
+    """A field of a dataclass that a file keeps. make: makes the default, where it is a container. more: see `Saved`."""
+    value = default if make is MISSING else make()
+    return field(
+        default=default, default_factory=make, metadata={"saved": Saved(kind, default=_plain_entry(value), **more)}
+    )
 
 
-def saved(
-    kind: Kind, default: Any = MISSING, *, make: Any = MISSING, entry: str = "", read: Any = None, since: int = 1
-) -> Any:
-    """A field of a dataclass that a checkpoint keeps under its name, or that of entry.
+def saved_fields(kept: Any) -> dict[str, tuple[str, Saved]]:
+    """By the names of entries, the `saved` fields of a dataclass: their names and what they declare."""
+    found = [(each.name, each.metadata["saved"]) for each in fields(kept) if "saved" in each.metadata]
+    return {its.name or name: (name, its) for name, its in found}
 
-    make: makes the default, where it is a container. read: makes the value of what the file holds. since: see `Saved`.
-    """
-    metadata = {_SAVED: (kind, entry, read or (lambda value: value), since)}
-    return field(default=default, default_factory=make, metadata=metadata)
+
+def record_of_fields(kept: Any) -> Kind:
+    """A mapping of the `saved` fields of a dataclass, and nothing else."""
+    return record({name: its.kind for name, (_, its) in saved_fields(kept).items()}, closed=True)
+
+
+def _plain_entry(value: Any) -> Any:
+    """As a file holds it."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 @dataclass
@@ -292,16 +309,15 @@ class Best:
     epoch, step: completed epochs and optimizer steps when it was reached.
     """
 
-    epoch: int
-    value: float
-    step: int
+    epoch: int = saved(_COUNT)
+    value: float = saved(number(finite=False))
+    step: int = saved(_COUNT)
 
 
 _POSITION = record(
     {"epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "turn": _COUNT, "others": each(each(_COUNT, length=2))},
     closed=True,
 )
-_BEST = record({"epoch": _COUNT, "step": _COUNT, "value": number(finite=False)}, closed=True)
 
 
 @dataclass
@@ -321,44 +337,26 @@ class SavedProgress:
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
     step: int = saved(_COUNT, 0)
-    best: Best | None = saved(optional(_BEST), None, read=lambda value: Best(**value) if value else None)
+    best: Best | None = saved(
+        optional(record_of_fields(Best)), None, read=lambda value: Best(**value) if value else None
+    )
     evaluations_since_best: int = saved(_COUNT, 0)
     last_report: int = saved(_COUNT, 0)
     train_seconds: float = saved(number(at_least=0), 0.0)
     reported: dict[str, tuple[float, float]] = saved(by_name(each(number(finite=False), length=2)), make=dict)
-    samples: int = saved(_COUNT, 0, entry="covered_samples")
+    samples: int = saved(_COUNT, 0, name="covered_samples")
     misses_samples: bool = saved(truth, False)
     skipped_steps: int = saved(_COUNT, 0)
     skipped_in_a_row: tuple[int, int] = saved(each(_COUNT, length=2), (0, 0), read=tuple)
 
     def entries(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        values = {_entry_of(each): getattr(self, each.name) for each in fields(self) if _SAVED in each.metadata}
-        return {name: _plain_entry(value) for name, value in values.items()}
+        return {entry: _plain_entry(getattr(self, name)) for entry, (name, _) in saved_fields(self).items()}
 
 
 def read_progress(state: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `SavedProgress` by name, from a checkpoint that was read."""
-    return {each.name: each.metadata[_SAVED][2](state[_entry_of(each)]) for each in fields(SavedProgress)}
-
-
-def _entry_of(each: Any) -> str:
-    return each.metadata[_SAVED][1] or each.name
-
-
-def declared(kept: Any) -> dict[str, Saved]:
-    """The entries that the `saved` fields of a dataclass make."""
-    found = {}
-    for each in fields(kept):
-        kind, _, _, since = each.metadata[_SAVED]
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        found[_entry_of(each)] = Saved(kind, since=since, default=_plain_entry(default))
-    return found
-
-
-def _plain_entry(value: Any) -> Any:
-    """As a file holds it."""
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return {name: its.read(state[entry]) for entry, (name, its) in saved_fields(SavedProgress).items()}
 
 
 def _optimizer(name: str, value: Any) -> None:
@@ -423,20 +421,11 @@ ENTRIES: Mapping[str, Saved] = {
     "totals": Saved(by_name(by_name(tensor))),
     "value": Saved(optional(number(finite=False))),
     "is_best": Saved(truth),
-    **declared(SavedProgress),
+    **{entry: its for entry, (_, its) in saved_fields(SavedProgress).items()},
     **FACTS,
 }
 """Of a checkpoint, beside its `format_version`. What each means: QUICK_REFERENCE.md, "A checkpoint"."""
 LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
-
-_MANIFEST_ENTRY = record(
-    {
-        "file": text(CHECKPOINT_NAME), "epoch": _COUNT, "phase": _COUNT, "samples": _COUNT, "step": _COUNT,
-        "value": optional(number(finite=False)), "best": truth, "bytes": _COUNT, "sha256": text("[0-9a-f]{64}"),
-        "source": optional(text()),
-    },
-    closed=True,
-)  # fmt: skip
 
 
 # --- whole files -------------------------------------------------------------------------------------------------
@@ -481,11 +470,6 @@ def schema_error_of_config(content: dict[str, Any]) -> str | None:
     return first_schema_error([_record_of(FACTS, others), _equally_many_phases], content)
 
 
-def schema_error_of_manifest(content: Any) -> str | None:
-    """What is wrong with manifest.json; None for nothing."""
-    return first_schema_error([record({"checkpoints": each(_MANIFEST_ENTRY)}), _one_entry_a_file], content)
-
-
 def _record_of(entries: Mapping[str, Saved], others: Mapping[str, Kind] | None = None) -> Kind:
     return record(
         {name: entry.kind for name, entry in entries.items() if not entry.is_optional},
@@ -514,9 +498,3 @@ def _position_in_epoch(name: str, state: Mapping[str, Any]) -> None:
         raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one of each other phase")
     for samples, size in zip(others, sizes[1:], strict=False):
         whole(at_most=size)("position.others", samples)
-
-
-def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
-    files = [entry["file"] for entry in content["checkpoints"]]
-    if len(set(files)) < len(files):
-        raise ValueError("checkpoints: names a file twice")

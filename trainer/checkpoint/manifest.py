@@ -13,7 +13,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainer.checkpoint.format import schema_error_of_config, schema_error_of_manifest
+from trainer.checkpoint.format import (
+    each,
+    first_schema_error,
+    number,
+    optional,
+    record,
+    record_of_fields,
+    saved,
+    schema_error_of_config,
+    text,
+    truth,
+    whole,
+)
 from trainer.checkpoint.lock import Writer
 from trainer.common.errors import DiskError
 from trainer.common.files import MOST_RECORD, MOST_WHOLE, NO_FILE, read_whole, without_nan
@@ -26,6 +38,7 @@ CONFIG = "config.json"
 RESULTS = "results.json"
 STATE = "state.json"
 IF_UNREADABLE = "see to the file system and run the same command again, or move the file away to do without it"
+CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+(_\d+)?)?(_again\d+)?\.pth"
 LINKS = ("last.pth", "best.pth", "final.pth")
 
 State = Literal["running", "finished", "preempted", "paused", "refused", "failed"]
@@ -88,16 +101,16 @@ class Entry:
     source: the `--resume-from` that it descends from, with the whole path.
     """
 
-    file: str
-    epoch: int
-    phase: int
-    samples: int
-    step: int
-    value: float | None
-    best: bool
-    bytes: int
-    sha256: str
-    source: str | None
+    file: str = saved(text(CHECKPOINT_NAME))
+    epoch: int = saved(whole())
+    phase: int = saved(whole())
+    samples: int = saved(whole())
+    step: int = saved(whole())
+    value: float | None = saved(optional(number(finite=False)))
+    best: bool = saved(truth)
+    bytes: int = saved(whole())
+    sha256: str = saved(text("[0-9a-f]{64}"))
+    source: str | None = saved(optional(text()))
 
     @classmethod
     def of(
@@ -113,6 +126,18 @@ class Entry:
     @property
     def position(self) -> Position:
         return Position(self.epoch, self.phase, self.samples)
+
+
+def schema_error_of_manifest(content: Any) -> str | None:
+    """What is wrong with manifest.json; None for nothing."""
+    return first_schema_error([record({"checkpoints": each(record_of_fields(Entry))}), _one_entry_a_file], content)
+
+
+def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
+    """Otherwise one of them would be evicted with the file of the other."""
+    files = [entry["file"] for entry in content["checkpoints"]]
+    if len(set(files)) < len(files):
+        raise ValueError("checkpoints: names a file twice")
 
 
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
