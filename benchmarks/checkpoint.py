@@ -50,7 +50,7 @@ class Timer:
 
     def __init__(self, run: Run, num_steps: int) -> None:
         self.run, self.num_steps = run, num_steps
-        self.wait = torch.cuda.synchronize if run.parallel.device.type == "cuda" else lambda: None
+        self.wait = torch.cuda.synchronize if run.strategy.device.type == "cuda" else lambda: None
         self.steps_done = -1  # the first step allocates the moments
         self.stalls: list[float] = []
         self.clones: list[float] = []
@@ -75,14 +75,14 @@ class Timer:
                 self.stalls.append(time.perf_counter() - self.started)
 
     def _end_block(self, saved: bool) -> None:
-        finish_saving(self.run.parallel, self.run.saver)
+        finish_saving(self.run.group, self.run.saver)
         self.wait()
         (self.with_save if saved else self.without).append(time.perf_counter() - self.started)
         if saved:
             self._time_references()
 
     def _time_references(self) -> None:
-        state = self.run.parallel.full_state(self.run.learner.objective, self.run.learner.optimizers)
+        state = self.run.strategy.full_state(self.run.learner.objective, self.run.learner.optimizers)
         tensors = []
         started = time.perf_counter()
         for value in state["model"].values():
@@ -93,7 +93,7 @@ class Timer:
         del tensors
         started = time.perf_counter()
         save(self.run)
-        finish_saving(self.run.parallel, self.run.saver)
+        finish_saving(self.run.group, self.run.saver)
         self.blocking.append(time.perf_counter() - started)
 
 
@@ -102,7 +102,7 @@ def measure(num_cycles: int, num_steps: int, device: str = "cpu", task: str = LA
         run = build_lockstep(Path(folder), 1 + 2 * num_cycles * num_steps, device, task)
         timer = Timer(run, num_steps)
         train_epoch(run)
-        num_bytes = state_bytes(run.parallel.full_state(run.learner.objective, run.learner.optimizers))
+        num_bytes = state_bytes(run.strategy.full_state(run.learner.objective, run.learner.optimizers))
         num_parameters = run.learner.num_parameters
         run.close()
         run.directory.release()

@@ -32,10 +32,11 @@ from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision
 from trainer.loop.train import train_step
-from trainer.parallel.base import Parallel, SingleDevice
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
+from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Objective
 
 BATCH_SIZE = 32
@@ -61,25 +62,25 @@ def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
     return torch.optim.AdamW(params, lr=1e-3, fused=True), params
 
 
-def lockstep_step(task: HarTask, parallel: Parallel, batches: Iterator[WeightedBatch]) -> Step:
+def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedBatch]) -> Step:
     """The trainer's step, with the exchange of the next window's weight that its loop makes."""
     precision = Precision("off", torch.float32, CPU)
-    objective = parallel.place(task.build_objective, task.blocks, complete=lambda _: None)
+    objective = strategy.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
     learner = Learner(objective, net, CPU, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
     optimizer, params = optimized(objective)
     learner.set_trained({"train": params})
-    learner.nets["train"] = parallel.wrap(net)
+    learner.nets["train"] = strategy.wrap(net)
     learner.optimizers["train"] = [optimizer]
     window = [next(batches)]
-    pending = parallel.start_sum([window[0].weight, 0.0])
+    pending = strategy.group.start_sum([window[0].weight, 0.0])
 
     def step() -> None:
         nonlocal window, pending
         (total_weight, _), current = pending(), window
         window = [next(batches)]
-        pending = parallel.start_sum([window[0].weight, 0.0])
-        train_step(learner, parallel, "train", current, total_weight, dropout_key=(0, 0, 0, 0), learning_rate=1e-3)
+        pending = strategy.group.start_sum([window[0].weight, 0.0])
+        train_step(learner, strategy, "train", current, total_weight, dropout_key=(0, 0, 0, 0), learning_rate=1e-3)
 
     return step
 
@@ -119,7 +120,7 @@ def bare_step(model: nn.Module, batches: Iterator[WeightedBatch]) -> Step:
 def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
     """What each of the two processes does; the first one writes the median times and efficiencies."""
     torch.set_num_threads(1)
-    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    strategy = Replicated(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu")))
     task = HarTask(HarFlags(), seed=0, cache_dir=folder)
     batches = shuffled_batches(task, environment.rank)
     counters = torch.from_file(str(folder / "counters"), shared=True, size=16, dtype=torch.int64)
@@ -128,10 +129,10 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         "without_exchange": alone,
         "waiting_only": waiting_step(alone, environment.rank, counters),
         "bare_ddp": bare_step(under_ddp(task.build_objective()), batches),
-        "lockstep": lockstep_step(task, parallel, batches),
+        "lockstep": lockstep_step(task, strategy, batches),
     }
-    means = {name: times[:, 0] for name, times in in_turns(steps, rounds, parallel).items()}
-    if parallel.is_main:
+    means = {name: times[:, 0] for name, times in in_turns(steps, rounds, strategy).items()}
+    if strategy.group.is_main:
         alone_s = means["without_exchange"]
         result = {
             "step_ms": {name: round(1e3 * float(times.median()), 2) for name, times in means.items()},
@@ -139,18 +140,20 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
             "lockstep_over_bare_ddp": round(float((means["lockstep"] / means["bare_ddp"]).median()), 3),
         }
         (folder / "result.json").write_text(json.dumps(result))
-    parallel.close()
+    strategy.group.close()
     return 0
 
 
-def in_turns(steps: Mapping[str, Step], rounds: int, parallel: Parallel) -> dict[str, Tensor]:
+def in_turns(steps: Mapping[str, Step], rounds: int, strategy: Strategy) -> dict[str, Tensor]:
     """Seconds of each kind of step by the clock, and of a processor: (rounds, 2), the means of the processes."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(WARM_UP_ROUNDS + rounds):
         for name, step in steps.items():
             dist.barrier()
             times[name].append(block_s(step))
-    return {name: parallel.sum(torch.tensor(pairs[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, pairs in times.items()}
+    return {
+        name: strategy.group.sum(torch.tensor(pairs[WARM_UP_ROUNDS:])) / WORLD_SIZE for name, pairs in times.items()
+    }
 
 
 def block_s(step: Step) -> tuple[float, float]:

@@ -9,8 +9,8 @@ from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.loop.run import Run
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.devices import keep_freed_memory, pick_device
+from trainer.parallel.strategy import SingleDevice
 
 
 def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_memory: bool = True) -> Run:
@@ -22,13 +22,13 @@ def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_mem
     argv = ["--save-dir", str(folder), "--device", device, *threads, *argv]
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
-    parallel = SingleDevice(pick_device(device))
+    strategy = SingleDevice(pick_device(device))
     if device == "cpu" and keeps_memory:
         keep_freed_memory()
-    set_up_torch(flags, parallel)
+    set_up_torch(flags, strategy.group)
     task = build_task(flags)
     directory = RunDirectory(folder, retention_of(flags.checkpoint, task), print)
     directory.acquire()
-    run, notes = build_run(flags, task, parallel, directory)
+    run, notes = build_run(flags, task, strategy, directory)
     open_run(run, notes, flags, argv)
     return run

@@ -29,6 +29,7 @@ from tasks.har import HarFlags, HarTask
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded
+from trainer.parallel.process_group import ProcessGroup
 
 
 def sharded(task: HarTask) -> nn.Module:
@@ -41,16 +42,16 @@ def sharded(task: HarTask) -> nn.Module:
 def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
     """What each of the two processes does; the first one writes the median times and ratios."""
     torch.set_num_threads(1)
-    parallel = Sharded(environment, MultiDeviceFlags(multi_gpu="fsdp"), DeviceFlags(device="cpu"))
+    strategy = Sharded(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="fsdp"), DeviceFlags(device="cpu")))
     task = HarTask(HarFlags(), seed=0, cache_dir=folder)
     batches = shuffled_batches(task, environment.rank)
     steps = {
         "bare fully_shard": bare_step(sharded(task), batches),
-        "lockstep fsdp": lockstep_step(task, parallel, batches),
+        "lockstep fsdp": lockstep_step(task, strategy, batches),
         "bare ddp": bare_step(under_ddp(task.build_objective()), batches),
     }
-    means = in_turns(steps, rounds, parallel)
-    if parallel.is_main:
+    means = in_turns(steps, rounds, strategy)
+    if strategy.group.is_main:
         ours = means["lockstep fsdp"]
         result = {
             "step ms": {name: round(1e3 * float(of_kind[:, 0].median()), 2) for name, of_kind in means.items()},
@@ -58,7 +59,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
             "lockstep fsdp over bare ddp": compared(ours, means["bare ddp"]),
         }
         (folder / "result.json").write_text(json.dumps(result))
-    parallel.close()
+    strategy.group.close()
     return 0
 
 

@@ -202,8 +202,8 @@ def may_import(module: str, name: str) -> bool:
     ("module", "name", "allowed"),
     [
         ("trainer.loop.train", "trainer.loop.plan", True),
-        ("trainer.commands.build", "trainer.parallel.base", True),
-        ("trainer.logs.console", "trainer.parallel.base", False),
+        ("trainer.commands.build", "trainer.parallel.strategy", True),
+        ("trainer.logs.console", "trainer.parallel.strategy", False),
         ("trainer.commands.parse", "tasks", False),
         ("trainer.commands.trained", "tasks.har", False),
         ("trainer.registry", "tasks", False),
@@ -370,9 +370,9 @@ def test_private_names_are_found(tmp_path):
 
 def test_weights_reach_a_model_in_one_place():
     """States of optimizers and of the scaler, and a part of a fresh model from `initialise`, are other things."""
-    parallel = {"trainer.parallel.base", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
+    strategy = {"trainer.parallel.strategy", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
-        "load_state_dict": {*parallel, "trainer.loop.checkpointing", "tasks.har_objective"},
+        "load_state_dict": {*strategy, "trainer.loop.checkpointing", "tasks.har_objective"},
         "load_weights": {"trainer.commands.weights"},
     }
     callers = {

@@ -19,7 +19,7 @@ from trainer.commands.parse import parse
 from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
 from trainer.loop.windows import evaluation_batches
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 from trainer.task import Task
 
 CPU = torch.device("cpu")
@@ -135,10 +135,10 @@ def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
-def assembled(parallel, *argv):
+def assembled(strategy, *argv):
     flags, problems = parse(["--task", WEIGHTED, "--dtype", "float64", *argv], several_devices=False)
     assert problems == []
-    return assemble_run(flags, build_task(flags), parallel)
+    return assemble_run(flags, build_task(flags), strategy)
 
 
 def sizes_of_forwards(run):

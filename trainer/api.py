@@ -24,7 +24,7 @@ from torch import nn
 from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.manifest import RESULTS, read_json, read_state
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
-from trainer.commands.build import CUBLAS_WORKSPACE, start_parallel
+from trainer.commands.build import CUBLAS_WORKSPACE, start_strategy
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.weights import trained_model
@@ -181,11 +181,11 @@ def _refuse_other_than_one_run(flags: Flags) -> None:
 
 
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
-    parallel = start_parallel(flags, environment)
-    parallel.diagnosis.prints = environment is not None  # of several processes one speaks for all
-    with parallel.in_use():
-        run_command(flags, argv, parallel)
-        return Fitted(parallel.on_main(lambda: _metrics_at_end(run)), run)
+    strategy = start_strategy(flags, environment)
+    strategy.group.diagnosis.prints = environment is not None  # of several processes one speaks for all
+    with strategy.group.in_use():
+        run_command(flags, argv, strategy)
+        return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun) -> Fitted:

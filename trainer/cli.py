@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
-from trainer.commands.build import build_task, set_up_torch, start_parallel
+from trainer.commands.build import build_task, set_up_torch, start_strategy
 from trainer.commands.config_files import with_origins
 from trainer.commands.evaluate import evaluate_only
 from trainer.commands.export import export_model
@@ -25,11 +25,11 @@ from trainer.config import refuse
 from trainer.flags import MultiDeviceFlags
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
-from trainer.parallel.base import Parallel
 from trainer.parallel.devices import keep_freed_memory
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
+from trainer.parallel.strategy import Strategy
 from trainer.registry import Registry, hand_in
 from trainer.task import Task
 
@@ -91,11 +91,11 @@ def main(
             return train_several(flags, argv, functools.partial(run, several_devices=several_devices))
         if starts_processes(flags.multi, environment):
             return start_processes(flags.multi, flags.devices.device, argv, run)
-        parallel = start_parallel(flags, environment)
-        if parallel.device.type == "cpu":
+        strategy = start_strategy(flags, environment)
+        if strategy.device.type == "cpu":
             keep_freed_memory()
-        with parallel.in_use():
-            return run_command(flags, argv, parallel)
+        with strategy.group.in_use():
+            return run_command(flags, argv, strategy)
     except Failure as failure:
         return failure.status
     except UserError as error:
@@ -157,25 +157,25 @@ def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], r
     return launch(start, world_size, start_again)
 
 
-def run_command(flags: Flags, argv: Sequence[str], parallel: Parallel) -> int:
+def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
     """Trains, evaluates, labels or exports; returns the exit status. Raises UserError."""
-    set_up_torch(flags, parallel)
-    if parallel.is_main and flags.prediction.predict is None:  # whose table goes to standard output
+    set_up_torch(flags, strategy.group)
+    if strategy.group.is_main and flags.prediction.predict is None:  # whose table goes to standard output
         for remark in flags.from_run.remarks:
             say(remark)
     if flags.prediction.predict is not None:
-        label_new_data(flags, parallel)
+        label_new_data(flags, strategy)
         return EXIT_FINISHED
     if flags.exporting.export is not None:
-        export_model(flags, parallel)
+        export_model(flags, strategy)
         return EXIT_FINISHED
-    task = parallel.together(lambda: build_task(flags))
-    done = parallel.on_main(task.other_work)
+    task = strategy.group.together(lambda: build_task(flags))
+    done = strategy.group.on_main(task.other_work)
     if done is not None:
-        if parallel.is_main:
+        if strategy.group.is_main:
             say(done)
         return EXIT_FINISHED
     if flags.checkpoint.eval_only or not task.trains:
-        evaluate_only(flags, task, parallel)
+        evaluate_only(flags, task, strategy)
         return EXIT_FINISHED
-    return train_in_directory(flags, argv, task, parallel)
+    return train_in_directory(flags, argv, task, strategy)

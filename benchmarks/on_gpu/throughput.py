@@ -13,8 +13,8 @@ from benchmarks.on_gpu.part import CACHE, Report, Setting
 from trainer.api import process_restored
 from trainer.commands.parse import parse
 from trainer.config import refuse
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.devices import pick_device
+from trainer.parallel.strategy import SingleDevice
 from trainer.profiling.measure import measure as measure_steps
 from trainer.profiling.measure import opened
 from trainer.profiling.phase_clock import DATA

@@ -11,7 +11,7 @@ from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.commands.weights import restore_weights, restore_what_fits, use_weights
 from trainer.common.errors import UserError
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 ONE_DEVICE = SingleDevice(torch.device("cpu"))
 STILL = ["--lr", 1e-12]
@@ -97,7 +97,7 @@ def test_scores_are_of_the_weights_that_are_to_be_scored(source):
     """Also where a moving average is kept: not of the one so far."""
     flags, _ = parse([*map(str, TINY), "--ema-decay", "0.9"], several_devices=False)
     run = assemble_run(flags, build_task(flags), ONE_DEVICE)
-    use_weights(run.learner, source, run.parallel, "that", "")
+    use_weights(run.learner, source, run.strategy, "that", "")
     with run.learner.ema.applied():
         assert_same_bits(source, run.learner.objective.model.state_dict())
 

@@ -13,7 +13,7 @@ from trainer.loading.order import Position
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 
 
 def _after_restoring(change: Callable[[Progress], None]) -> None:
@@ -37,7 +37,7 @@ def position_off_by_one() -> None:
 
 
 def moments_not_restored() -> None:
-    Parallel.load_moments = lambda self, *state: None  # type: ignore[method-assign]
+    Strategy.load_moments = lambda self, *state: None  # type: ignore[method-assign]
 
 
 def average_not_restored() -> None:

@@ -28,9 +28,10 @@ from tests.faults.faulty_group import (
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, torchrun
 from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.heartbeat import Heartbeat
+from trainer.parallel.process_group import ProcessGroup
 
 slow = pytest.mark.slow
 UNCOMPARED = ["--lockstep-every", 0]  # of ranks whose gradients are not exchanged
@@ -191,15 +192,15 @@ def let_the_device_wait(meets):
 
     meets: the ranks do on the host before.
     """
-    Distributed.gradient_sync = lambda self, net, enabled: net.no_sync()
-    barrier, asked = Distributed.barrier, itertools.count(1)
+    Replicated.exchange = lambda self, params: None
+    barrier, asked = ProcessGroup.barrier, itertools.count(1)
 
     def barrier_of_nccl(self):
         self.backend = "nccl" if meets else "gloo"
         barrier(self)
         time.sleep(600 if next(asked) == 3 else 0)
 
-    Distributed.barrier = barrier_of_nccl
+    ProcessGroup.barrier = barrier_of_nccl
     return lambda: None
 
 

@@ -23,7 +23,7 @@ from trainer.commands.resume import Changes, resume
 from trainer.commands.weights import resume_weights
 from trainer.common.errors import UserError
 from trainer.loop.checkpointing import restore_progress
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 ARGV = [
     "--task", WEIGHTED, "--num-train", "24", "--num-val", "2", "--num-test", "1", "--width", "2", "--batch-size", "12",
@@ -38,7 +38,7 @@ def run(signals_restored, no_rank_variables, tmp_path):
     flags, _ = parse([*ARGV, "--save-dir", str(tmp_path / "new")], several_devices=False)
     run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")))
     run.facts |= {"code": {"commit": None, "changed": None, "task_file": None, "task_sha256": None}, "run_id": "0" * 12}
-    prepare_training(flags, run.task, run.learner, run.parallel, run.plan.orders, run.memory)
+    prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
     return run
 
 
@@ -197,9 +197,9 @@ def outcome_of(run, file):
         state = read_checkpoint(file, "x.pth")
         changes = Changes(state, run.facts, run.task)
         changes.refuse_another_run()
-        resume_weights(run.learner, state, run.parallel, "")
+        resume_weights(run.learner, state, run.strategy, "")
         changes.refuse_reordered(run.learner.objective.model.state_dict())
-        run.progress = restore_progress(run.learner, run.parallel, state)
+        run.progress = restore_progress(run.learner, run.strategy, state)
         resume(changes, run.plan, run.progress, run.is_complete, run.directory.forget_values)
     except UserError:
         return "refused"

@@ -8,19 +8,19 @@ from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 def test_nothing_of_a_size_is_left_when_the_next_is_tried(tmp_path):
     import gc
 
-    from trainer.commands.build import build_task, set_up_torch, start_parallel
+    from trainer.commands.build import build_task, set_up_torch, start_strategy
     from trainer.commands.parse import parse
     from trainer.profiling.batch_size import BatchSizeFlags, of_size
 
     argv = ["--task", WEIGHTED, "--num-threads", "1", "--steps", "2", "--settling-steps", "1", "--amp", "fp16"]
     flags, problems = parse([*argv, "--cache-dir", str(tmp_path)], False, BatchSizeFlags)
     assert not problems
-    parallel = start_parallel(flags, None)
-    set_up_torch(flags, parallel)
+    strategy = start_strategy(flags, None)
+    set_up_torch(flags, strategy.group)
     task = build_task(flags)
     gc.collect()
     gc.disable()
     before = GPUS.memory_in_use()
     for _ in range(2):
-        assert of_size(flags, argv, parallel, task, 8) is not None
+        assert of_size(flags, argv, strategy, task, 8) is not None
         assert GPUS.memory_in_use() == before

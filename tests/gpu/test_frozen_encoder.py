@@ -11,13 +11,13 @@ def test_replicas_wait_for_no_gpu_to_look_at_them(tmp_path):
     from tasks.har_objective import features_of
     from trainer.parallel.data_parallel import DataParallel
 
-    parallel = DataParallel([torch.device("cuda", 0), torch.device("cuda", 1)])
+    strategy = DataParallel([torch.device("cuda", 0), torch.device("cuda", 1)])
     objective = HarTask(HarFlags(mode="first", hidden_dims=(8,)), 0, tmp_path).build_objective().to("cuda")
     signals = torch.randn(4, 9, 128).to("cuda")
     with torch.no_grad():
         features = features_of(objective.model, signals)
     batch = {"signals": signals, "features": features, "label": torch.zeros(4, dtype=torch.int64).to("cuda")}
-    net = parallel.wrap(objective)
+    net = strategy.wrap(objective)
     GPUS.forget_mistakes()
     for _ in range(2):
         assert net(batch)["loss"].shape == ()

@@ -12,7 +12,7 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
     import torch
 
     from trainer.api import process_restored
-    from trainer.commands.build import set_up_torch, start_parallel
+    from trainer.commands.build import set_up_torch, start_strategy
     from trainer.commands.parse import parse
 
     os.environ.pop(WORKSPACE, None)
@@ -21,7 +21,7 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
     def told(task, *more):
         flags, problems = parse(["--task", task, "--cache-dir", str(tmp_path), *more], False)
         assert not problems
-        set_up_torch(flags, start_parallel(flags, None))
+        set_up_torch(flags, start_strategy(flags, None).group)
         return cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled(), cudnn.allow_tf32, os.environ[WORKSPACE]
 
     for cudnn.benchmark in (False, True):

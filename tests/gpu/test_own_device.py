@@ -20,8 +20,8 @@ def test_the_first_gpu_of_every_form_is_the_current_one():
     """What allocates, or is queued, without naming one must not go to another one's memory and stream."""
     import torch
 
-    from trainer.parallel.base import SingleDevice
     from trainer.parallel.data_parallel import DataParallel
+    from trainer.parallel.strategy import SingleDevice
 
     SingleDevice(torch.device("cuda", 2))
     assert torch.cuda.current_device() == 2
@@ -34,7 +34,7 @@ def test_a_process_that_goes_on_has_its_current_gpu_back():
     import torch
 
     from trainer.api import process_restored
-    from trainer.parallel.base import SingleDevice
+    from trainer.parallel.strategy import SingleDevice
 
     for before in (0, 1):
         torch.cuda.set_device(before)

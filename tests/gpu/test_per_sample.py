@@ -4,7 +4,7 @@ import torch
 
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from trainer.loop.totals import MOST_IN_FLIGHT, PerSampleOutputs
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 from trainer.task import PerSample
 
 DEVICE = torch.device("cuda", 1)
@@ -18,6 +18,6 @@ def test_many_batches_arrive_in_order():
         values = 2 * torch.arange(3 * batch, 3 * batch + 3, device=DEVICE)
         outputs.add(index, {"double": PerSample(values), "sum": values.sum()})
     waits = len(GPUS.waits)
-    found = outputs.gathered(SingleDevice(DEVICE), 3 * num_batches)
+    found = outputs.gathered(SingleDevice(DEVICE).group, 3 * num_batches)
     assert torch.equal(found["double"], 2 * torch.arange(3 * num_batches))
     assert waits == 2

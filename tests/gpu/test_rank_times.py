@@ -9,21 +9,21 @@ from tests.helpers.imagined_gpu import on_imagined_gpus
 from trainer.logs.run_log import SilentLog
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import REPORT_EVERY, SENT, RankTimes
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.device_queue import GROUP_SIZE
+from trainer.parallel.strategy import SingleDevice
 
 
 @on_imagined_gpus(2, may_wait=True)
 def test_periods_follow_one_another():
-    parallel, progress = SingleDevice(torch.device("cuda", 1)), Progress()
+    strategy, progress = SingleDevice(torch.device("cuda", 1)), Progress()
     sent = []
-    parallel.start_sum = lambda values: lambda: sent.append(values) or values
-    times = RankTimes(parallel)
+    strategy.group.start_sum = lambda values: lambda: sent.append(values) or values
+    times = RankTimes(strategy.group)
     times.begin(progress)
     times.resume()
     for pause_s in (0.02, 0.05):
         for name in ("data loading", "forward", "backward", "optimizer"):
-            parallel.activity.enter(name)
+            strategy.group.activity.enter(name)
             time.sleep(pause_s)
         progress.step += REPORT_EVERY
         times.after_step(progress, None, SilentLog())

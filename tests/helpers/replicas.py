@@ -63,15 +63,15 @@ class ReplicasOnCpu(DataParallel):
         return ThreadedReplicas(net, self.num_replicas)
 
 
-def trained(parallel, directory: Path, *more: str):
+def trained(strategy, directory: Path, *more: str):
     argv = ["--task", WEIGHTED, "--epochs", "2", "--dtype", "float64", "--save-dir", str(directory),
             "--num-threads", "1", *more]  # fmt: skip
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
-    set_up_torch(flags, parallel)
+    set_up_torch(flags, strategy.group)
     run_directory = RunDirectory(directory, Retention(3), print)
     run_directory.acquire()
-    run, notes = build_run(flags, build_task(flags), parallel, run_directory)
+    run, notes = build_run(flags, build_task(flags), strategy, run_directory)
     open_run(run, notes, flags, argv)
     train(run)
     test = run.metrics({"test": evaluate(run, "test")})

@@ -7,7 +7,7 @@ from tasks.seqrec import SeqrecFlags, SeqrecTask
 from trainer.commands.build import assemble_run, build_task, prepare_training
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
 KINDS = ("hr", "ndcg", "mrr")
@@ -42,7 +42,7 @@ def assembled(argv, *more):
     flags, problems = parse([*argv, "--dtype", "float64", *more], several_devices=False)
     assert problems == []
     run = assemble_run(flags, build_task(flags), SingleDevice(CPU))
-    prepare_training(flags, run.task, run.learner, run.parallel, run.plan.orders, run.memory)
+    prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
     return run
 
 

@@ -21,7 +21,7 @@ from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.evaluate import log_pictures
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
 STEPS_PER_EPOCH = 4  # 101 sequences

@@ -17,7 +17,7 @@ from trainer.loading.order import EpochOrder, SampleKeys, num_micro_batches
 from trainer.loop.buffers import Buffers
 from trainer.loop.contract import leaves_a_single_sample
 from trainer.loop.schedule import lr_factor
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 NORMED = f"{ROOT / 'tests' / 'helpers' / 'normed_task.py'}:Normed"
 EPOCHS, LR, SIZE = 2, 0.05, 2
@@ -177,6 +177,6 @@ def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
      (3, 2, 2, True), (3, 12, 2, False), (3, 14, 4, True), (3, 16, 5, True), (3, 16, 6, False)],
 )  # fmt: skip
 def test_a_sample_alone_is_found_on_any_rank(world_size, whole, micro_batch_size, expected):
-    parallel = SingleDevice(torch.device("cpu"))
-    parallel.world_size = world_size
-    assert leaves_a_single_sample(parallel, whole, micro_batch_size) == expected
+    strategy = SingleDevice(torch.device("cpu"))
+    strategy.group.world_size = world_size
+    assert leaves_a_single_sample(strategy, whole, micro_batch_size) == expected

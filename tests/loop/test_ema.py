@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 
 def reference(history, decay):

@@ -22,9 +22,10 @@ from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory import MEMORY, MemoryLimit, resplit
-from trainer.parallel.base import SingleDevice
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.launch import launch
+from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
 TIGHT = f"{ROOT / 'tests' / 'helpers' / 'tight_task.py'}:Tight"
@@ -197,13 +198,13 @@ def test_torchrun_starts_a_group_again(small, command, tmp_path):
 # --- the rehearsal -----------------------------------------------------------------------------------------------
 
 
-def built(parallel, directory, *more):
+def built(strategy, directory, *more):
     argv = [*map(str, TINY), "--save-dir", str(directory), *more]
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
-    set_up_torch(flags, parallel)
+    set_up_torch(flags, strategy.group)
     run_directory = RunDirectory(directory, Retention(3), print)
-    run, _ = build_run(flags, build_task(flags), parallel, run_directory)
+    run, _ = build_run(flags, build_task(flags), strategy, run_directory)
     return run
 
 
@@ -285,17 +286,18 @@ def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, 
 def rehearse_in_process(environment, folder, fails_early):
     torch.set_num_threads(1)
     flags = MultiDeviceFlags(multi_gpu="ddp", dist_timeout_s=20)
-    parallel = Distributed(environment, flags, DeviceFlags(device="cpu"))
-    run = built(parallel, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
+    strategy = Replicated(ProcessGroup(environment, flags, DeviceFlags(device="cpu")))
+    run = built(strategy, folder / "run", "--batch-size", "6", "--fit", "3", "--tight-rank", "1")
     if environment.rank == 1 and fails_early:
         fail_before_the_first_forward(run)
     run.memory.dry_run(run.task, run.plan, run.log.say)
     run.learner.nets["train"](a_batch(run, environment.rank))["loss"].backward()
+    strategy.exchange(run.learner.params["train"])
     gradient = torch.cat([p.grad.flatten() for p in run.learner.objective.parameters()])
     torch.save(
         {"batch_size": run.memory.splits[0].batch_size, "gradient": gradient}, folder / f"rank{environment.rank}"
     )
-    parallel.close()
+    strategy.group.close()
     return 0
 
 

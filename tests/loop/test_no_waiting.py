@@ -22,7 +22,7 @@ from trainer.loop.lockstep import Lockstep
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 from trainer.loop.watch import Watch
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 NUM_STEPS = 12
 GPU_STEPS = 100  # enough for totals to be folded, and for a group of outcomes to be looked at
@@ -85,7 +85,7 @@ def numberless(monkeypatch):
     return Numberless()
 
 
-def run_of(argv: list[str], parallel: SingleDevice, cache_dir) -> Run:
+def run_of(argv: list[str], strategy: SingleDevice, cache_dir) -> Run:
     """A run whose steps neither log nor save."""
     flags, problems = parse(
         ["--save-dir", "unused", "--cache-dir", str(cache_dir), "--log-interval", "1000000", *argv],
@@ -93,8 +93,8 @@ def run_of(argv: list[str], parallel: SingleDevice, cache_dir) -> Run:
     )
     assert not problems
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
-    run = assemble_run(flags, task, parallel)
-    prepare_training(flags, run.task, run.learner, run.parallel, run.plan.orders, run.memory)
+    run = assemble_run(flags, task, strategy)
+    prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
     run.tried_saving.update(task.phases)  # a save may wait
     return run
 
@@ -137,7 +137,7 @@ def test_nothing_of_a_step_is_fetched_from_the_device(argv, numberless, cache_di
 
 def test_nothing_of_a_fingerprint_is_fetched(numberless, cache_dir):
     """As one of two processes, until the steps after which it has arrived."""
-    numberless.world_size = 2
+    numberless.group.world_size = 2
     run = run_of(["--task", WEIGHTED, "--num-train", "2000"], numberless, cache_dir)
     lockstep = Lockstep(run.learner.objective, numberless, every=3)
     lockstep.begin(run.progress)

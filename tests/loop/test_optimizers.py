@@ -10,11 +10,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
 from trainer.common.errors import UserError
-from trainer.flags import LearningFlags, MultiDeviceFlags
+from trainer.flags import LearningFlags
 from trainer.loop.optimizers import build_optimizers, completed_groups, hidden_matrices
 from trainer.loop.precision import Precision, _step_on_device
 from trainer.loop.torch_optimizers import ZeroStartSGD, moments_of, without_compiler
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
+from trainer.parallel.group import Group
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or newer")
 
@@ -272,10 +273,11 @@ def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message)
 
 
 def test_nccl_carries_no_sparse_gradients():
-    parallel = Distributed.__new__(Distributed)  # one that needs neither a GPU nor others to meet
-    parallel.backend, parallel._flags = "nccl", MultiDeviceFlags(multi_gpu="ddp")
+    group = Group([torch.device("cpu")])
+    group.backend = "nccl"
+    strategy = Replicated(group)
     with pytest.raises(UserError, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
-        parallel.wrap(nn.Sequential(nn.Embedding(2, 2, sparse=True)))
+        strategy.place(lambda: nn.Sequential(nn.Embedding(2, 2, sparse=True)), lambda model: [], lambda objective: None)
 
 
 def test_weight_decay_of_zero_lets_sparse_embeddings_stay_with_the_others():

@@ -17,7 +17,7 @@ from trainer.commands.parse import parse
 from trainer.common.errors import UserError
 from trainer.loop.evaluate import evaluate
 from trainer.loop.totals import PerSampleOutputs, in_order, joined
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 from trainer.task import PerSample
 
 CPU = torch.device("cpu")
@@ -93,10 +93,10 @@ def test_an_ensemble_is_scored_by_them(command, tmp_path):
 # --- one evaluation ----------------------------------------------------------------------------------------------
 
 
-def evaluated(parallel, *argv, change=lambda run: None):
+def evaluated(strategy, *argv, change=lambda run: None):
     flags, problems = parse(["--task", SCORED, "--dtype", "float64", *argv], several_devices=False)
     assert problems == []
-    run = assemble_run(flags, build_task(flags), parallel)
+    run = assemble_run(flags, build_task(flags), strategy)
     change(run)
     return run, evaluate(run, "val")
 
@@ -162,7 +162,7 @@ def test_their_type_stays(dtype):
     outputs = PerSampleOutputs()
     for index in ([2, 0], [1]):
         outputs.add(torch.tensor(index), {"x": PerSample(torch.tensor(index).to(dtype)), "sum": torch.tensor(1)})
-    (x,) = outputs.gathered(SingleDevice(CPU), 3).values()
+    (x,) = outputs.gathered(SingleDevice(CPU).group, 3).values()
     assert x.dtype == dtype
     assert torch.equal(x, torch.arange(3).to(dtype))
 
@@ -181,7 +181,7 @@ def test_rows_must_be_those_of_the_batch():
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(3), {"x": PerSample(values)})
         with pytest.raises(UserError, match=r"PerSample 'x': .* for a batch of 3 samples; it must return a row for"):
-            outputs.gathered(SingleDevice(CPU), 3)
+            outputs.gathered(SingleDevice(CPU).group, 3)
 
 
 def test_rows_must_be_alike():

@@ -21,9 +21,10 @@ from trainer.loop.precision import Precision, in_precision
 from trainer.loop.totals import counted
 from trainer.loop.train import train_step
 from trainer.parallel import ddp
-from trainer.parallel.base import SingleDevice
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.launch import launch
+from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.strategy import SingleDevice
 from trainer.task import PerSample
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ TASKS = {
 }  # fmt: skip
 
 
-def build(name, cache_dir, parallel, dtype=torch.float64):
+def build(name, cache_dir, strategy, dtype=torch.float64):
     """Whatever a step of a task's phase needs."""
     task_class, config, phase = TASKS[name]
     task = task_class(config, seed=0, cache_dir=cache_dir)
@@ -60,27 +61,27 @@ def build(name, cache_dir, parallel, dtype=torch.float64):
     learner = Learner(objective, net, CPU, precision, 0.0, ExponentialMovingAverage(objective.model, decay=0))
     trained = [p for group in task.param_groups(objective, phase) for p in group["params"]]
     learner.set_trained({phase: trained})
-    learner.nets[phase] = parallel.wrap(net)
+    learner.nets[phase] = strategy.wrap(net)
     loader = BatchLoader(task.training_data(phase), task.collate)
     return SimpleNamespace(
-        task=task, phase=phase, parallel=parallel, objective=objective, learner=learner, trained=trained, loader=loader
+        task=task, phase=phase, strategy=strategy, objective=objective, learner=learner, trained=trained, loader=loader
     )
 
 
 def seed_dropout(parts):
     """As `train_step` does for the first micro-batch, and for an objective of the same masks for all of them."""
-    parts.parallel.seed_dropout(*DROPOUT_KEY, 0, same_everywhere=parts.objective.same_masks)
+    parts.strategy.seed_dropout(*DROPOUT_KEY, 0, same_everywhere=parts.objective.same_masks)
 
 
 def one_step(parts, samples, accumulation, optimizer):
-    world_size = parts.parallel.world_size
+    world_size = parts.strategy.group.world_size
     micro_batch_size = -(-len(samples) // (world_size * accumulation))
-    keys = split_global_batch(samples, (parts.parallel.rank, world_size), micro_batch_size, epoch=1)
+    keys = split_global_batch(samples, (parts.strategy.group.rank, world_size), micro_batch_size, epoch=1)
     window = [weighted(batch, its.placeholder) for batch, its in zip(parts.loader(keys), keys, strict=True)]
-    (total,) = parts.parallel.start_sum([sum(each.weight for each in window)])()
+    (total,) = parts.strategy.group.start_sum([sum(each.weight for each in window)])()
     parts.learner.optimizers[parts.phase] = [optimizer]
     learning_rate = optimizer.param_groups[0]["lr"]
-    train_step(parts.learner, parts.parallel, parts.phase, window, total, DROPOUT_KEY, learning_rate)
+    train_step(parts.learner, parts.strategy, parts.phase, window, total, DROPOUT_KEY, learning_rate)
 
 
 def gradients_of_step(parts, samples, accumulation):
@@ -100,13 +101,13 @@ def weights_after_run(parts, accumulation):
     return torch.cat([p.detach().flatten() for p in parts.trained])
 
 
-def measure(parallel, accumulation, cache_dir):
+def measure(strategy, accumulation, cache_dir):
     found = {}
     for name in TASKS:
-        parts = build(name, cache_dir, parallel)
+        parts = build(name, cache_dir, strategy)
         for size in GLOBAL_BATCH_SIZES:
             found[name, size] = gradients_of_step(parts, np.arange(size) * 3, accumulation)
-    found["weights"] = weights_after_run(build("weighted", cache_dir, parallel), accumulation)
+    found["weights"] = weights_after_run(build("weighted", cache_dir, strategy), accumulation)
     return found
 
 
@@ -115,11 +116,13 @@ def in_process(environment, folder, cache_dir, is_ring):
     torch.set_num_threads(1)
     if is_ring:
         ddp.DIRECT_BYTES = 0
-    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
-    found = {accumulation: measure(parallel, accumulation, cache_dir) for accumulation in (1, 3)}
-    found["sum"] = parallel.sum(torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double())
+    strategy = Replicated(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu")))
+    found = {accumulation: measure(strategy, accumulation, cache_dir) for accumulation in (1, 3)}
+    found["sum"] = strategy.group.sum(
+        torch.randn(999, generator=torch.Generator().manual_seed(environment.rank)).double()
+    )
     torch.save(found, folder / f"rank{environment.rank}.pt")
-    parallel.close()
+    strategy.group.close()
     return 0
 
 

@@ -9,10 +9,10 @@ from tests.helpers.domains_task import DOMAINS
 from tests.helpers.forks import ROOT, run_group
 from trainer.common.errors import UserError
 from trainer.loop.totals import FOLD_EVERY, Totals, add_sums, share_of
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.data_parallel import SummedReplicas
+from trainer.parallel.group import Group
 
-ONE_DEVICE = SingleDevice(torch.device("cpu"))
+ONE_PROCESS = Group([torch.device("cpu")])
 DOMAINS_TASK = f"{ROOT / 'tests' / 'helpers' / 'domains_task.py'}:Domains"
 TINY = ["--task", DOMAINS_TASK, "--epochs", 1, "--num-train", 23, "--batch-size", 2, "--eval-batch-size", 2,
         "--log-interval", 3, "--num-threads", 1, "--device", "cpu", "--dtype", "float64"]  # fmt: skip
@@ -22,7 +22,7 @@ def total_of(batches, totals=None):
     totals = totals or Totals()
     for sums in batches:
         totals.add({name: torch.as_tensor(value) for name, value in sums.items()}, weight=1.0)
-    return {name: value.tolist() for name, value in totals.reduced(ONE_DEVICE).items()}
+    return {name: value.tolist() for name, value in totals.reduced(ONE_PROCESS).items()}
 
 
 @pytest.mark.parametrize("at", [0, 1, FOLD_EVERY - 1, FOLD_EVERY, FOLD_EVERY + 1])
@@ -49,7 +49,7 @@ def test_what_a_step_that_is_left_out_alone_has_is_zero():
     totals = Totals()
     for k, applied in enumerate([True, False, True]):
         totals.add({"loss": torch.tensor(2.0), f"sum {k}": torch.tensor(5.0)}, 1.0, torch.tensor(applied))
-    assert totals.reduced(ONE_DEVICE) == {"loss": 4, "sum 0": 5, "sum 1": 0, "sum 2": 5, "weight": 2}
+    assert totals.reduced(ONE_PROCESS) == {"loss": 4, "sum 0": 5, "sum 1": 0, "sum 2": 5, "weight": 2}
 
 
 @pytest.mark.parametrize("num_before", [1, FOLD_EVERY, FOLD_EVERY + 1])
@@ -63,7 +63,7 @@ def test_another_shape_is_refused_and_what_was_added_stays(num_before):
 
 def test_another_shape_than_in_the_checkpoint_is_refused():
     """One of a single number would be added to all places."""
-    goes_on = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_DEVICE)
+    goes_on = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_PROCESS)
     with pytest.raises(UserError, match=r"\(1,\), and returned it in the shape \(2,\)"):
         total_of([{"places": [7.0]}], goes_on)
 

@@ -5,8 +5,8 @@ import torch
 
 from tests.conftest import assert_same_bits, largest_difference
 from tests.helpers.replicas import ReplicasOnCpu, trained
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.data_parallel import DataParallel
+from trainer.parallel.strategy import SingleDevice
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])

@@ -21,6 +21,7 @@ from trainer.loop.precision import Precision
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded, built_as_outline, meta_state_of, refuse_what_cannot_be_cut
 from trainer.parallel.meta_state import with_shapes_of
+from trainer.parallel.process_group import ProcessGroup
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
@@ -285,7 +286,7 @@ def test_takes_ties_within_a_unit():
 
 def test_refuses_other_processes_than_shards():
     with pytest.raises(UserError, match="--shard-size 2: the 3 processes of this run cannot be divided"):
-        Sharded(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
+        ProcessGroup(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
 
 
 def test_refuses_an_own_optimizer_of_whole_matrices():
@@ -457,7 +458,7 @@ DROPPING = [
 
 def assert_learns_what_ddp_learns(start, *more, of_fsdp=()):
     name = "-".join([*more, *of_fsdp]).replace("--", "")
-    copied = start(f"dropping-{name}", "--find-unused-parameters", *more, base=DROPPING, form="ddp", world_size=2)
+    copied = start(f"dropping-{name}", *more, base=DROPPING, form="ddp", world_size=2)
     parts = start(f"dropping-in-parts-{name}", *more, *of_fsdp, base=DROPPING, form="fsdp", world_size=2)
     found, expected = (loaded(folder / "final.pth") for folder in (parts, copied))
     assert difference(found["model"], expected["model"]) < TOLERANCE
@@ -468,14 +469,6 @@ def assert_learns_what_ddp_learns(start, *more, of_fsdp=()):
 def test_ranks_may_leave_out_other_blocks(start):
     """In four micro-batches of a step; several of the forwards run no block at all."""
     assert_learns_what_ddp_learns(start, "--batch-size", "1", "--epochs", "2")
-
-
-@pytest.mark.slow
-def test_ddp_names_the_flag_that_leaving_out_needs(start):
-    with pytest.raises(
-        AssertionError, match=r"^error: --multi-gpu ddp: a forward left out .* --find-unused-parameters"
-    ):
-        start("unused", base=DROPPING, form="ddp", world_size=2)
 
 
 @pytest.mark.slow

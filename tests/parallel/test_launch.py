@@ -27,9 +27,9 @@ from tests.helpers.processes import (
 )
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel import launch as launching
-from trainer.parallel.ddp import Distributed
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_RESTART
+from trainer.parallel.process_group import ProcessGroup
 
 # Three steps of 10, 10 and 4 samples.
 TINY = ["--task", WEIGHTED, "--epochs", 1, "--num-train", 24, "--global-batch-size", 10, "--lr", 0.01,
@@ -194,10 +194,10 @@ def num_gloo_threads():
 def test_threads_of_the_groups_end_before_the_interpreter(tmp_path):
     before = num_gloo_threads()
     alone = RankEnvironment(0, 1, init_method=f"file://{tmp_path}/rendezvous")
-    parallel = Distributed(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
-    parallel.gather(parallel.start_sum([1.0])())
+    group = ProcessGroup(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
+    group.gather(group.start_sum([1.0])())
     has_names = num_gloo_threads() > before
-    parallel.close()
+    group.close()
     if not has_names:
         pytest.skip(f"torch {torch.__version__} does not name the threads of gloo")
     assert num_gloo_threads() == before

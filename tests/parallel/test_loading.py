@@ -9,8 +9,9 @@ from torch import nn
 
 from trainer.checkpoint.format import LARGE
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.launch import launch
+from trainer.parallel.process_group import ProcessGroup
 
 WORLD_SIZE = 2
 
@@ -31,36 +32,36 @@ def state_of(model, optimizers):
     return {"model": model.state_dict(), "optimizers": {"train": [each.state_dict() for each in optimizers]}}
 
 
-def agreed_counts(parallel, model):
+def agreed_counts(strategy, model):
     """What becomes of counts that differ where the model is wrapped, and later."""
     model, found = deepcopy(model), []
-    model.counts.fill_(parallel.rank)
-    net = parallel.wrap(model)
+    model.counts.fill_(strategy.group.rank)
+    net = strategy.wrap(model)
     net(torch.randn(7, 3)).sum().backward()
     found.append(model.counts.tolist())
-    model.counts.fill_(parallel.rank + 5)
-    parallel.sync_buffers(net)
+    model.counts.fill_(strategy.group.rank + 5)
+    strategy.sync_buffers(net)
     found.append(model.counts.tolist())
     return found
 
 
 def in_process(environment, folder):
     """Each process has trained something else; all take what the main one reads."""
-    parallel = Distributed(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu"))
+    strategy = Replicated(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu")))
     model, optimizers = trained(seed=environment.rank)
-    state = parallel.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)}, LARGE)
+    state = strategy.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)}, LARGE)
     sent = [state["model"]["0.weight"], state["optimizers"]["train"][0]["state"][0]["exp_avg"]]
-    parallel.load_weights(state["model"], model)
-    parallel.load_moments(state["optimizers"], {"train": optimizers})
+    strategy.load_weights(state["model"], model)
+    strategy.load_moments(state["optimizers"], {"train": optimizers})
     moments = [optimizers[1].state[p]["exp_avg"] for p in model[2].parameters()]
     same_strides = [p.stride() == kept.stride() for p, kept in zip(model[2].parameters(), moments, strict=True)]
     found = state_of(model, optimizers) | {"step": state["step"], "sums": state["sums"], "same_strides": same_strides}
     found["travelled"] = [not value.is_meta for value in sent]
-    if parallel.is_main:
+    if strategy.group.is_main:
         found["read"] = {name: state[name] for name in ("model", "optimizers")}
-    found["agreed"] = agreed_counts(parallel, model)
+    found["agreed"] = agreed_counts(strategy, model)
     torch.save(found, folder / f"rank{environment.rank}.pt")
-    parallel.close()
+    strategy.group.close()
     return 0
 
 

@@ -14,8 +14,9 @@ from trainer.common.errors import UserError
 from trainer.logs.run_log import SilentLog
 from trainer.loop.lockstep import Fingerprint, Lockstep, num_words
 from trainer.loop.progress import Progress
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.device_queue import GROUP_SIZE, DeviceQueue
+from trainer.parallel.group import Group
+from trainer.parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
 # 9 steps an epoch on 3 processes, 13 on 2, and a checkpoint at its end.
@@ -161,7 +162,7 @@ def test_places_and_signs_show(fingerprint):
         assert before not in (hash_of(fingerprint, [swapped]), hash_of(fingerprint, [negated]))
 
 
-class Pair(SingleDevice):
+class Pair(Group):
     """One of two processes, of which the other has the same, but for what is added to its hashes."""
 
     world_size = 2
@@ -182,16 +183,16 @@ class Pair(SingleDevice):
 def test_a_gpu_is_given_time(monkeypatch):
     """And what is under way meanwhile is compared in turn."""
     monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
-    parallel, progress = Pair(CPU), Progress()
-    lockstep = Lockstep(nn.Linear(3, 3), parallel, every=10)
+    strategy, progress = Strategy(Pair([CPU])), Progress()
+    lockstep = Lockstep(nn.Linear(3, 3), strategy, every=10)
     lockstep.begin(progress)
     when = []
     for progress.step in range(1, 101):
-        before = parallel.compared
+        before = strategy.compared
         lockstep.after_step(progress, None, SilentLog())
-        when += [progress.step] * (parallel.compared - before)
+        when += [progress.step] * (strategy.compared - before)
     assert when == [GROUP_SIZE + step for step in range(10, 69, 10)]
-    parallel.wrong, progress.step = 1, 10 + when[-1]
+    strategy.wrong, progress.step = 1, 10 + when[-1]
     with pytest.raises(
         UserError, match=r"after optimizer step 70 \(after step 60 they were the same\) weight and 1 more"
     ):

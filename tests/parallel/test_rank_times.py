@@ -16,7 +16,7 @@ from trainer.loop import rank_times
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, SENT, RankTimes, slow_ranks
 from trainer.parallel.activity import EXCHANGE
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.group import Group
 
 RUN = [
     "--task", f"{ROOT / 'tests' / 'helpers' / 'uneven_task.py'}:Uneven", "--device", "cpu", "--num-threads", 1,
@@ -108,7 +108,7 @@ def test_of_two_the_slow_one_is_told():
     assert slow_ranks(np.array([[even, odd]]), 1.4) == []
 
 
-class First(SingleDevice):
+class First(Group):
     """Rank 0 of 3."""
 
     world_size = 3
@@ -122,7 +122,7 @@ class First(SingleDevice):
 
 
 def test_what_comes_between_the_steps_does_not_count():
-    first = First(torch.device("cpu"))
+    first = First([torch.device("cpu")])
     times = RankTimes(first)
     times.begin(Progress())
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_what_comes_between_the_steps_does_not_count():
 
 
 def test_a_process_is_named_once():
-    times = RankTimes(First(torch.device("cpu")))
+    times = RankTimes(First([torch.device("cpu")]))
     usual, slow = [0.1, 0.5, 0.4, 0.9], [0.1, 2.5, 0.5, 0.0]
     reports = [times.judge(np.array([*usual, *slow, *usual]).reshape(3, -1)) for _ in range(3 * NUM_REPORTS)]
     ((account,),) = [found for found in reports if found]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.conftest import TINY
 from tests.helpers import forks
 from trainer.flags import MultiDeviceFlags
-from trainer.parallel.ddp import first_sharing_ranks
+from trainer.parallel.process_group import first_sharing_ranks
 
 
 def test_ranks_that_share_a_gpu_are_found():

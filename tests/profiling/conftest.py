@@ -4,8 +4,8 @@ import torch
 from profiler import main as profile
 from tests.conftest import RANK_VARIABLES, ROOT, WEIGHTED
 from trainer.commands.parse import parse
-from trainer.parallel.base import SingleDevice
 from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.strategy import SingleDevice
 from trainer.profiling.measure import opened
 
 SLEEPY = f"{ROOT / 'tests' / 'helpers' / 'sleepy_task.py'}:Sleepy"

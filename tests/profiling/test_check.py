@@ -12,10 +12,11 @@ from tests.parallel.test_launch import free_port
 from tests.profiling.conftest import CPU, TORCHRUN
 from trainer.common.errors import UserError
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.parallel.base import SingleDevice
-from trainer.parallel.ddp import Distributed
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import Failure
+from trainer.parallel.group import Group
+from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.profiling import check, machine, processes
 
 
@@ -45,14 +46,14 @@ def test_check_of_two_processes(launcher, command):
 
 
 def test_wrong_sums_are_found():
-    class Wrong(SingleDevice):
+    class Wrong(Group):
         def start_sum_in_place(self, values):
             values[-1] += 1
             return lambda: None
 
-    assert check.sums_are_right(SingleDevice(CPU))
-    assert not check.sums_are_right(Wrong(CPU))
-    finding = check.of_exchange(Wrong(CPU))
+    assert check.sums_are_right(SingleDevice(CPU).group)
+    assert not check.sums_are_right(Wrong([CPU]))
+    finding = check.of_exchange(Strategy(Wrong([CPU])))
     assert finding.level == "BROKEN" and finding.advice
 
 
@@ -91,9 +92,9 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
     def lost(self, value):
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
-    monkeypatch.setattr(Distributed, "gather", lost)
+    monkeypatch.setattr(ProcessGroup, "gather", lost)
     with pytest.raises(UserError, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
-        Distributed(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
+        ProcessGroup(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()
 
 
@@ -102,9 +103,9 @@ def test_a_device_that_cannot_be_used_is_not_taken_for_the_others_being_late(alo
         if devices:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
-    monkeypatch.setattr(Distributed, "use", busy)
+    monkeypatch.setattr(ProcessGroup, "use", busy)
     with pytest.raises(Failure, match=r"^rank 0 of 1 failed in start-up: RuntimeError: CUDA error: all"):
-        Distributed(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
+        ProcessGroup(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()
 
 

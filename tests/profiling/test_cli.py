@@ -9,7 +9,7 @@ import pytest
 from profiler import main as profile
 from tests.conftest import WEIGHTED
 from tests.profiling.conftest import SHORT, TINY
-from trainer.commands.build import start_parallel
+from trainer.commands.build import start_strategy
 from trainer.commands.parse import parse
 from trainer.profiling import processes
 from trainer.profiling.cli import COMMANDS
@@ -108,10 +108,10 @@ def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
 
 def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone):
     flags, _ = parse([*TINY, "--multi-gpu", "ddp"], True, StepFlags)
-    parallel = start_parallel(flags, alone)
-    assert parallel.diagnosis.has_checkpoints
-    with processes.in_use(parallel):
-        assert not parallel.diagnosis.has_checkpoints
+    strategy = start_strategy(flags, alone)
+    assert strategy.group.diagnosis.has_checkpoints
+    with processes.in_use(strategy.group):
+        assert not strategy.group.diagnosis.has_checkpoints
 
 
 def test_sigterm_ends_a_measurement_in_order():

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import ROOT
 from tests.profiling.conftest import CPU
 from trainer.commands.parse import parse
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 from trainer.profiling import step
 from trainer.profiling.measure import measure, opened, timed_steps, train_steps
 from trainer.profiling.phase_clock import COPY, OPTIMIZER, PHASES, REST, watched
@@ -34,15 +34,15 @@ def slow(function, seconds):
 
 
 def test_clock_leaves_the_run_as_it_was(run):
-    parallel, plain = run.parallel, run.parallel.activity
+    strategy, plain = run.strategy, run.group.activity
     run.log.start_segment = slow(run.log.start_segment, 0.05)
     started = time.perf_counter()
     with watched(run) as clock:
         train_steps(run, 3)
         steps = clock.stop()
         wall_ms = 1e3 * (time.perf_counter() - started)
-    assert parallel.activity is plain and plain.step == 3
-    assert not {"to_device", "seed_dropout", "start_sum", "gradient_sync"} & vars(parallel).keys()
+    assert strategy.group.activity is plain and plain.step == 3
+    assert not {"to_device", "seed_dropout", "start_sum", "gradient_sync"} & vars(strategy).keys()
     assert "step" not in vars(run.learner.precision) and "step" not in vars(run.log) and "enter" not in vars(plain)
     assert steps.shape == (3, len(PHASES))
     assert 0.8 * wall_ms < steps.sum() <= wall_ms

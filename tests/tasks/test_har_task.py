@@ -16,7 +16,7 @@ from tests.conftest import load, read_metrics
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 UCI_HAR = Path(os.environ.get("LOCKSTEP_DATA", "")) / "uci_har" / "UCI HAR Dataset.zip"
 needs_uci_har = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_seqrec import CPU, ITEMS, KINDS, MHC, NUM_ITEMS, assembled, make_task
 from trainer.cli import main
 from trainer.loading.order import SampleKeys
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 MODES = {"TiSASRec": [], "SASRec": ["--no-time"], "TiSASRec, mHC": MHC, "SASRec, mHC": ["--no-time", *MHC]}
 LOSSES = {"ce": [], "bce": [], "sampled": ["--num-negatives", "9"], "gbce": ["--num-negatives", "9"]}

@@ -26,7 +26,7 @@ from tests.helpers.small_speech import (
     write_wav,
 )
 from trainer.loading.order import SampleKeys
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 RUN = ["--task", "speech", "--dtype", "float64", "--num-threads", 1, "--epochs", 2, "--lr", 0.01, *SMALL]
 EXACT = ["--dropout", 0, "--global-batch-size", 11]

@@ -14,7 +14,7 @@ from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
 from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 from trainer.loop.precision import of_dtype
-from trainer.parallel.base import SingleDevice
+from trainer.parallel.strategy import SingleDevice
 
 TASK = ["--task", "tabular", "--num-threads", 1]
 PRIOR = [*TASK, "--dtype", "float64", "--epochs", 2, *SMALL_PRIOR, *SMALL_MODEL, "--global-batch-size", 16]

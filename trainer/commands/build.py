@@ -63,11 +63,13 @@ from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import LoopSettings, Run
 from trainer.loop.torch_optimizers import moments_of
 from trainer.loop.watch import Watch
-from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.data_parallel import start_data_parallel
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.devices import pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.group import Group
+from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.registry import without_folder
 from trainer.task import Objective, Task, validation_sets
 
@@ -75,18 +77,19 @@ TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def start_parallel(flags: Flags, environment: RankEnvironment | None) -> Parallel:
+def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
     """The devices of this process. Raises UserError."""
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device))
     if flags.multi.multi_gpu == "dp":
         return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
+    group = ProcessGroup(environment, flags.multi, flags.devices, facts_of_start(flags))
     if flags.multi.multi_gpu == "fsdp":
         from trainer.parallel.fsdp import Sharded
 
-        return Sharded(environment, flags.multi, flags.devices, facts_of_start(flags))
-    return Distributed(environment, flags.multi, flags.devices, facts_of_start(flags))
+        return Sharded(group, flags.multi.shard_size, reshards=flags.multi.reshard == "always")
+    return Replicated(group, flags.multi.sync_bn, flags.multi.find_unused_parameters)
 
 
 def facts_of_start(flags: Flags) -> dict[str, Any]:
@@ -104,11 +107,11 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
     }
 
 
-def set_up_torch(flags: Flags, parallel: Parallel) -> None:
+def set_up_torch(flags: Flags, group: Group) -> None:
     """Threads, determinism, and the libraries of a GPU, for this process."""
     assert flags.task_type is not None
-    set_num_threads(flags.devices.num_threads, parallel.local_world_size)
-    is_gpu = parallel.device.type == "cuda"
+    set_num_threads(flags.devices.num_threads, group.local_world_size)
+    is_gpu = group.device.type == "cuda"
     is_deterministic = flags.precision.deterministic or not is_gpu
     if is_deterministic:
         # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
@@ -162,34 +165,34 @@ def refusing_sizes(what: str, advice: str) -> Iterator[None]:
         raise UserError(f"{what} would be larger than the memory of this machine ({reason}); {advice}") from None
 
 
-def build_run(flags: Flags, task: Task, parallel: Parallel, directory: RunDirectory) -> tuple[Run, list[str]]:
+def build_run(flags: Flags, task: Task, strategy: Strategy, directory: RunDirectory) -> tuple[Run, list[str]]:
     """A run at its start or where it goes on, and what the user should know about that; nothing is written yet.
 
     All processes call it; a UserError is raised on all of them.
     """
     given = flags.checkpoint
-    state = parallel.load_on_main(lambda: choose_start(directory, given), LARGE)
-    before = state or parallel.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, parallel, directory, before, is_new=state is None)
-    run.facts["code"] = parallel.on_main(lambda: identify_code(type(task)))
-    run.facts["run_id"] = parallel.on_main(lambda: choose_run_id(directory, given, state))
+    state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
+    before = state or strategy.group.on_main(lambda: directory.earlier_attempt)
+    run = assemble_run(flags, task, strategy, directory, before, is_new=state is None)
+    run.facts["code"] = strategy.group.on_main(lambda: identify_code(type(task)))
+    run.facts["run_id"] = strategy.group.on_main(lambda: choose_run_id(directory, given, state))
     unknown = run.memory.limit
-    limit = parallel.on_main(
+    limit = strategy.group.on_main(
         lambda: unknown if starts_over(directory, given) else unknown.remembered(directory.path, say)
     )
     run.memory.apply(limit)
     if state is None:
-        notes = initialise(run.learner, given, task.shipped_weights(), parallel)
-        prepare_training(flags, task, run.learner, parallel, run.plan.orders, run.memory)
+        notes = initialise(run.learner, given, task.shipped_weights(), strategy)
+        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
     else:
         changes = Changes(state, run.facts, task)
         changes.refuse_another_run()
         advice = "choose another --save-dir, or start over with --fresh"
-        resume_weights(run.learner, state, parallel, f"{changes.undo_hint()}, {advice}")
-        prepare_training(flags, task, run.learner, parallel, run.plan.orders, run.memory)
+        resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
+        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
         changes.refuse_reordered(run.learner.objective.model.state_dict())
-        run.progress = restore_progress(run.learner, run.parallel, state)
-        forget_values = partial(parallel.on_main, directory.forget_values)
+        run.progress = restore_progress(run.learner, run.strategy, state)
+        forget_values = partial(strategy.group.on_main, directory.forget_values)
         notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
     return run, [*notes, *limit.note()]
 
@@ -206,7 +209,7 @@ def open_run(
 
     agents: the torchrun agents of this job. loggers: those of the user's own; on the main process alone.
     """
-    given, parallel, directory = flags.checkpoint, run.parallel, run.directory
+    given, strategy, directory = flags.checkpoint, run.strategy, run.directory
     facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
 
     def open_on_main() -> None:
@@ -220,22 +223,22 @@ def open_run(
         with refusing_disk_errors(f"--save-dir {directory.path}: cannot write its logs"):
             run.log = RunLog(logged, run.task.headline, loggers)
 
-    parallel.on_main(open_on_main)
+    strategy.group.on_main(open_on_main)
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    if parallel.device.type == "cuda" and not run.is_complete:  # a host has no such limit
+    if strategy.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         run.memory.dry_run(run.task, run.plan, run.log.say)
     source = given.resume_from
-    if source is not None and parallel.on_main(lambda: _is_to_take_over(directory, source, run.progress.step)):
+    if source is not None and strategy.group.on_main(lambda: _is_to_take_over(directory, source, run.progress.step)):
         best, run_id = run.progress.best, run.facts["run_id"]
-        value, is_best, has_best = parallel.on_main(lambda: take_best_beside(source, best, directory, run_id))
+        value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
             run.log.say(
                 f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
             )
             run.progress.best = None
         save(run, value, is_best)
-        finish_saving(parallel, run.saver)
+        finish_saving(strategy.group, run.saver)
 
 
 def size_of_checkpoint(learner: Learner) -> int:
@@ -252,9 +255,9 @@ def _is_to_take_over(directory: RunDirectory, source: Path, step: int) -> bool:
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
-    task, parallel, batches, num_workers = run.task, run.parallel, run.memory.splits, flags.run.num_workers
-    world_size, num_devices = parallel.world_size, parallel.num_devices
-    lines = [f"Devices: {parallel.describe()}"]
+    task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, flags.run.num_workers
+    world_size, num_devices = strategy.group.world_size, strategy.num_devices
+    lines = [f"Devices: {strategy.describe()}"]
     for phase, split in zip(task.phases, batches, strict=True):
         exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
         lines.append(
@@ -283,15 +286,15 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 
 
 def prepare_training(
-    flags: Flags, task: Task, learner: Learner, parallel: Parallel, orders: Sequence[SampleOrder], memory: MemoryGuard
+    flags: Flags, task: Task, learner: Learner, strategy: Strategy, orders: Sequence[SampleOrder], memory: MemoryGuard
 ) -> None:
     """Spreads the model over the run's devices, for each phase by what it trains, and makes the optimizers.
 
     All processes call it, with weights that they have alike. orders: of each phase. Raises UserError for what does not
     keep the contract.
     """
-    check_same_parameters(learner.objective, parallel, f"--task {flags.run.task}")
-    with parallel.unsharded(learner.objective):
+    check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
+    with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
     prepare_blocks(flags.blocks, task, learner.objective)
     groups = {
@@ -300,24 +303,24 @@ def prepare_training(
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
     for phase in task.phases:  # before any forward: what says that memory is short tells of their moments too
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
-        parallel.check_optimizers(learner.optimizers[phase])
+        strategy.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
     for index, phase in enumerate(task.phases):
         per_forward = min(2, memory.splits[index].batch_size)
-        example = example_batch(task, index, per_forward * parallel.num_replicas)
-        parallel.activity.enter("the first forward and backward")
+        example = example_batch(task, index, per_forward * strategy.num_replicas)
+        strategy.group.activity.enter("the first forward and backward")
         with memory.refusing_lack(per_forward, "--batch-size 1 tries a single one"):
-            learner.nets[phase] = parallel.wrap(learner.enter(phase))
-            check_single_samples(learner, parallel, phase, orders[index], memory.splits[index], example)
+            learner.nets[phase] = strategy.wrap(learner.enter(phase))
+            check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
-                try_phase(learner, parallel, phase, example)
+                try_phase(learner, strategy, phase, example)
     settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
 
 
 def assemble_run(
     flags: Flags,
     task: Task,
-    parallel: Parallel,
+    strategy: Strategy,
     directory: RunDirectory | None = None,
     before: Mapping[str, Any] | None = None,
     is_new: bool = False,
@@ -327,29 +330,29 @@ def assemble_run(
     directory: for a run that trains. before: `facts` of the checkpoint to resume, or of an attempt that saved none.
     is_new: it resumes nothing, and no checkpoint brings what the task gives a new model.
     """
-    facts = start_facts(flags, task, parallel)
-    batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], parallel, before)
+    facts = start_facts(flags, task, strategy)
+    batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
     plan = build_plan(flags, task, batches)
     learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
     facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
     facts["phase_sizes"] = plan.phase_sizes
     directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
-    learner = build_learner(flags, task, parallel, is_new)
+    learner = build_learner(flags, task, strategy, is_new)
     model = learner.objective.model
-    limit = MemoryLimit(parallel.device_kind, flags.batch.batch_size)
+    limit = MemoryLimit(strategy.device_kind, flags.batch.batch_size)
     return Run(
         task=task,
-        parallel=parallel,
+        strategy=strategy,
         learner=learner,
         plan=plan,
-        memory=MemoryGuard(batches, limit, learner, parallel, directory),
+        memory=MemoryGuard(batches, limit, learner, strategy, directory),
         learning_rate=learning_rate,
-        loaders=build_loaders(task, flags.run.num_workers, parallel),
+        loaders=build_loaders(task, flags.run.num_workers, strategy.group),
         directory=directory,
         saver=BackgroundSaver(directory.save),
         settings=loop_settings(flags),
-        watches=build_watches(flags, task, learner, parallel, learning_rate.peak),
+        watches=build_watches(flags, task, learner, strategy, learning_rate.peak),
         model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
         facts=facts,
     )
@@ -358,19 +361,19 @@ def assemble_run(
 # --- the parts ---------------------------------------------------------------------------------------------------
 
 
-def start_facts(flags: Flags, task: Task, parallel: Parallel) -> dict[str, Any]:
+def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
     """Facts of this start that a checkpoint records. Raises UserError where the processes have different data."""
-    data_facts, digest = parallel.together(lambda: (facts_of_data(task), digest_of_data(task)))
+    data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
     advice = "give all ranks the same data, by the same flags, wherever each of them keeps it"
-    parallel.require_same({**sizes, **data_facts, "data_digest": digest}, advice)
+    strategy.group.require_same({**sizes, **data_facts, "data_digest": digest}, advice)
     return {
         "task": flags.run.task,
         "config": flags.values(),
         "batch_sizes": [task.batch_size(phase, flags.batch.batch_size) for phase in task.phases],
         "data_facts": data_facts,
-        "environment": describe_environment(parallel),
+        "environment": describe_environment(strategy),
         **({} if digest is None else {"data_digest": digest}),
     }
 
@@ -389,18 +392,18 @@ def loop_settings(flags: Flags) -> LoopSettings:
     )
 
 
-def build_watches(flags: Flags, task: Task, learner: Learner, parallel: Parallel, learning_rate: float) -> list[Watch]:
+def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:
     """What looks on while the run trains; on one process the outcomes of steps alone. learning_rate: its peak."""
     advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, lower --max-grad-norm {learner.max_grad_norm:g}"
     watches: list[Watch] = []
-    if flags.multi is not None and parallel.world_size > 1:
-        watches = [Lockstep(learner.objective, parallel, flags.multi.lockstep_every), RankTimes(parallel)]
-    return [*watches, StepOutcomes(parallel, task.phases, flags.learning.on_nonfinite, advice)]
+    if flags.multi is not None and strategy.group.world_size > 1:
+        watches = [Lockstep(learner.objective, strategy, flags.multi.lockstep_every), RankTimes(strategy.group)]
+    return [*watches, StepOutcomes(strategy, task.phases, flags.learning.on_nonfinite, advice)]
 
 
-def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) -> Learner:
+def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
     """The model with its loss on this process's device, initialised alike on every process."""
-    precision = choose_precision(flags.precision, parallel.device)
+    precision = choose_precision(flags.precision, strategy.device)
 
     def build() -> Objective:
         torch.manual_seed(flags.run.seed)
@@ -420,20 +423,20 @@ def build_learner(flags: Flags, task: Task, parallel: Parallel, is_new: bool) ->
             task.initialise(objective)
 
     with refusing_sizes("the model", "lower the flags that say how large it is"):
-        objective = parallel.place(build, task.blocks, complete)
+        objective = strategy.place(build, task.blocks, complete)
     return Learner(
         objective,
         in_precision(objective, precision),
-        parallel.device,
+        strategy.device,
         precision,
         flags.learning.max_grad_norm,
         ExponentialMovingAverage(objective.model, flags.learning.ema_decay),
     )
 
 
-def build_loaders(task: Task, num_workers: int, parallel: Parallel) -> dict[str, BatchLoader]:
+def build_loaders(task: Task, num_workers: int, group: Group) -> dict[str, BatchLoader]:
     """Of each data set. Evaluation has workers of its own: those of training hold what is loaded ahead."""
-    training, evaluation = (Workers(num_workers, pin_memory=parallel.device.type == "cuda") for _ in range(2))
+    training, evaluation = (Workers(num_workers, pin_memory=group.device.type == "cuda") for _ in range(2))
     phases = PhaseDatasets([task.training_data(phase) for phase in task.phases])
     evaluated = {name: dataset for name, dataset in task.splits().items() if name != "train"}
     return {

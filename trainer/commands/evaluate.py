@@ -22,9 +22,9 @@ from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate, log_pictures, validate
 from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
-from trainer.parallel.base import Parallel, SingleDevice
 from trainer.parallel.devices import pick_device
 from trainer.parallel.signals import StopRequest
+from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Objective, Task
 
 
@@ -38,10 +38,10 @@ def score(run: Run, on_test: bool) -> None:
     progress.read_clock()
     weights = {"epoch": progress.position.epoch, "step": progress.step, "is_best": False}
     if on_test and has_validation:
-        best = run.parallel.load_on_main(lambda: _best_weights(run.directory), LARGE)
+        best = run.strategy.load_on_main(lambda: _best_weights(run.directory), LARGE)
         if best:
             use_weights(
-                run.learner, best.pop("model"), run.parallel, "the best checkpoint", "choose another --save-dir"
+                run.learner, best.pop("model"), run.strategy, "the best checkpoint", "choose another --save-dir"
             )
             weights = best
         else:
@@ -66,8 +66,8 @@ def score(run: Run, on_test: bool) -> None:
                 "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
                 "num_parameters": run.learner.num_parameters,
                 "train_seconds": round(progress.train_seconds, 3),
-                "world_size": run.parallel.world_size,
-                "num_devices": run.parallel.num_devices,
+                "world_size": run.group.world_size,
+                "num_devices": run.strategy.num_devices,
                 "global_batch_size": run.memory.splits[0].global_batch_size,
                 "seed": run.settings.seed,
                 "epochs": progress.position.epoch,
@@ -76,7 +76,7 @@ def score(run: Run, on_test: bool) -> None:
             },
         )
 
-    run.parallel.on_main(write_results)  # last, since it says that nothing is left to do
+    run.group.on_main(write_results)  # last, since it says that nothing is left to do
 
 
 def _best_weights(directory: RunDirectory) -> dict[str, Any]:
@@ -94,26 +94,26 @@ def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) ->
     return missed and directory.load_best() is not None
 
 
-def evaluate_only(flags: Flags, task: Task, parallel: Parallel) -> None:
+def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
     """`--eval-only`: prints validation and test scores; writes nothing. Raises UserError."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
-    trained = parallel.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say), LARGE)
+    trained = strategy.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say), LARGE)
     label, state = trained.label, trained.state
     source = f"the checkpoint ({label})"
-    with closing(assemble_run(flags, task, parallel)) as run:
+    with closing(assemble_run(flags, task, strategy)) as run:
         changes = Changes(state, run.facts, task)
         if not trained.comes_with_task:
             changes.refuse_other_data(source)
         hint = "leave out the flags that change the model" if trained.comes_with_task else changes.undo_hint()
-        use_weights(run.learner, state["model"], parallel, source, hint)
-        with parallel.unsharded(run.learner.objective):
+        use_weights(run.learner, state["model"], strategy, source, hint)
+        with strategy.unsharded(run.learner.objective):
             task.check_weights(run.learner.objective)
         lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *changes.notes_on_data]
         lines += [] if trained.comes_with_task else changes.notes_on_scoring
         sums = validate(run) | ({"test": evaluate(run, "test")} if not flags.run.no_test else {})
         lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
-    if parallel.is_main:
+    if strategy.group.is_main:
         say("\n".join(lines))
 
 
@@ -128,14 +128,14 @@ def ensemble_metrics(
     device = pick_device(flags.devices.device)
     if flags.multi is not None and flags.multi.gpu_ids is not None and device.type == "cuda":
         device = torch.device("cuda", flags.multi.gpu_ids[0])
-    parallel = SingleDevice(device)
-    set_up_torch(flags, parallel)
+    strategy = SingleDevice(device)
+    set_up_torch(flags, strategy.group)
     ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
     if ensemble is None:
         return None
-    with closing(assemble_run(flags, task, parallel)) as run:
+    with closing(assemble_run(flags, task, strategy)) as run:
         run.stop = stop
-        ensemble = ensemble.to(parallel.device)
+        ensemble = ensemble.to(strategy.device)
         run.learner = replace(
             run.learner,
             objective=ensemble,

@@ -27,7 +27,7 @@ from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
 from trainer.logs.console import say
 from trainer.loop.precision import choose_precision, of_dtype
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.task import Exported, Objective, Task, validation_sets
 
 ABOUT = "about.json"
@@ -42,7 +42,7 @@ Answer = Callable[[Exported], Sequence[Tensor]]
 
 
 @torch.no_grad()
-def export_model(flags: Flags, parallel: Parallel) -> None:
+def export_model(flags: Flags, strategy: Strategy) -> None:
     """`--export`. Raises UserError, with nothing written, also where the program answers otherwise than the model."""
     path = flags.exporting.export
     assert path is not None
@@ -50,10 +50,10 @@ def export_model(flags: Flags, parallel: Parallel) -> None:
     for remark in run.remarks:
         say(remark)
     task.data_facts = None  # it is used with its data
-    dtype = choose_precision(flags.precision, parallel.device).dtype
-    objective = trained_objective(task, run.state["model"], parallel.device, dtype).eval()
+    dtype = choose_precision(flags.precision, strategy.device).dtype
+    objective = trained_objective(task, run.state["model"], strategy.device, dtype).eval()
     objective.start_evaluation()
-    batches = [of_dtype(parallel.to_device(batch), dtype) for batch in example_batches(task)]
+    batches = [of_dtype(strategy.to_device(batch), dtype) for batch in example_batches(task)]
     calls = [task.exported(objective, batch) or recorded_call(task, objective, batch) for batch in batches]
     with _refusing_failures(f"--export {path}: torch cannot export {type(calls[0].program).__name__}"):
         program = traced(calls)

@@ -16,7 +16,7 @@ from trainer.checkpoint.format import brief
 from trainer.checkpoint.manifest import as_json
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, plain
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.registry import source_file
 from trainer.task import Task
 
@@ -24,13 +24,13 @@ GIT_TIMEOUT_S = 5.0
 PACKAGES = ("trainer", "tasks", "models", "data")
 
 
-def describe_environment(parallel: Parallel) -> dict[str, Any]:
+def describe_environment(strategy: Strategy) -> dict[str, Any]:
     """All that identity to the bit depends on, besides the flags."""
     return {
-        "world_size": parallel.world_size,
-        "num_devices": parallel.num_devices,
+        "world_size": strategy.group.world_size,
+        "num_devices": strategy.num_devices,
         "num_threads_per_rank": torch.get_num_threads(),
-        "device_type": parallel.device.type,
+        "device_type": strategy.device.type,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),

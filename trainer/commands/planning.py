@@ -7,21 +7,21 @@ from typing import Any
 from trainer.commands.flags import Flags
 from trainer.loop.plan import EPOCHS_KEPT, BatchSplit, Plan, SampleOrder, ShuffledOrder, TaskOrder, split_batch
 from trainer.loop.schedule import LearningRate, device_scaling_factor
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.task import Task, validation_sets
 
 BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
 
 
 def arrange_batches(
-    flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], parallel: Parallel, before: Mapping[str, Any] | None
+    flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], strategy: Strategy, before: Mapping[str, Any] | None
 ) -> tuple[tuple[BatchSplit, ...], float]:
     """How the batches of each phase are cut, and the factor of `--scale-lr`.
 
     sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
     its global batches and factor, whatever the devices are now.
     """
-    batch, devices = flags.batch, (parallel.num_devices, parallel.world_size)
+    batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size)
     if (
         before is not None
         and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)

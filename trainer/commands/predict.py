@@ -25,14 +25,14 @@ from trainer.loading.order import evaluation_keys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.console import say
 from trainer.loop.precision import Precision, choose_precision, of_dtype
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
 """A table in pieces, one below the other; each is a mapping from column names to equally many values."""
 
 
-def label_new_data(flags: Flags, parallel: Parallel) -> None:
+def label_new_data(flags: Flags, strategy: Strategy) -> None:
     """`--predict`. Without `--output` standard output belongs to the table. Raises UserError."""
     path, output = flags.prediction.predict, flags.prediction.output
     assert path is not None
@@ -45,10 +45,10 @@ def label_new_data(flags: Flags, parallel: Parallel) -> None:
         raise UserError(f"--predict {path}: holds nothing to label")
     for remark in [*run.remarks, *flags.from_run.remarks, *task.remarks()]:
         to_stderr(remark)
-    precision = choose_precision(flags.precision, parallel.device)
-    objective = trained_objective(task, run.state["model"], parallel.device, precision.dtype)
+    precision = choose_precision(flags.precision, strategy.device)
+    objective = trained_objective(task, run.state["model"], strategy.device, precision.dtype)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
-    table = label_samples(task, objective, dataset, parallel, precision, batch_size)
+    table = label_samples(task, objective, dataset, strategy, precision, batch_size)
     # A bar and a table on one terminal would overwrite each other.
     silent = not sys.stderr.isatty() or (output is None and sys.stdout.isatty())
     with tqdm(total=len(dataset), unit=" lines", leave=False, dynamic_ncols=True, disable=silent) as bar:
@@ -76,17 +76,17 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
 
 @torch.no_grad()
 def label_samples(
-    task: Task, objective: Objective, dataset: KeyedDataset, parallel: Parallel, precision: Precision, batch_size: int
+    task: Task, objective: Objective, dataset: KeyedDataset, strategy: Strategy, precision: Precision, batch_size: int
 ) -> Table:
     """The task's predictions for a data set, in its order, batch by batch. objective: on the device of parallel."""
     objective.eval()
-    with precision.autocast(parallel.device.type):
+    with precision.autocast(strategy.device.type):
         objective.start_evaluation()
-    loader = BatchLoader(dataset, task.collate, Workers(pin_memory=parallel.device.type == "cuda"))
-    shard = parallel.rank, parallel.world_size
+    loader = BatchLoader(dataset, task.collate, Workers(pin_memory=strategy.device.type == "cuda"))
+    shard = strategy.group.rank, strategy.group.world_size
     for batch in loader(evaluation_keys(len(dataset), shard, batch_size)):
-        on_device = of_dtype(parallel.to_device(batch), precision.dtype)
-        with precision.autocast(parallel.device.type):
+        on_device = of_dtype(strategy.to_device(batch), precision.dtype)
+        with precision.autocast(strategy.device.type):
             columns = task.predictions(objective, on_device)
         if any(len(values) != len(batch["index"]) for values in columns.values()):
             raise TypeError(f"{type(task).__name__}.predictions must give one value per sample in every column")

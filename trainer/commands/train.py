@@ -28,14 +28,14 @@ from trainer.loop.rescue import LastStep, rescue
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
-from trainer.parallel.base import Parallel
 from trainer.parallel.device_queue import queue_of
 from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
+from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 
 
-def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: Parallel) -> int:
+def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: Strategy) -> int:
     """Trains in `--save-dir`; returns the exit status. Raises UserError.
 
     0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
@@ -43,23 +43,23 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
     """
     directory = RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     loggers: list[BackgroundLogger] = []
-    parallel.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
-    agents = sorted({agent for agent in parallel.gather(torchrun_agent()) if agent is not None})
+    strategy.group.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
+    agents = sorted({agent for agent in strategy.group.gather(torchrun_agent()) if agent is not None})
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     # Once more around the end: closing a log writes what found no room before.
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(directory.release)
-        parallel.on_main(lambda: directory.acquire(agents))
-        with recorded(directory, parallel) as state, refusing_full_disk():
-            run, notes = build_run(flags, task, parallel, directory)
+        strategy.group.on_main(lambda: directory.acquire(agents))
+        with recorded(directory, strategy) as state, refusing_full_disk():
+            run, notes = build_run(flags, task, strategy, directory)
             if _is_finished(run, flags):
                 state.run = run
                 state.enter("finished")
                 return EXIT_FINISHED
             if not run.is_complete and run.time_is_up:
                 message = _time_is_up(run.settings.max_s, run.progress)
-                if parallel.is_main:
+                if strategy.group.is_main:
                     say(message)
                 state.run = run
                 state.enter("paused", message)
@@ -69,7 +69,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             open_run(run, notes, flags, argv, agents, loggers)
             run.watches.insert(0, state.last_step)  # before those that exchange something and may lose a process
             run.stop.install()
-            parallel.diagnosis.flags_signals = True
+            strategy.group.diagnosis.flags_signals = True
             state.run = run  # not before: until here there is no step to rescue
             state.enter("running")
             try:
@@ -89,7 +89,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, parallel: 
             if len(agents) > 1:
                 # When a node joins, one agent is the first to ask. The others would take a good end for the job's.
                 run.stop.await_own()
-            return run.stop.exit_status if parallel.exits_with_signal else EXIT_FINISHED
+            return run.stop.exit_status if strategy.group.exits_with_signal else EXIT_FINISHED
 
 
 def _is_finished(run: Run, flags: Flags) -> bool:
@@ -97,13 +97,13 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
-    if run.parallel.on_main(lambda: brings_another_run(run.directory, flags.checkpoint.resume_from)):
+    if run.group.on_main(lambda: brings_another_run(run.directory, flags.checkpoint.resume_from)):
         return False
-    results = run.parallel.on_main(lambda: read_json(path / RESULTS))
+    results = run.group.on_main(lambda: read_json(path / RESULTS))
     is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or flags.run.no_test)
     if is_finished and run.plan.has_validation:
-        is_finished = not run.parallel.on_main(lambda: better_can_be_scored(run.directory, results))
-    if is_finished and run.parallel.is_main:
+        is_finished = not run.group.on_main(lambda: better_can_be_scored(run.directory, results))
+    if is_finished and run.group.is_main:
         in_epochs = flags.run.max_steps is None
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
         bounds = [flags.run.length_flag] if run.is_through else []
@@ -127,15 +127,15 @@ def _time_is_up(max_s: float, progress: Progress) -> str:
 class RunState:
     """Writes the state of the run in a directory that is held. last_step: to be among the watches of that run."""
 
-    def __init__(self, directory: RunDirectory, parallel: Parallel) -> None:
+    def __init__(self, directory: RunDirectory, strategy: Strategy) -> None:
         self._directory = directory
-        self._parallel = parallel
+        self._strategy = strategy
         self.run: Run | None = None
-        self.last_step = LastStep(queue_of(parallel.device))
+        self.last_step = LastStep(queue_of(strategy.device))
 
     def enter(self, state: State, message: str | None = None) -> None:
         """All processes call it. A file that says "finished" already stays. Raises UserError when the disk refuses."""
-        self._parallel.on_main(lambda: self._write(state, message))
+        self._strategy.group.on_main(lambda: self._write(state, message))
 
     def record_failure(self, error: BaseException) -> None:
         """Rescues what may be left of the last steps, and notes the reason, as far as the disk allows.
@@ -146,9 +146,14 @@ class RunState:
         status = EXIT_BAD_INPUT if isinstance(error, UserError) else getattr(error, "status", None) if known else None
         state: State = "refused" if status == EXIT_BAD_INPUT else "failed"
         is_stop = status == EXIT_INTERRUPTED
-        run, parallel, directory = self.run, self._parallel, self._directory
+        run, strategy, directory = self.run, self._strategy, self._directory
         if run is not None and isinstance(error, UserError | Failure):
-            if isinstance(error, Failure) and is_stop and parallel.has_full_state and not parallel.exits_with_signal:
+            if (
+                isinstance(error, Failure)
+                and is_stop
+                and strategy.has_full_state
+                and not strategy.group.exits_with_signal
+            ):
                 error.status = EXIT_FINISHED
             rescue(run, self.last_step, error)
         if not directory.is_held:
@@ -193,12 +198,12 @@ class RunState:
 
 
 @contextmanager
-def recorded(directory: RunDirectory, parallel: Parallel) -> Iterator[RunState]:
+def recorded(directory: RunDirectory, strategy: Strategy) -> Iterator[RunState]:
     """Around all that happens while a directory is held: notes whatever ends it by an exception."""
-    state = RunState(directory, parallel)
-    parallel.diagnosis.before_forced_end(state.fail)
+    state = RunState(directory, strategy)
+    strategy.group.diagnosis.before_forced_end(state.fail)
     try:
-        with parallel.diagnosis.explaining():
+        with strategy.group.diagnosis.explaining():
             yield state
     except KeyboardInterrupt:
         raise  # before training began: nothing has changed

@@ -29,7 +29,7 @@ from trainer.config import flag_name, group_from_values, refuse, shown
 from trainer.flags import CheckpointFlags, PrecisionFlags, RunFlags
 from trainer.loop.learner import Learner
 from trainer.loop.precision import module_in_dtype
-from trainer.parallel.base import Parallel, SingleDevice
+from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.registry import is_same_task, known_task
 from trainer.task import Objective, Task
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def restore_weights(
-    model: nn.Module, weights: Mapping[str, Tensor], parallel: Parallel, source: str, hint: str
+    model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str
 ) -> None:
     """Gives a model all of its weights. All processes of the run that have the model call it.
 
@@ -49,11 +49,11 @@ def restore_weights(
         shown = "; ".join(differences[:3])
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UserError(f"{source} is of another model: {shown}{more}; {hint}")
-    parallel.load_weights(comparison.fitting, model)
+    strategy.load_weights(comparison.fitting, model)
 
 
 def restore_what_fits(
-    model: nn.Module, weights: Mapping[str, Tensor], parallel: Parallel, source: str
+    model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str
 ) -> WeightComparison:
     """Gives a model what it can take, and says what that is. Raises UserError where it is nothing."""
     comparison = compare(model, weights)
@@ -67,26 +67,26 @@ def restore_what_fits(
             f"{source}: nothing in it fits the model: the file has {_first(weights)}, the model "
             f"{_first(model.state_dict())}; rename the weights in the file"
         )
-    parallel.load_weights(comparison.fitting, model)
+    strategy.load_weights(comparison.fitting, model)
     return comparison
 
 
-def use_weights(learner: Learner, weights: Mapping[str, Tensor], parallel: Parallel, source: str, hint: str) -> None:
+def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
     """Takes the weights of a checkpoint to be scored, which are averaged already, if at all. See `restore_weights`."""
-    restore_weights(learner.objective.model, weights, parallel, source, hint)
+    restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 
 
-def resume_weights(learner: Learner, state: Mapping[str, Any], parallel: Parallel, hint: str) -> None:
+def resume_weights(learner: Learner, state: Mapping[str, Any], strategy: Strategy, hint: str) -> None:
     """Takes the weights of a checkpoint to train on, and their moving average."""
     model, source = learner.objective.model, "the checkpoint"
-    restore_weights(model, state["model"], parallel, source, hint)
+    restore_weights(model, state["model"], strategy, source, hint)
     learner.ema.restore(state)
     if "training_model" in state:
-        restore_weights(model, state["training_model"], parallel, source, hint)
+        restore_weights(model, state["training_model"], strategy, source, hint)
 
 
-def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, parallel: Parallel) -> list[str]:
+def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, strategy: Strategy) -> list[str]:
     """Begins with fresh weights, or those of a file if the flags name one; returns what the user should know.
 
     shipped: `Task.shipped_weights`. Raises UserError when they do not fit.
@@ -95,34 +95,34 @@ def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, p
     if given.init_from is not None:
         label = f"--init-from {given.init_from}"
         hint = "take the weights of a model with the same flags, or what fits of them by --init-from-partial"
-        restore_weights(model, _read(parallel, given.init_from, label), parallel, label, hint)
+        restore_weights(model, _read(strategy, given.init_from, label), strategy, label, hint)
         notes = [f"Starting with the weights of {given.init_from}."]
     elif given.init_from_partial is not None:
         label = f"--init-from-partial {given.init_from_partial}"
-        comparison = restore_what_fits(model, _read(parallel, given.init_from_partial, label), parallel, label)
+        comparison = restore_what_fits(model, _read(strategy, given.init_from_partial, label), strategy, label)
         notes = _described(comparison, given.init_from_partial)
     elif shipped is not None:
-        notes = _start_with_shipped(model, shipped, parallel)
+        notes = _start_with_shipped(model, shipped, strategy)
     learner.ema.restart()
     return notes
 
 
-def _start_with_shipped(model: nn.Module, shipped: Path, parallel: Parallel) -> list[str]:
+def _start_with_shipped(model: nn.Module, shipped: Path, strategy: Strategy) -> list[str]:
     label = "the weights that come with this task"
-    comparison = compare(model, _read(parallel, shipped, label))
+    comparison = compare(model, _read(strategy, shipped, label))
     if comparison.unlike or comparison.unknown:
         first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
         raise UserError(
             f"{label} are of another model: {first}; leave out the flags that change the model, or name other "
             "weights by --init-from"
         )
-    parallel.load_weights(comparison.fitting, model)
+    strategy.load_weights(comparison.fitting, model)
     others = f"; initialised anew: {_first(comparison.missing)}" if comparison.missing else "."
     return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
 
 
-def _read(parallel: Parallel, path: Path, label: str) -> dict[str, Tensor]:
-    state = parallel.load_on_main(lambda: {"model": read_checkpoint(path, label, only_weights=True)["model"]}, LARGE)
+def _read(strategy: Strategy, path: Path, label: str) -> dict[str, Tensor]:
+    state = strategy.load_on_main(lambda: {"model": read_checkpoint(path, label, only_weights=True)["model"]}, LARGE)
     weights: dict[str, Tensor] = state["model"]
     return weights
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import foreach_copy_, names_not_persistent, own_buffers
-from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.parallel.module_state import (
     ABSENT,
     Change,
@@ -21,6 +21,7 @@ from trainer.parallel.module_state import (
     is_plain,
     named_modules,
 )
+from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
@@ -68,24 +69,24 @@ class Buffers:
         if self._statistics:
             self._statistics.set(before)
 
-    def start_agreement(self, parallel: Parallel) -> None:
+    def start_agreement(self, group: Group) -> None:
         """After the last forward of a step, so that it travels during the backward. All call it, and then `agree`.
 
         On some process samples must have counted. No backward in train mode reads running statistics.
         """
-        if parallel.world_size == 1 or not self._statistics:
+        if group.world_size == 1 or not self._statistics:
             return
         before = self._before_placeholder  # of the last micro-batch, if that is one
         changes = (self._statistics.flattened() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
-        self._pending = flat, parallel.start_sum_in_place(flat)
+        self._pending = flat, group.start_sum_in_place(flat)
 
-    def agree(self, parallel: Parallel) -> None:
+    def agree(self, strategy: Strategy) -> None:
         """After the last backward: they change by the mean of their changes on all processes, weighted by samples.
 
         Raises UserError as `ForwardState.agree` does.
         """
-        self.forward_state.agree(parallel)
+        self.forward_state.agree(strategy)
         if self._pending is None:
             return
         flat, wait = self._pending
@@ -199,12 +200,12 @@ class ForwardState:
             else:
                 self._local[change.path] = entry
 
-    def settle(self, model: nn.Module, parallel: Parallel) -> None:
+    def settle(self, model: nn.Module, group: Group) -> None:
         """After `learn`: what is shared on one process is on all, in one order. All processes call it.
 
         They may have seen different changes, where a forward leaves out layers at random.
         """
-        kinds = {path: kind for own in parallel.gather(self._kinds) for path, kind in own.items()}
+        kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
             module, _, name = path.rpartition(".")
             self._shared[path] = buffers_of(model.get_submodule(module)), name
@@ -266,7 +267,7 @@ class ForwardState:
             for owner, name, value in numbers:
                 owner[name] = value
 
-    def agree(self, parallel: Parallel) -> None:
+    def agree(self, strategy: Strategy) -> None:
         """After the last backward of a step, which may read what the forward left. All processes call it.
 
         Raises UserError for a persistent buffer that has another shape than in a new model.
@@ -277,17 +278,17 @@ class ForwardState:
             if now is not last:
                 self._refuse_another_shape(path, shape, now)
                 known[3] = now
-        if parallel.world_size == 1 or not self._shared:
+        if strategy.group.world_size == 1 or not self._shared:
             return
         own: list[Any] = [owner.get(name) for owner, name in self._shared.values()]
         kinds = self._kinds.values()
         # One that is not persistent may by now have another size, on this process or on the main one.
         fits = [_kind(tensor) == kind for tensor, kind in zip(own, kinds, strict=True)]
-        device = parallel.device
-        on_main = parallel.from_main(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
+        device = strategy.device
+        on_main = strategy.from_main(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
         for tensor, fit, (shape, dtype), is_sent in zip(own, fits, kinds, on_main, strict=True):
-            sent = parallel.from_main(tensor.detach() if fit else torch.zeros(shape, dtype=dtype, device=device))
-            if fit and not parallel.is_main:
+            sent = strategy.from_main(tensor.detach() if fit else torch.zeros(shape, dtype=dtype, device=device))
+            if fit and not strategy.group.is_main:
                 tensor.data.copy_(torch.where(is_sent, sent, tensor))
 
     def undo(self) -> None:

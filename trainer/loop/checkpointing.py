@@ -15,9 +15,10 @@ from trainer.loop.learner import Learner
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
-from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
 from trainer.parallel.parts import local_shards
+from trainer.parallel.strategy import Strategy
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape of each weight and buffer of a model."""
@@ -30,19 +31,19 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     be written, unless for lack of room: then it says so, and tries again; and if the processes have drifted apart. What
     is to be on the disk now needs `finish_saving`.
     """
-    parallel, learner, progress = run.parallel, run.learner, run.progress
+    strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
         watch.before_save(progress.step, run.log)
     progress.read_clock()
     progress.last_save = progress.step
-    parallel.sync_buffers(learner.objective)
-    totals = {phase: own.reduced(parallel) for phase, own in progress.totals.items()}
+    strategy.sync_buffers(learner.objective)
+    totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     # As after a resume, so that an unbroken run adds up in the same order.
-    _share(parallel, progress, totals)
-    parallel.activity.enter("saving")
-    state = parallel.full_state(learner.objective, learner.optimizers)
+    _share(strategy.group, progress, totals)
+    strategy.group.activity.enter("saving")
+    state = strategy.full_state(learner.objective, learner.optimizers)
     weights = state["model"]
-    learner.ema.put_into(state, parallel.full_weights)
+    learner.ema.put_into(state, strategy.full_weights)
     verdict = {"value": value, "is_best": is_best}
 
     def save_on_main() -> None:
@@ -54,18 +55,16 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         run.log.flush()
         run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 
-    parallel.on_main(save_on_main)
+    strategy.group.on_main(save_on_main)
 
 
-def try_saving(
-    learner: Learner, parallel: Parallel, outline: Outline, progress: Progress, learning_rate: float
-) -> None:
+def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """A save that writes and gathers nothing: raises UnfitState for a state that no checkpoint could hold.
 
     After the first step of a phase, so that it costs that step alone. All processes call it. outline: of the model as
     it was built.
     """
-    parallel.activity.enter("saving")
+    group.activity.enter("saving")
 
     def refuse_on_main() -> None:
         model, optimizers = learner.objective.model.state_dict(), learner.optimizers
@@ -89,7 +88,7 @@ def try_saving(
                 "make it a dense tensor, a number, a text, or a list or mapping of these"
             )
 
-    parallel.on_main(refuse_on_main)
+    group.on_main(refuse_on_main)
 
 
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
@@ -109,9 +108,9 @@ def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: 
     )
 
 
-def _share(parallel: Parallel, progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]) -> None:
-    progress.totals = {phase: share_of(own, parallel) for phase, own in totals.items()}
-    progress.own_samples = progress.samples if parallel.is_main else 0
+def _share(group: Group, progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]) -> None:
+    progress.totals = {phase: share_of(own, group) for phase, own in totals.items()}
+    progress.own_samples = progress.samples if group.is_main else 0
 
 
 def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
@@ -121,9 +120,9 @@ def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
         log.say(refusal)
 
 
-def finish_saving(parallel: Parallel, saver: BackgroundSaver) -> None:
+def finish_saving(group: Group, saver: BackgroundSaver) -> None:
     """Returns when everything saved is on the disk. All processes call it. Raises UserError if it cannot be."""
-    parallel.on_main(saver.finish)
+    group.on_main(saver.finish)
 
 
 def state_of(
@@ -167,13 +166,13 @@ def refuse_non_finite(
     )
 
 
-def restore_progress(learner: Learner, parallel: Parallel, state: Mapping[str, Any]) -> Progress:
+def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
     """Goes back to the moment of a checkpoint whose weights are restored. All processes call it. Raises UserError."""
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
-    parallel.load_moments(state["optimizers"], learner.optimizers, dtype)
+    strategy.load_moments(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
     progress = Progress(**read_progress(state), last_save=state["step"])
-    _share(parallel, progress, state["totals"])
+    _share(strategy.group, progress, state["totals"])
     return progress

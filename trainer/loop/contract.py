@@ -20,9 +20,10 @@ from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
 from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
-from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.parallel.module_state import Change, leaving_no_trace
 from trainer.parallel.parts import is_sharded
+from trainer.parallel.strategy import Strategy
 from trainer.task import PerSample, Task, validation_sets
 
 
@@ -117,12 +118,12 @@ def check_tensors(model: nn.Module, where: str) -> None:
         )
 
 
-def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) -> None:
+def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:
     """Raises UserError where a process has other parameters, or in another order: gradients are exchanged by place."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
-    if parallel.agrees(own):
+    if group.agrees(own):
         return
-    models = parallel.gather(own)
+    models = group.gather(own)
     rank = next((rank for rank, model in enumerate(models) if model != models[0]), None)
     if rank is None:
         return
@@ -133,7 +134,7 @@ def check_same_parameters(objective: nn.Module, parallel: Parallel, where: str) 
     )
 
 
-def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) -> None:
+def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> None:
     """A forward and a backward of a phase that change nothing. Raises UserError unless they are what training needs.
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
@@ -141,15 +142,15 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
     step unbroken. All processes call it.
     """
     net, objective = learner.enter(phase), learner.objective
-    with _leaving_no_trace(learner, net, parallel) as changes:
+    with _leaving_no_trace(learner, net, strategy) as changes:
         before = {
             name: (parameter, num_writes(parameter))
             for name, parameter in objective.named_parameters()
             if not is_sharded(parameter) and parameter.layout == torch.strided
         }
         drawn = _places_in_generators()
-        sums = net(parallel.to_device(example), phase)
-        parallel.draws_on_host |= _places_in_generators() != drawn
+        sums = net(strategy.to_device(example), phase)
+        strategy.draws_on_host |= _places_in_generators() != drawn
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
@@ -166,9 +167,9 @@ def try_phase(learner: Learner, parallel: Parallel, phase: str, example: Batch) 
                 "by its own samples; do it in after_step; see Objective in trainer/task.py"
             )
         learner.buffers.forward_state.learn(changes())
-        learner.buffers.forward_state.settle(objective, parallel)
+        learner.buffers.forward_state.settle(objective, strategy.group)
         (sums["loss"] * 0).backward()
-    parallel.build_buckets(net)
+    strategy.build_buckets(net)
 
 
 def _places_in_generators() -> tuple[Any, ...]:
@@ -178,7 +179,7 @@ def _places_in_generators() -> tuple[Any, ...]:
 
 
 def check_single_samples(
-    learner: Learner, parallel: Parallel, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
+    learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
     """Raises UserError where a forward of training gets a single sample and a batch norm, now wrapped, refuses that.
 
@@ -187,13 +188,13 @@ def check_single_samples(
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
     refused = sorted(
-        size for size in order.step_sizes if leaves_a_single_sample(parallel, size, split.micro_batch_size)
+        size for size in order.step_sizes if leaves_a_single_sample(strategy, size, split.micro_batch_size)
     )
     if not refused:
         return
     try:
-        single = {name: tensor[:1].to(parallel.device) for name, tensor in example.items()}
-        with _leaving_no_trace(learner, learner.net, parallel):
+        single = {name: tensor[:1].to(strategy.device) for name, tensor in example.items()}
+        with _leaving_no_trace(learner, learner.net, strategy):
             learner.net(single, phase)
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
@@ -209,19 +210,19 @@ def check_single_samples(
         ) from None
 
 
-def leaves_a_single_sample(parallel: Parallel, global_batch_size: int, micro_batch_size: int) -> bool:
+def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_batch_size: int) -> bool:
     """Whether a device gets one sample alone in some forward of a global batch. The first and last rank show it."""
-    world_size, samples = parallel.world_size, np.arange(global_batch_size)
+    world_size, samples = strategy.group.world_size, np.arange(global_batch_size)
     shares = [split_global_batch(samples, (rank, world_size), micro_batch_size, 0) for rank in (0, world_size - 1)]
-    parts = [torch.from_numpy(keys.index).chunk(parallel.num_replicas) for share in shares for keys in share]
+    parts = [torch.from_numpy(keys.index).chunk(strategy.num_replicas) for share in shares for keys in share]
     return any(len(part[-1]) == 1 for part in parts)
 
 
 @contextmanager
-def _leaving_no_trace(learner: Learner, net: nn.Module, parallel: Parallel) -> Iterator[Callable[[], list[Change]]]:
+def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
     """In train mode; afterwards gradients, random states and what modules hold are as before. Yields what changed."""
     net.train()
-    with leaving_no_trace(learner.objective) as changes, parallel.keeping_generators():
+    with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
     learner.objective.zero_grad(set_to_none=True)
 

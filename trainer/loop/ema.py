@@ -116,7 +116,7 @@ class ExponentialMovingAverage:
     ) -> None:
         """`model` becomes the average, which is what is worth deploying; `training_model` what training needs.
 
-        full_weights: see `Parallel.full_weights`, which all processes call.
+        full_weights: see `Strategy.full_weights`, which all processes call.
         """
         if self.enabled:
             state["training_model"] = state["model"]

@@ -18,8 +18,8 @@ from trainer.loop.precision import Precision, of_dtype
 from trainer.loop.run import Run
 from trainer.loop.totals import PerSampleOutputs, Totals, counted
 from trainer.loop.windows import agree_ahead, evaluation_batches
-from trainer.parallel.base import Parallel
 from trainer.parallel.parts import is_sharded
+from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Picture, Sums, Task, validation_sets
 
 NUM_EXAMPLES = 6
@@ -39,30 +39,30 @@ def evaluate(run: Run, split: str) -> Sums:
     Raises StopRequested if the run was asked to stop meanwhile; UserError for outputs that cannot be put together.
     """
     learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
-    run.parallel.sync_buffers(learner.objective)
-    net = run.parallel.evaluation_module(learner.net)
+    run.strategy.sync_buffers(learner.objective)
+    net = run.strategy.evaluation_module(learner.net)
     size = run.settings.eval_batch_size
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
-        start_evaluation(learner.objective, learner.precision, run.parallel)
+        start_evaluation(learner.objective, learner.precision, run.strategy)
         for (batch, weight, num_samples), _ in agree_ahead(run, evaluation_batches(run, split)):
-            run.parallel.activity.enter("evaluation")
-            outputs: Outputs = net(run.parallel.to_device(batch))
+            run.group.activity.enter("evaluation")
+            outputs: Outputs = net(run.strategy.to_device(batch))
             check_outputs(learner.objective, outputs)
             sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
             totals.add(counted(sums, num_samples > 0), weight)
             per_sample.add(batch["index"], outputs)
     net.train()
-    sums = totals.reduced(run.parallel)
-    return sums | per_sample.gathered(run.parallel, len(run.task.splits()[split]))
+    sums = totals.reduced(run.group)
+    return sums | per_sample.gathered(run.group, len(run.task.splits()[split]))
 
 
-def start_evaluation(objective: Objective, precision: Precision, parallel: Parallel) -> None:
+def start_evaluation(objective: Objective, precision: Precision, strategy: Strategy) -> None:
     """Lets the objective, in eval mode, compute what all batches of an evaluation share."""
     if type(objective).start_evaluation is Objective.start_evaluation:
         return
-    parallel.activity.enter("the start of the evaluation")
-    with parallel.unsharded(objective), precision.autocast(parallel.device.type):
+    strategy.group.activity.enter("the start of the evaluation")
+    with strategy.unsharded(objective), precision.autocast(strategy.device.type):
         objective.start_evaluation()
 
 
@@ -74,7 +74,7 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 
     sums: of `evaluate`, by data set.
     """
-    task, learner, parallel = run.task, run.learner, run.parallel
+    task, learner, strategy = run.task, run.learner, run.strategy
     has_examples = type(task).example_pictures is not Task.example_pictures
 
     def draw() -> None:
@@ -83,26 +83,26 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
             found = dict(task.pictures(own))
             if has_examples:
                 num_samples = len(task.splits()[split])
-                found |= example_pictures(task, learner, parallel, run.loaders[split], num_samples)
+                found |= example_pictures(task, learner, strategy, run.loaders[split], num_samples)
             pictures |= {f"{split}/{name}": picture for name, picture in found.items()}
         run.log.pictures(run.progress.step, pictures)
 
     with ExitStack() as weights:
         if has_examples:
             weights.enter_context(learner.ema.applied())
-            weights.enter_context(parallel.unsharded(learner.objective))
-        parallel.on_main(draw)
+            weights.enter_context(strategy.unsharded(learner.objective))
+        strategy.group.on_main(draw)
 
 
 @torch.no_grad()
 def example_pictures(
-    task: Task, learner: Learner, parallel: Parallel, loader: BatchLoader, num_samples: int
+    task: Task, learner: Learner, strategy: Strategy, loader: BatchLoader, num_samples: int
 ) -> Mapping[str, Picture]:
     """Pictures of a few samples, spread evenly over a data set of num_samples. Training does not notice."""
     keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
     objective, precision = learner.objective, learner.precision
-    batch = of_dtype({name: tensor.to(parallel.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
-    with _in_eval_mode(objective), parallel.keeping_generators(), precision.autocast(parallel.device.type):
+    batch = of_dtype({name: tensor.to(strategy.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
+    with _in_eval_mode(objective), strategy.keeping_generators(), precision.autocast(strategy.device.type):
         return task.example_pictures(objective, batch)
 
 
@@ -119,7 +119,7 @@ def _in_eval_mode(objective: nn.Module) -> Iterator[None]:
 # --- the start of an epoch ---------------------------------------------------------------------------------------
 
 
-def start_epoch(task: Task, learner: Learner, parallel: Parallel, epoch: int, log: RunLog | SilentLog) -> None:
+def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, log: RunLog | SilentLog) -> None:
     """Calls the task's `on_epoch_start` on every process. Raises UserError if what it leaves is not the same on all.
 
     epoch: number of completed ones.
@@ -127,12 +127,12 @@ def start_epoch(task: Task, learner: Learner, parallel: Parallel, epoch: int, lo
     method = type(task).on_epoch_start
     if method is Task.on_epoch_start:
         return
-    parallel.activity.enter("the start of the epoch")
-    with torch.no_grad(), parallel.unsharded(learner.objective), learner.precision.autocast(parallel.device.type):
+    strategy.group.activity.enter("the start of the epoch")
+    with torch.no_grad(), strategy.unsharded(learner.objective), learner.precision.autocast(strategy.device.type):
         task.on_epoch_start(learner.objective, epoch, log.progress)
-    if parallel.world_size == 1:
+    if strategy.group.world_size == 1:
         return
-    digests = parallel.gather(_digest(learner.objective))
+    digests = strategy.group.gather(_digest(learner.objective))
     if len(set(digests)) > 1:
         raise UserError(
             f"{method.__qualname__} left other weights or buffers on rank "

@@ -12,10 +12,10 @@ from trainer.common.errors import UnfitState
 from trainer.common.torch_private import num_writes
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.base import Parallel
 from trainer.parallel.device_queue import queue_of
 from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.parts import local_shards
+from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
 """Ranks that hold the same."""
@@ -96,10 +96,10 @@ class Lockstep(Watch):
     UnfitState.
     """
 
-    def __init__(self, objective: nn.Module, parallel: Parallel, every: int) -> None:
-        self._objective, self._parallel, self._every = objective, parallel, every
-        self._num_copies = parallel.world_size // parallel.shard_size
-        self._queue = queue_of(parallel.device)
+    def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:
+        self._objective, self._strategy, self._every = objective, strategy, every
+        self._num_copies = strategy.group.world_size // strategy.shard_size
+        self._queue = queue_of(strategy.device)
         self._taken: deque[tuple[int, Callable[[], Any]]] = deque()
         self._left_out: set[str] = set()
         self._last_agreed: int | None = None
@@ -113,7 +113,7 @@ class Lockstep(Watch):
     def begin(self, progress: Progress) -> None:
         self._is_on = self._every > 0 and self._num_copies > 1
         if self._is_on:
-            self._fingerprint = Fingerprint(num_words(self._tensors().values()), self._parallel.device)
+            self._fingerprint = Fingerprint(num_words(self._tensors().values()), self._strategy.device)
             buffers = persistent_buffers(self._objective)
             self._buffers = {name: (buffer, num_writes(buffer)) for name, buffer in buffers.items()}
 
@@ -133,9 +133,9 @@ class Lockstep(Watch):
 
     def _compare(self, step: int, own: int, now: int, log: Log) -> None:
         """Compares the fingerprints of a step, `now` being the newest one."""
-        hashes = torch.zeros(self._parallel.world_size, dtype=torch.int64)
-        hashes[self._parallel.rank] = own
-        if not self._sides(self._parallel.sum(hashes).tolist()):
+        hashes = torch.zeros(self._strategy.group.world_size, dtype=torch.int64)
+        hashes[self._strategy.group.rank] = own
+        if not self._sides(self._strategy.group.sum(hashes).tolist()):
             self._last_agreed = step
             return
         for note in self._explain(step):
@@ -154,8 +154,8 @@ class Lockstep(Watch):
     def _explain(self, step: int) -> list[str]:
         names, tensors = zip(*self._tensors().items(), strict=True)
         hashes = [int(self._fingerprint.of([tensor])) for tensor in tensors]
-        parallel = self._parallel
-        accounts = parallel.gather(Account(parallel.describe_own(), _kind(parallel.device), hashes, self._changed()))
+        group = self._strategy.group
+        accounts = group.gather(Account(group.describe_own(), _kind(group.device), hashes, self._changed()))
         of_tensor = zip(*(account.hashes for account in accounts), strict=True)
         different = {name: found for name, own in zip(names, of_tensor, strict=True) if (found := self._sides(own))}
         may_differ = different.keys() & set().union(*(account.changed for account in accounts))
@@ -187,8 +187,8 @@ class Lockstep(Watch):
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
         """Ranks that have the same part of a tensor, but not alike: those that do, together. The fewest first."""
-        for part in range(self._parallel.shard_size):
-            ranks = range(part, len(hashes), self._parallel.shard_size)
+        for part in range(self._strategy.shard_size):
+            ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:
                 by_hash: dict[int, list[int]] = {}
                 for rank in ranks:

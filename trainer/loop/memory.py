@@ -23,10 +23,10 @@ from trainer.loading.order import SampleKeys
 from trainer.loop.learner import Learner
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.torch_optimizers import moments_of
-from trainer.parallel.base import Parallel
 from trainer.parallel.errors import RestartNeeded
 from trainer.parallel.module_state import leaving_no_trace
 from trainer.parallel.parts import local_shards
+from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 
 T = TypeVar("T")
@@ -104,11 +104,11 @@ class MemoryGuard:
         splits: tuple[BatchSplit, ...],
         limit: MemoryLimit,
         learner: Learner,
-        parallel: Parallel,
+        strategy: Strategy,
         directory: RunDirectory,
     ) -> None:
         self.splits, self.limit = splits, limit
-        self._learner, self._parallel, self._directory = learner, parallel, directory
+        self._learner, self._strategy, self._directory = learner, strategy, directory
 
     def apply(self, limit: MemoryLimit) -> None:
         """Takes no more samples per forward of the first phase than fit, and of other phases in proportion."""
@@ -139,16 +139,16 @@ class MemoryGuard:
             except RuntimeError as error:
                 if not lacks_memory(error):
                     raise
-                if self._parallel.activity.name == OPTIMIZER:
+                if self._strategy.group.activity.name == OPTIMIZER:
                     raise self._hopeless("for the moments of the optimizer") from None
             # Outside of the handler, because the frames of the exception hold what is to be freed.
             self._learner.objective.zero_grad(set_to_none=True)
             self._learner.buffers.undo()
             free_memory()
             before = self.splits[phase].batch_size
-            account = f"out of memory in {self._parallel.activity} with {before} samples per forward"
+            account = f"out of memory in {self._strategy.group.activity} with {before} samples per forward"
             change = self._halve(phase)
-            if self._parallel.is_launched:
+            if self._strategy.group.is_launched:
                 again = f"{account}: the same command goes on from the last checkpoint with {change}"
                 raise RestartNeeded(again, asdict(self.limit))
             self._remember()
@@ -170,7 +170,7 @@ class MemoryGuard:
         return f"{after.batch_size}, and {steps} for the same global batch of {after.global_batch_size}"
 
     def _resized(self, size_of: Callable[[int], int]) -> tuple[BatchSplit, ...]:
-        devices = self._parallel.num_devices, self._parallel.world_size
+        devices = self._strategy.num_devices, self._strategy.group.world_size
         return tuple(split_batch(size_of(own.batch_size), 1, own.global_batch_size, *devices) for own in self.splits)
 
     def _remember(self) -> None:
@@ -180,15 +180,18 @@ class MemoryGuard:
 
     def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:
         """The refusal of a model that is too large, with what it takes of a device without any activation."""
-        rank, world_size = self._parallel.rank, self._parallel.world_size
+        rank, world_size = self._strategy.group.rank, self._strategy.group.world_size
         where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
         trained = {p for params in self._learner.params.values() for p in params}
         moments = [p for several in self._learner.optimizers.values() for p in moments_of(several)]
         held = local_shards([*self._learner.objective.parameters(), *trained, *moments])
         size = sum(tensor.numel() * tensor.itemsize for tensor in held)
         readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2g} MiB"
+        activity = self._strategy.group.activity
+        activity = self._strategy.group.activity
+        activity = self._strategy.group.activity
         return UserError(
-            f"{where}out of memory in {self._parallel.activity} {what}: {advice}; parameters, gradients and moments of "
+            f"{where}out of memory in {activity} {what}: {advice}; parameters, gradients and moments of "
             f"this model take {readable} of each device; --multi-gpu fsdp divides them, --grad-checkpointing keeps "
             "less for the backward; or take a smaller model, --amp bf16, or a device with more memory; earlier "
             "checkpoints are intact"
@@ -217,20 +220,20 @@ class MemoryGuard:
         forward has exchanges with other processes is left out: one that finds no room would leave the others waiting.
         """
         modules = self._learner.net.modules()
-        if self._parallel.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+        if self._strategy.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             return
         while (phase := self._first_too_large(task, plan)) is not None:
             before = self.splits[phase].batch_size
             change = self._halve(phase)
-            self._parallel.on_main(self._remember)
+            self._strategy.group.on_main(self._remember)
             say(f"{before} samples per forward do not fit into memory: training with {change}.")
 
     def _first_too_large(self, task: Task, plan: Plan) -> int | None:
         """The first phase whose largest micro-batch finds no room on some process."""
-        self._parallel.activity.enter("the dry run of the largest batch")
-        with leaving_no_trace(self._learner.objective), self._parallel.keeping_generators():
+        self._strategy.group.activity.enter("the dry run of the largest batch")
+        with leaving_no_trace(self._learner.objective), self._strategy.keeping_generators():
             failures = [not self._fits(task, plan, phase) for phase in range(len(task.phases))]
-        found = self._parallel.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
+        found = self._strategy.group.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
         return found[0] if found else None
 
     def _fits(self, task: Task, plan: Plan, phase: int) -> bool:
@@ -255,8 +258,8 @@ class MemoryGuard:
         net = learner.enter(name)
         net.train()
         for _ in range(2):
-            with self._parallel.gradient_sync(net, enabled=False):
-                learner.precision.backward(net(self._parallel.to_device(batch), name)["loss"], 1.0)
+            with self._strategy.gradient_sync(net, enabled=False):
+                learner.precision.backward(net(self._strategy.to_device(batch), name)["loss"], 1.0)
         del held
 
 

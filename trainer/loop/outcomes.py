@@ -11,8 +11,8 @@ import torch
 from trainer.common.errors import UnfitState
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.base import Parallel
 from trainer.parallel.device_queue import GROUP_SIZE, queue_of
+from trainer.parallel.strategy import Strategy
 
 MOST_SKIPPED_IN_A_ROW = 100
 NUM_SAMPLES_SHOWN = 8
@@ -29,10 +29,10 @@ class StepOutcomes(Watch):
     """
 
     def __init__(
-        self, parallel: Parallel, phases: Sequence[str], on_nonfinite: Literal["stop", "skip"], advice: str
+        self, strategy: Strategy, phases: Sequence[str], on_nonfinite: Literal["stop", "skip"], advice: str
     ) -> None:
-        self._parallel, self._phases, self._on_nonfinite, self._advice = parallel, phases, on_nonfinite, advice
-        self._queue = queue_of(parallel.device)
+        self._strategy, self._phases, self._on_nonfinite, self._advice = strategy, phases, on_nonfinite, advice
+        self._queue = queue_of(strategy.device)
         self._progress = Progress()
         self._new: list[StepRecord] = []
         self._sent: list[StepRecord] = []
@@ -51,7 +51,7 @@ class StepOutcomes(Watch):
             self._receive(log)
 
     def settle(self, log: Log) -> None:
-        self._parallel.barrier()
+        self._strategy.group.barrier()
         if self._queue.lag:
             self._receive(log)
             self._receive(log)
@@ -83,10 +83,10 @@ class StepOutcomes(Watch):
 
     def _describe(self, record: StepRecord) -> str:
         """Which step, whose loss, and which samples. All processes call it."""
-        step, world_size = record.planned, self._parallel.world_size
+        step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
-        own_loss_is_bad[self._parallel.rank] = not bool(torch.isfinite(record.result.sums["loss"]).all())
-        ranks = self._parallel.sum(own_loss_is_bad).nonzero().flatten().tolist()
+        own_loss_is_bad[self._strategy.group.rank] = not bool(torch.isfinite(record.result.sums["loss"]).all())
+        ranks = self._strategy.group.sum(own_loss_is_bad).nonzero().flatten().tolist()
         if ranks:
             cause = "the loss" + (f" of rank {', '.join(map(str, ranks))}" if world_size > 1 else "")
         else:

@@ -93,7 +93,7 @@ class Precision:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
         params: all that the optimizers train; the norm is that of their whole gradient. max_grad_norm: 0 does not clip.
-        global_norm: see `Parallel.global_norm`.
+        global_norm: see `Strategy.global_norm`.
 
         A step that was not applied raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
         waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,

@@ -10,8 +10,8 @@ import numpy as np
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.activity import EXCHANGE, ignore_border
-from trainer.parallel.base import Parallel
 from trainer.parallel.device_queue import queue_of
+from trainer.parallel.group import Group
 
 OWN = ("data loading", "forward", "backward")
 """Activities in which nobody waits for another process."""
@@ -32,8 +32,8 @@ class RankTimes(Watch):
     Evaluations between the steps do not count.
     """
 
-    def __init__(self, parallel: Parallel) -> None:
-        self._parallel, self._queue = parallel, queue_of(parallel.device)
+    def __init__(self, group: Group) -> None:
+        self._group, self._queue = group, queue_of(group.device)
         self._borders: list[tuple[str, Any]] = []
         self._taken: deque[tuple[int, list[tuple[str, Any]]]] = deque()
         self._pending: Callable[[], Sequence[float]] | None = None
@@ -46,13 +46,13 @@ class RankTimes(Watch):
 
     def resume(self) -> None:
         if self._is_on:
-            self._parallel.activity.on_border = self._enter
-            self._enter(self._parallel.activity.name)
+            self._group.activity.on_border = self._enter
+            self._enter(self._group.activity.name)
 
     def pause(self) -> None:
         if self._is_on:
             self._enter("")
-            self._parallel.activity.on_border = ignore_border
+            self._group.activity.on_border = ignore_border
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         if not self._is_on:
@@ -65,7 +65,7 @@ class RankTimes(Watch):
             self._taken.append((progress.step, self._borders))
             self._borders = self._borders[-1:]
         if self._taken and self._taken[0][0] + self._queue.lag <= progress.step:
-            self._pending = self._parallel.start_sum(self._seconds(self._taken.popleft()[1]))
+            self._pending = self._group.start_sum(self._seconds(self._taken.popleft()[1]))
 
     def _enter(self, name: str) -> None:
         """Where an activity begins."""
@@ -76,8 +76,8 @@ class RankTimes(Watch):
         seconds = defaultdict[str, float](float)
         for (name, begin), (_, end) in pairwise(borders):
             seconds[name] += self._queue.seconds(begin, end)
-        table = np.zeros((self._parallel.world_size, len(SENT)))
-        table[self._parallel.rank] = [seconds[activity] for activity in SENT]
+        table = np.zeros((self._group.world_size, len(SENT)))
+        table[self._group.rank] = [seconds[activity] for activity in SENT]
         return table.ravel().tolist()
 
     def judge(self, times: np.ndarray) -> list[str]:
@@ -88,7 +88,7 @@ class RankTimes(Watch):
         if len(reports) < NUM_REPORTS or not slow:
             return []
         self._named.update(slow)
-        members = self._parallel.gather(self._parallel.describe_own())
+        members = self._group.gather(self._group.describe_own())
         return [self._account(rank, members[rank], reports.mean(0) / REPORT_EVERY) for rank in slow]
 
     def _account(self, rank: int, member: str, times: np.ndarray) -> str:

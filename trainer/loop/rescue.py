@@ -119,13 +119,15 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
     with _one_at_a_time:
         came_further = False
         try:
-            came_further = run.parallel.can_replace_rank0(lost or ()) and _save_last_step(run, last)
+            came_further = run.group.can_replace_rank0(lost or (), run.strategy.has_full_state) and _save_last_step(
+                run, last
+            )
         except (UserError, OSError, RuntimeError) as error:  # of the device too, which may be what failed
             why = error if isinstance(error, UserError) else reason(error)
             print_error(f"the state after the last optimizer step could not be saved: {why}")
         if isinstance(end, Failure):
             end.status = EXIT_RESTART if lost is not None and came_further else end.status
-            run.parallel.diagnosis.exit_status = end.status
+            run.group.diagnosis.exit_status = end.status
 
 
 def _save_last_step(run: Run, last: LastStep) -> bool:
@@ -135,19 +137,19 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
     if not directory.is_held:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
-    state = _copied_in_time(run, last, num_saved) if run.parallel.has_full_state else None
+    state = _copied_in_time(run, last, num_saved) if run.strategy.has_full_state else None
     if state is not None and _has_best_of(directory, state):
         directory.save(state)
         num_saved = state["step"]
         _say(run, f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
     elif run.progress.step > num_saved:
-        why = "" if run.parallel.has_full_state else ", for no process has all of the parameters"
+        why = "" if run.strategy.has_full_state else ", for no process has all of the parameters"
         _say(run, f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
     return num_saved > last.first
 
 
 def _say(run: Run, line: str) -> None:
-    if run.parallel.is_main:
+    if run.group.is_main:
         run.log.say(line)
     else:
         to_stdout(line)
@@ -200,8 +202,8 @@ def _copied(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] | None:
     with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()
-        weights = run.parallel.full_state(learner.objective, learner.optimizers)
-        learner.ema.put_into(weights, run.parallel.full_weights)
+        weights = run.strategy.full_state(learner.objective, learner.optimizers)
+        learner.ema.put_into(weights, run.strategy.full_weights)
         state = state_of(learner, weights, *_own(step.progress, is_behind=last.queue.lag > 0)) | run.facts
         # Locking pages may wait for the device.
         copied = snapshot(state, page_locked=False)

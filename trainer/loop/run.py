@@ -18,8 +18,9 @@ from trainer.loop.plan import Plan, PlannedStep
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import LearningRate
 from trainer.loop.watch import Watch
-from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.parallel.signals import StopRequest
+from trainer.parallel.strategy import Strategy
 from trainer.task import Sums, Task
 
 
@@ -51,7 +52,7 @@ class Run:
     """
 
     task: Task
-    parallel: Parallel
+    strategy: Strategy
     learner: Learner
     plan: Plan
     memory: MemoryGuard
@@ -67,6 +68,11 @@ class Run:
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def group(self) -> Group:
+        """The processes of the run."""
+        return self.strategy.group
 
     @property
     def is_complete(self) -> bool:
@@ -115,11 +121,11 @@ class Run:
         }
 
     def _summarised(self, sums: Sums) -> dict[str, float]:
-        return self.parallel.on_main(lambda: checked_metrics(self.task, "summarise", self.task.summarise(sums)))
+        return self.group.on_main(lambda: checked_metrics(self.task, "summarise", self.task.summarise(sums)))
 
     def training_metrics(self) -> dict[str, float]:
         """Those of the steps since the last report, by name, such as "train/loss". All processes call it."""
-        totals = {phase: self.progress.totals[phase].reduced(self.parallel) for phase in self.task.phases}
+        totals = {phase: self.progress.totals[phase].reduced(self.group) for phase in self.task.phases}
         is_own = type(self.task).summarise_training is not Task.summarise_training
         method = "summarise_training" if is_own else "summarise"
 
@@ -131,7 +137,7 @@ class Run:
                 for name, value in checked_metrics(self.task, method, self.task.summarise_training(sums, phase)).items()
             }
 
-        return self.parallel.on_main(summarise)
+        return self.group.on_main(summarise)
 
     def of_phase(self, metric: str, phase: str) -> str:
         """The name of a metric of training: "train/loss", or "train/generator/loss" where there are several phases."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.parallel.base import Parallel, require_shape
 from trainer.parallel.device_queue import queue_of
+from trainer.parallel.group import Group, require_shape
 from trainer.task import Outputs, PerSample, Sums
 
 HOST = torch.device("cpu")
@@ -76,28 +76,28 @@ class Totals:
         self._fold()
         return {name: value.cpu() for name, value in self._sums.items()}
 
-    def reduced(self, parallel: Parallel) -> dict[str, Tensor]:
+    def reduced(self, group: Group) -> dict[str, Tensor]:
         """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
 
         Waits for the device. All processes call it. Raises UserError, on all of them, where they have sums of one name
         in different shapes.
         """
         parts = self.unreduced()
-        shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, parallel)
+        shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
         if not shapes:
             return {}
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items() if name not in parts}
-        flat = parallel.sum(torch.cat([(zeros | parts)[name].flatten() for name in shapes]))
+        flat = group.sum(torch.cat([(zeros | parts)[name].flatten() for name in shapes]))
         sums = dict(zip(shapes, flat.split([math.prod(shape) for shape in shapes.values()]), strict=True))
         return {name: sums[name].view(shapes[name]) for name in {**parts, **shapes}}
 
 
-def _common_shapes(own: dict[str, tuple[int, ...]], parallel: Parallel) -> dict[str, tuple[int, ...]]:
+def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, tuple[int, ...]]:
     """By name, in one order on all processes, of every sum that any of them has. own: of this one, by sorted name."""
-    if parallel.agrees(own):
+    if group.agrees(own):
         return own
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, its in enumerate(parallel.gather(own)):
+    for rank, its in enumerate(group.gather(own)):
         for name, shape in its.items():
             require_shape(name, shape, shapes.setdefault(name, shape), f" on rank {rank}")
     return {name: shapes[name] for name in sorted(shapes)}
@@ -112,10 +112,10 @@ def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
         sums[name] = value
 
 
-def share_of(reduced: Mapping[str, Tensor], parallel: Parallel) -> Totals:
+def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
     """Reduced sums as the processes go on with them: the main one holds all of it, the others zeros."""
-    share = 1 if parallel.is_main else 0
-    return Totals({name: (value * share).to(parallel.device) for name, value in reduced.items()})
+    share = 1 if group.is_main else 0
+    return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 
 
 def counted(sums: Sums, counts: bool) -> Sums:
@@ -167,20 +167,20 @@ class PerSampleOutputs:
         self._parts[-self._num_in_flight :] = [{k: values.clone() for k, values in part.items()} for part in landed]
         self._num_in_flight = 0
 
-    def gathered(self, parallel: Parallel, num_samples: int) -> dict[str, Tensor]:
+    def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
         """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
 
         All processes call it. Raises UserError on all of them.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
-        parallel.require_same(names, "the objective must return the same ones for all batches, on all ranks")
+        group.require_same(names, "the objective must return the same ones for all batches, on all ranks")
         if not self._index:
             return {}
         if self._num_in_flight:
             self._land()
-        shares = parallel.gather_on_main((torch.cat(self._index), parallel.together(self._joined)))
+        shares = group.gather_on_main((torch.cat(self._index), group.together(self._joined)))
         whole: dict[str, Tensor] = {}
-        parallel.on_main(lambda: whole.update(in_order(shares, num_samples)))
+        group.on_main(lambda: whole.update(in_order(shares, num_samples)))
         return whole
 
     def _joined(self) -> dict[str, Tensor]:

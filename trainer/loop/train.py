@@ -21,7 +21,7 @@ from trainer.loop.run import Run
 from trainer.loop.totals import add_sums, counted
 from trainer.loop.watch import StepRecord, StepResult, Watch, settle
 from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.task import Sums
 
 
@@ -48,9 +48,9 @@ def train(run: Run) -> None:
         # What an epoch's start does to the model is done again at the next start, to the model as it was before.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
-        finish_saving(run.parallel, run.saver)
+        finish_saving(run.group, run.saver)
         raise
-    finish_saving(run.parallel, run.saver)
+    finish_saving(run.group, run.saver)
 
 
 def train_epoch(run: Run) -> None:
@@ -62,7 +62,7 @@ def train_epoch(run: Run) -> None:
     progress = run.progress
     if progress.position.at_epoch_start:
         progress.start_epoch(progress.position.epoch, run.task.phases)
-        start_epoch(run.task, run.learner, run.parallel, progress.position.epoch, run.log)
+        start_epoch(run.task, run.learner, run.strategy, progress.position.epoch, run.log)
     start_segment(run)
     for window, agreed in agree_ahead(run, training_windows(run), is_training=True):
         if progress.last_report < progress.step and run.plan.reports_after(progress.step):
@@ -96,12 +96,12 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     """Trains on one global batch, and logs and saves what is due. agreed: what all processes say of it."""
     progress, step, phase = run.progress, window.step, run.task.phases[window.step.phase]
     start, total_weight = progress.position, agreed.weight
-    run.parallel.activity.step = progress.step + 1
+    run.group.activity.step = progress.step + 1
     learning_rate, record = run.learning_rate_of(step), None
     if total_weight > 0:
         result = run.memory.train(
             step.phase, window.micro_batches, partial(
-                train_step, run.learner, run.parallel, phase, total_weight=total_weight,
+                train_step, run.learner, run.strategy, phase, total_weight=total_weight,
                 dropout_key=(run.settings.seed, step.epoch, step.phase, step.start), learning_rate=learning_rate,
                 watches=run.watches,
             ), run.log.say,
@@ -120,7 +120,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     if logs:
         log_step(run, phase, learning_rate, result.grad_norm)
     if total_weight > 0 and phase not in run.tried_saving:
-        try_saving(run.learner, run.parallel, run.model_outline, progress, run.learning_rate.peak)
+        try_saving(run.learner, run.group, run.model_outline, progress, run.learning_rate.peak)
         run.tried_saving.add(phase)
     if saves:
         save(run)
@@ -139,7 +139,7 @@ def saves_after_step(run: Run, agreed: Agreed) -> bool:
 
 def train_step(
     learner: Learner,
-    parallel: Parallel,
+    strategy: Strategy,
     phase: str,
     window: Sequence[WeightedBatch],
     total_weight: float,
@@ -154,39 +154,35 @@ def train_step(
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
     """
     sums: Sums = {}
+    group, params = strategy.group, learner.params[phase]
     net, same_masks = learner.enter(phase), learner.objective.same_masks
     learner.buffers.keep()
     for watch in watches:
         watch.before_step()
     for i, (batch, _, num_samples) in enumerate(window):
-        parallel.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
+        strategy.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
         is_last = i == len(window) - 1
-        # Gradients travel to the other processes in the last backward of the window only.
-        with parallel.gradient_sync(net, enabled=is_last), learner.buffers.of_samples(num_samples):
-            parallel.activity.enter("forward")
-            outputs = net(parallel.to_device(batch), phase)
+        with strategy.gradient_sync(net, enabled=is_last), learner.buffers.of_samples(num_samples):
+            group.activity.enter("forward")
+            outputs = net(strategy.to_device(batch), phase)
             require_sums(outputs, learner.objective, phase)
             part = counted(outputs, num_samples > 0)
             if is_last:
-                learner.buffers.start_agreement(parallel)
-            parallel.activity.enter("backward")
-            if is_last:
-                parallel.mark_comm_start(part["loss"])
-            learner.precision.backward(part["loss"], parallel.gradient_divisor / total_weight)
+                learner.buffers.start_agreement(group)
+            group.activity.enter("backward")
+            learner.precision.backward(part["loss"], strategy.gradient_divisor / total_weight)
         add_sums(sums, {name: value.detach() if value.requires_grad else value for name, value in part.items()})
-    learner.buffers.agree(parallel)
-    parallel.agree_on_gradients(learner.params[phase])
-    parallel.activity.enter(OPTIMIZER)
+    learner.buffers.agree(strategy)
+    strategy.exchange(params)
+    group.activity.enter(OPTIMIZER)
     for watch in watches:
         watch.before_update()
     learner.set_learning_rate(phase, learning_rate)  # not before, for a rescue saves it with the weights
-    outcome = learner.precision.step(
-        learner.optimizers[phase], learner.params[phase], learner.max_grad_norm, parallel.global_norm
-    )
+    outcome = learner.precision.step(learner.optimizers[phase], params, learner.max_grad_norm, strategy.global_norm)
     learner.buffers.undo_unless(outcome.applied)
     if outcome.applied is not False:
         learner.after_step(phase)
-    learner.ema.update(outcome.applied, phase, learner.params[phase])
+    learner.ema.update(outcome.applied, phase, params)
     return StepResult(sums, *outcome)
 
 
@@ -194,7 +190,7 @@ def log_step(run: Run, phase: str, learning_rate: float, grad_norm: Tensor) -> N
     """Logs the mean loss since the last time; the one place in the step that waits for the device."""
     report_saving(run.saver, run.log)
     progress = run.progress
-    totals = progress.totals[phase].reduced(run.parallel)
+    totals = progress.totals[phase].reduced(run.group)
     loss, weight = float(totals["loss"]), float(totals["weight"])
     old_loss, old_weight = progress.reported[phase]
     mean_loss = (loss - old_loss) / (weight - old_weight) if weight > old_weight else math.nan  # all steps were skipped
@@ -241,7 +237,7 @@ def keeping_steps(run: Run) -> Iterator[None]:
         yield
     except UserError:
         save(run)
-        finish_saving(run.parallel, run.saver)
+        finish_saving(run.group, run.saver)
         raise
 
 

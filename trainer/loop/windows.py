@@ -50,13 +50,13 @@ T = TypeVar("T", Window, WeightedBatch)
 
 def training_windows(run: Run) -> Iterator[Window]:
     """This process's part of each global batch that is left in the epoch."""
-    position, world_size = run.progress.position, run.parallel.world_size
+    position, world_size = run.progress.position, run.group.world_size
     sizes = [split.micro_batch_size for split in run.memory.splits]
     steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
     all_keys = (keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
     batches = _loaded(run, "train", all_keys)
     for step in steps:
-        run.parallel.activity.enter("data loading")
+        run.group.activity.enter("data loading")
         started = time.perf_counter()
         num_batches = num_micro_batches(step.end - step.start, world_size, sizes[step.phase])
         micro_batches = [next(batches) for _ in range(num_batches)]
@@ -73,18 +73,18 @@ def _loaded(run: Run, split: str, keys: Iterable[SampleKeys]) -> Iterator[Weight
 def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
     samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end)
     share = step.progress / run.plan.total
-    shard = run.parallel.rank, run.parallel.world_size
+    shard = run.group.rank, run.group.world_size
     return split_global_batch(samples, shard, micro_batch_size, step.epoch, step.phase, share)
 
 
 def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
     """This process's batches of a data set; equally many on every process."""
     num_samples = len(run.task.splits()[split])
-    size = run.settings.eval_batch_size * run.parallel.num_replicas
-    shard = run.parallel.rank, run.parallel.world_size
+    size = run.settings.eval_batch_size * run.strategy.num_replicas
+    shard = run.group.rank, run.group.world_size
     batches = _loaded(run, split, evaluation_keys(num_samples, shard, size))
     while True:
-        run.parallel.activity.enter("data loading of the evaluation")
+        run.group.activity.enter("data loading of the evaluation")
         batch = next(batches, None)
         if batch is None:
             return
@@ -100,11 +100,11 @@ def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Itera
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
     """
-    asks_clock = is_training and run.parallel.is_main
+    asks_clock = is_training and run.group.is_main
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in work:
         clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
-        pending = run.parallel.start_sum(Agreed(piece.weight, bool(run.stop), *clock))
+        pending = run.group.start_sum(Agreed(piece.weight, bool(run.stop), *clock))
         if waiting is not None:
             yield waiting[0], _agreed(waiting[1]())
         waiting = piece, pending

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from trainer.common.process import to_stdout
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import Batch
-from trainer.parallel.base import Parallel, SingleDevice, require_shape
 from trainer.parallel.devices import usable_gpus
+from trainer.parallel.group import Group, require_shape
+from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Outputs, PerSample
 
 
@@ -52,8 +53,11 @@ def _together(name: str, parts: Sequence[Tensor | PerSample], device: int | torc
     return torch.stack([part.to(device) for part in parts]).sum(0)  # type: ignore[union-attr]
 
 
-class DataParallel(Parallel):
+class DataParallel(Strategy):
     """One process that splits every micro-batch over several GPUs."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(Group(devices))
 
     def describe(self) -> str:
         return f"DataParallel on {super().describe()}"
@@ -68,7 +72,7 @@ class DataParallel(Parallel):
         return batch  # the wrapper's scatter moves each part to its own device
 
 
-def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Parallel:
+def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Strategy:
     """`--multi-gpu dp` on whatever there is."""
     ids = usable_gpus(devices.device, flags.gpu_ids)
     if not ids:

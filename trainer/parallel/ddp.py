@@ -1,304 +1,67 @@
-"""DistributedDataParallel: one process per device."""
+"""Strategies for one process per device: what all of them share, and copies of the whole model (`--multi-gpu ddp`)."""
 
-import faulthandler
-import os
-import socket
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from datetime import timedelta
-from functools import partial, reduce
-from types import MappingProxyType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.common.errors import UserError, reason
+from trainer.common.errors import UserError
 from trainer.common.torch_private import (
     WithoutCompiler,
     after_first_gradients,
     leave_buffers_alone,
     rebuild_buckets,
 )
-from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.activity import EXCHANGE
-from trainer.parallel.base import Parallel, result_or_refusal
-from trainer.parallel.devices import device_label, usable_gpus
-from trainer.parallel.diagnosis import GroupDiagnosis
-from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
-from trainer.parallel.heartbeat import HeartbeatMonitor
-from trainer.parallel.meeting import ALIKE, join, within
+from trainer.parallel.devices import device_label
+from trainer.parallel.flat_gradients import FlatGradients
 from trainer.parallel.meta_state import empty_like, mapped, with_shapes_of
 from trainer.parallel.module_state import persistent_buffers
-from trainer.parallel.neighbours import Neighbours, process_space
-from trainer.task import sparse_parameters
+from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.strategy import Strategy
+from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
 
-CLOSE_WITHIN_S = 5.0
-MAIN_LEAVES_WITHIN_S = 20.0
-"""So long the others wait for the end of the main process after a failure: within the 30 s that torchrun gives."""
-
-MEETING_MARGIN_S = 3.0
-"""For waits of torch that end in time by themselves, and say why."""
-
-NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
-"""Its kernels may wait so many times as long as ranks are patient with each other, and so many seconds more."""
-
-Member = tuple[str, int, str]
-"""A process as the others know it: its host, its id, and within what that is one."""
-
-DIRECT_BYTES = 3 * 2**18
-"""So much a process may send of its gradients in a step for `sum_directly` to be faster; see benchmarks/exchange.py."""
+OVERLAP_BYTES = 25 * 2**20
+"""Of parameters: above it DistributedDataParallel sends gradients while the backward goes on; see docs/design.md."""
 
 
-class LightDistributedDataParallel(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """torch's, without the import of torch's compiler, the longest part of a start."""
+class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel, which says in the last backward of a step where it begins to wait for others.
+
+    before_exchange: called there. It does not import torch's compiler, the longest part of a start.
+    """
+
+    before_exchange: Callable[[], None]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if self.require_backward_grad_sync and outputs["loss"].requires_grad:
+            # What is queued as the backward begins comes before torch waits for the last gradients.
+            outputs["loss"].register_hook(lambda _: after_first_gradients(self.before_exchange))
+        return outputs
 
 
-class Distributed(Parallel):
-    """One process per device; gradients are averaged by DistributedDataParallel."""
+class Distributed(Strategy):
+    """What strategies with one process per device share: the state of rank 0 reaches the others, and they keep it.
 
-    wrapper = "DistributedDataParallel"
-    is_launched = True
-    diagnosis: GroupDiagnosis
+    name: of the strategy, for the user.
+    """
 
-    def __init__(
-        self,
-        environment: RankEnvironment,
-        flags: MultiDeviceFlags,
-        devices: DeviceFlags,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """facts: plain values by name that all processes of the run must have alike, such as its flags."""
-        super().__init__()
-        self.rank, self.world_size = environment.rank, environment.world_size
-        self.gradient_divisor = environment.world_size
-        self.exits_with_signal = environment.is_self_launched
-        self._flags = flags
-        self._tells_user = environment.tells_user
-        if dist.is_initialized():
-            raise UserError(
-                "this process is in a process group already; the trainer makes its own: call "
-                "torch.distributed.destroy_process_group() before, or do not make one"
-            )
-        gpus = usable_gpus(devices.device, flags.gpu_ids)
-        self.backend = flags.backend or ("nccl" if gpus else "gloo")
-        rank = environment.rank
-        with ExitStack() as on_failure:
-            on_failure.callback(_leave_group)
-            store, members = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
-            with self._told_once():
-                self.require_same(facts, ALIKE)
-            self._hosts = [host for host, *_ in members]
-            same_host = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
-            self.local_world_size = environment.local_world_size or len(same_host)
-            local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
-            with self._told_once():
-                self._take_device(local_rank, gpus)
-            on_failure.pop_all()
-        names = [f"process {process} on {host}" for host, process, _ in members]
-        own_space = members[rank][2]
-        self._neighbours = Neighbours(
-            {
-                other: process
-                for other, (_, process, space) in enumerate(members)
-                if space == own_space and other != rank
-            }
-        )
-        monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.activity, self._neighbours)
-        reports_lost_store = local_rank == 0 or rank == 1
-        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, flags.dist_timeout_s, reports_lost_store)
-        monitor.on_beat, monitor.on_loss = self.diagnosis.consider_others, self.diagnosis.consider_loss
-        faulthandler.enable(file=2)  # a stuck process shows where it is when another one ends it
-
-    @contextmanager
-    def _told_once(self) -> Iterator[None]:
-        """Around what raises one UserError on all processes."""
-        try:
-            yield
-        except UserError as error:
-            raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
-
-    def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
-        """Raises UserError on all processes; Failure, of which the user is told, where one cannot use its device."""
-        try:
-            self.use([self.together(lambda: _rank_device(local_rank, gpus))])
-            if self.backend == "nccl":
-                self._refuse_shared_gpus()
-        except RuntimeError as error:  # of CUDA, or since another process has left for that
-            problem = f"rank {self.rank} of {self.world_size} failed in start-up: {reason(error)}"
-            print_error(problem)
-            raise Failure(problem) from None
-
-    def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
-        """Joins the others. Raises UserError, on every process, when they do not come."""
-        rank, world_size, timeout_s = self.rank, self.world_size, self._flags.dist_timeout_s
-
-        def meet() -> tuple[dist.Store, list[Member]]:
-            store = join(environment, timeout_s)
-            self._make_groups(store, backend)
-            return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
-
-        try:
-            return within(timeout_s + MEETING_MARGIN_S, meet)
-        except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
-            raise UserError(
-                f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
-                f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
-            ) from None
-
-    def _make_groups(self, store: dist.Store, backend: str) -> None:
-        timeout = timedelta(seconds=self._flags.dist_timeout_s)
-        limit = timedelta(seconds=self._device_timeout_s)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
-        # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
-        # process does for all, which may take long.
-        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        self._step_group = dist.new_group(backend="gloo", timeout=timeout)
-
-    @property
-    def _device_timeout_s(self) -> float:
-        """Of exchanges between devices.
-
-        NCCL ends a process that has waited too long itself, and explains nothing: the ranks miss each other before.
-        """
-        if self.backend != "nccl":
-            return self._flags.dist_timeout_s
-        return NCCL_PATIENCE * self._flags.dist_timeout_s + NCCL_MARGIN_S
-
-    def _refuse_shared_gpus(self) -> None:
-        """NCCL would do it in the middle of the first exchange, in its own words."""
-        gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
-        sharing = first_sharing_ranks([*zip(self._hosts, gpus, strict=True)])
-        if sharing:
-            raise UserError(
-                f"--backend nccl: takes one process per GPU, and ranks {' and '.join(map(str, sharing))} have the same "
-                f"one on {self._hosts[sharing[0]]}; start fewer processes on it (--nproc, --nproc_per_node), or take "
-                "--backend gloo"
-            )
+    name: str
+    group: ProcessGroup
 
     def describe(self) -> str:
-        num_hosts = len(set(self._hosts))
+        num_hosts = len(set(self.group.hosts))
         places = f" on {num_hosts} hosts" if num_hosts > 1 else ""
-        labels = self.gather(device_label(self.device))
+        labels = self.group.gather(device_label(self.device))
         kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
-        return f"{self.wrapper} over {self.backend}{places}: {kinds}"
-
-    def wrap(self, net: nn.Module) -> nn.Module:
-        has_sparse = bool(sparse_parameters(net))
-        if has_sparse and self.backend == "nccl":
-            raise UserError(
-                "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
-                "--backend gloo, or build those embeddings without sparse=True"
-            )
-        if self._flags.sync_bn:
-            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        # Its exchange refuses some types of buffers. They are agreed here, and before evaluating and saving.
-        buffers = dict(net.named_buffers())
-        leave_buffers_alone(LightDistributedDataParallel, net)
-        self._send_buffers_of_main(buffers)
-        wrapped = LightDistributedDataParallel(
-            net,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self._flags.find_unused_parameters,
-        )
-        num_bytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-        if self.device.type == "cpu" and not has_sparse and num_bytes * (self.world_size - 1) <= DIRECT_BYTES:
-            wrapped.register_comm_hook(None, self._average_directly)
-        return wrapped
-
-    def build_buckets(self, net: nn.Module) -> None:
-        # The next forward would do it, and wait for a rank that finds no room for its batch.
-        if isinstance(net, LightDistributedDataParallel):
-            with _naming_left_out():
-                rebuild_buckets(net)
-
-    def _average_directly(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DistributedDataParallel does with gradients, for a small model on a few CPU processes."""
-        gradients = bucket.buffer()
-        self.activity.on_border(EXCHANGE)
-        sum_directly(gradients, self.rank, self.world_size, timedelta(seconds=self._flags.dist_timeout_s))
-        self.activity.on_border(self.activity.name)
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(gradients.div_(self.world_size))
-        return averaged
-
-    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return _naming_left_out() if enabled else net.no_sync()  # type: ignore[operator]
-
-    def mark_comm_start(self, loss: Tensor) -> None:
-        # What is queued as the backward begins comes before DistributedDataParallel waits for the last gradients.
-        mark = partial(self.activity.on_border, EXCHANGE)
-        loss.register_hook(lambda _: after_first_gradients(mark))
-
-    def sum(self, values: Tensor) -> Tensor:
-        self.activity.enter(EXCHANGE)
-        values = values.clone()
-        dist.all_reduce(values, group=self._step_group)
-        return values
-
-    def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(tensor, group=self._step_group, async_op=True)
-
-        def wait() -> Sequence[float]:
-            self.activity.enter(EXCHANGE)
-            work.wait()
-            return tensor.tolist()
-
-        return wait
-
-    def barrier(self) -> None:
-        # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
-        if self.backend == "nccl":
-            self.activity.enter(EXCHANGE)
-            dist.barrier(group=self._step_group)
-
-    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        work = dist.all_reduce(values, async_op=True)
-
-        def wait() -> None:
-            self.activity.enter(EXCHANGE)
-            work.wait()
-
-        return wait
-
-    def gather(self, value: T) -> list[T]:
-        self.activity.enter(EXCHANGE)
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._host_group)
-        return values
-
-    def gather_on_main(self, value: T) -> list[T]:
-        self.activity.enter(EXCHANGE)
-        values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values, dst=0, group=self._host_group)
-        return values or []
-
-    def on_main(self, function: Callable[[], T]) -> T:
-        answer: list[Any] = [None, None]
-        if self.is_main:
-            self.diagnosis.monitor.may_force_end = False
-            answer[:] = result_or_refusal(function)
-            self.diagnosis.monitor.may_force_end = True
-        self.activity.enter(EXCHANGE if self.is_main else "waiting for rank 0")
-        dist.broadcast_object_list(answer, src=0, group=self._host_group)
-        result, refusal = answer
-        if refusal is not None:
-            raise refusal
-        return result
-
-    def can_replace_rank0(self, lost: Sequence[int]) -> bool:
-        for rank in lost:
-            self._neighbours.end(rank)
-        # One that failed first keeps its connections for as long as it waits, and the main process may wait for it.
-        may_wait = self.has_full_state and not self.diagnosis.failed_itself
-        return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
+        return f"{self.name} over {self.group.backend}{places}: {kinds}"
 
     def sync_buffers(self, objective: nn.Module) -> None:
         self._send_buffers_of_main(persistent_buffers(objective))
@@ -308,7 +71,7 @@ class Distributed(Parallel):
         # Of sparse ones NCCL refuses to send the numbers, and gloo sends other ones.
         dense = {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
         self._refuse_other_buffers(dense)
-        self.activity.enter(EXCHANGE)
+        self.group.activity.enter(EXCHANGE)
         for buffer in dense.values():
             whole = buffer.contiguous()
             _broadcast(whole)
@@ -318,7 +81,7 @@ class Distributed(Parallel):
     def _refuse_other_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """For gloo ends a process that gets more than it expects."""
         own = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()}
-        every = self.gather(own)
+        every = self.group.gather(own)
         for rank, others in enumerate(every):
             for name in every[0] | others:
                 here, there = every[0].get(name), others.get(name)
@@ -330,8 +93,8 @@ class Distributed(Parallel):
                     )
 
     def from_main(self, value: Tensor) -> Tensor:
-        self.activity.enter(EXCHANGE)
-        whole = value.to(self.device).contiguous() if self.is_main else empty_like(value, self.device)
+        self.group.activity.enter(EXCHANGE)
+        whole = value.to(self.device).contiguous() if self.group.is_main else empty_like(value, self.device)
         _broadcast(whole)
         return whole
 
@@ -342,8 +105,8 @@ class Distributed(Parallel):
             loaded.append(function())
             return with_shapes_of(large, loaded[0])
 
-        outlined = self.on_main(load)
-        return loaded[0] if self.is_main else outlined
+        outlined = self.group.on_main(load)
+        return loaded[0] if self.group.is_main else outlined
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -360,40 +123,84 @@ class Distributed(Parallel):
         # Numbers of steps have no dimension, and every process was given them.
         return mapped(state, lambda value: self.from_main(value) if value.dim() else value)
 
-    def close(self) -> None:
-        self.diagnosis.monitor.close()
-        self._neighbours.close()
-        status = self.diagnosis.exit_status
-        if status is None:
-            with suppress(RuntimeError):
-                # The store may be this process's: it stays until nobody uses it any more.
-                dist.barrier(group=self._host_group)
-            dist.destroy_process_group()
-            # Only without a reference do the groups end their threads. One that lets go of a tensor asks for the
-            # interpreter, and aborts the process when that is being finalised.
-            del self._host_group, self._step_group
-            return
-        # With exchanges on a GPU that never end, neither this nor the end of the interpreter need come back.
-        closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_WITHIN_S)
-        if closing.is_alive():
-            exit_at_once(status)
 
+class Replicated(Distributed):
+    """Every process has the whole model, and its gradients are summed over the processes.
 
-def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
+    A small model's gradients travel after the last backward, in one piece (`FlatGradients`). In larger models, and
+    where a gradient is sparse, DistributedDataParallel sends them while the backward goes on; it divides them by the
+    number of processes, and waits for every parameter unless `finds_unused` has it search.
 
-    So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
-    thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
+    sync_bn: whether batch norm goes over the samples of all processes.
     """
-    others = [other for other in range(world_size) if other != rank]
-    found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
-    sent = [dist.isend(values, other) for other in others]
-    received = [dist.irecv(found[other], other) for other in others]
-    for work in (*sent, *received):
-        work.wait(timeout)  # type: ignore[union-attr]
-    values.copy_(reduce(torch.add, found))
+
+    name = "DistributedDataParallel"
+
+    def __init__(self, group: ProcessGroup, sync_bn: bool = False, finds_unused: bool = False) -> None:
+        super().__init__(group)
+        self._sync_bn, self._finds_unused = sync_bn, finds_unused
+        self._overlaps = False
+        self._flat: dict[tuple[int, ...], FlatGradients] = {}
+
+    def place(
+        self,
+        build: Callable[[], Objective],
+        blocks: Callable[[nn.Module], Sequence[nn.Module]],
+        complete: Callable[[Objective], None],
+    ) -> Objective:
+        objective = super().place(build, blocks, complete)
+        has_sparse = bool(sparse_parameters(objective))
+        if has_sparse and self.group.backend == "nccl":
+            raise UserError(
+                "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
+                "--backend gloo, or build those embeddings without sparse=True"
+            )
+        self._overlaps = has_sparse or sum(p.nbytes for p in objective.parameters()) > OVERLAP_BYTES
+        self.gradient_divisor = self.group.world_size if self._overlaps else 1
+        return objective
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        if self._sync_bn:
+            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        self._send_buffers_of_main(dict(net.named_buffers()))
+        if not self._overlaps:
+            self._send_parameters_of_main(net)
+            return net
+        # Its exchange refuses some types of buffers. They are agreed above, and before evaluating and saving.
+        leave_buffers_alone(OverlappingExchange, net)
+        wrapped = OverlappingExchange(
+            net,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._finds_unused,
+        )
+        wrapped.before_exchange = partial(self.group.activity.on_border, EXCHANGE)
+        return wrapped
+
+    @torch.no_grad()
+    def _send_parameters_of_main(self, net: nn.Module) -> None:
+        for parameter in net.parameters():
+            parameter.copy_(self.from_main(parameter))
+
+    def build_buckets(self, net: nn.Module) -> None:
+        # The next forward would do it, and wait for a rank that finds no room for its batch.
+        if isinstance(net, OverlappingExchange):
+            with _naming_left_out():
+                rebuild_buckets(net)
+
+    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not self._overlaps:
+            return nullcontext()
+        return _naming_left_out() if enabled else net.no_sync()  # type: ignore[operator]
+
+    def exchange(self, params: Sequence[Tensor]) -> None:
+        if self._overlaps:
+            return
+        self.group.activity.enter(EXCHANGE)
+        key = tuple(map(id, params))
+        if key not in self._flat:
+            self._flat[key] = FlatGradients(params)
+        self._flat[key].sum(self.group.sum_gradients)
 
 
 def _broadcast(values: Tensor) -> None:
@@ -404,36 +211,6 @@ def _broadcast(values: Tensor) -> None:
 
 def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if kind is None else f"{kind[1].removeprefix('torch.')} of shape {kind[0]}"
-
-
-def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
-    """The ranks of the first GPU that is that of several. gpus: of each rank the host, and what identifies the GPU."""
-    ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
-    return next((sharing for sharing in ranks if len(sharing) > 1), [])
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError):
-            within(CLOSE_WITHIN_S, dist.destroy_process_group)
-
-
-def available_backends() -> list[str]:
-    """Of "gloo" and "nccl", those that this build of torch has."""
-    return [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
-
-
-def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
-    """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
-    if not gpus:
-        return torch.device("cpu")
-    index = local_rank if len(gpus) > 1 else 0
-    if index >= len(gpus):
-        raise UserError(
-            f"local rank {local_rank} has no GPU: this machine offers {len(gpus)} ({gpus}); start fewer "
-            "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
-        )
-    return torch.device("cuda", gpus[index])
 
 
 @contextmanager

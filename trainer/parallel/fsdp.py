@@ -7,10 +7,9 @@ is a unit or two. Importing this takes seconds, so it is imported where it is us
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,13 +22,11 @@ from torch.jit import RecursiveScriptModule
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import TorchDispatchMode, has_hooks, make_outermost, set_timeout, tree_flatten
-from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.ddp import Distributed
-from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.left_out import LeftOut
 from trainer.parallel.meta_state import mapped
+from trainer.parallel.process_group import ProcessGroup
 from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
@@ -40,38 +37,29 @@ class Sharded(Distributed):
 
     Optimizers train the parts, as DTensors. Autocast and the types of parameters are as everywhere, so the exchanges
     are in the parameters' own type.
+
+    shard_size: processes that divide the model among them; a divisor of their number, which is the default. reshards:
+    whether a block's parameters are freed between its forward and its backward.
     """
 
-    wrapper = "Fully sharded"
+    name = "Fully sharded"
     exchanges_in_forward = True
     has_full_state = False
 
-    def __init__(
-        self,
-        environment: RankEnvironment,
-        flags: MultiDeviceFlags,
-        devices: DeviceFlags,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        shard_size = flags.shard_size or environment.world_size
-        if environment.world_size % shard_size:
-            problem = (
-                f"--shard-size {shard_size}: the {environment.world_size} processes of this run cannot be divided into "
-                "groups of so many; take a divisor"
-            )
-            raise UserError(problem) if environment.rank == 0 else Failure(problem, EXIT_BAD_INPUT)
-        super().__init__(environment, flags, devices, facts)
-        self.shard_size = shard_size
-        shape = (environment.world_size // shard_size, shard_size)
-        names = ("replicate", "shard")
-        is_flat = shape[0] == 1
-        self._mesh = init_device_mesh(self.device.type, shape[is_flat:], mesh_dim_names=names[is_flat:])
-        for group in self._mesh.get_all_groups():  # which need not be the one of `Distributed`
-            set_timeout(group, self.device, timedelta(seconds=self._device_timeout_s))
-        self._is_whole = False
+    def __init__(self, group: ProcessGroup, shard_size: int | None = None, reshards: bool = True) -> None:
+        super().__init__(group)
+        self.gradient_divisor = group.world_size
+        self.shard_size = shard_size or group.world_size
+        num_copies = group.world_size // self.shard_size
+        shape = (self.shard_size,) if num_copies == 1 else (num_copies, self.shard_size)
+        names = ("replicate", "shard")[-len(shape) :]
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        for each in self._mesh.get_all_groups():  # which need not be the one of all processes
+            set_timeout(each, self.device, timedelta(seconds=group.device_timeout_s))
+        self._is_whole, self._reshards = False, reshards
 
     def describe(self) -> str:
-        copies = self.world_size // self.shard_size
+        copies = self.group.world_size // self.shard_size
         models = f"{copies} copies of the model, each" if copies > 1 else "the model"
         return f"{super().describe()}, {models} in {self.shard_size} part(s)"
 
@@ -89,7 +77,9 @@ class Sharded(Distributed):
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        self.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))  # `complete` is for one of them alone
+        self.group.together(
+            lambda: refuse_what_cannot_be_cut(objective, its_blocks)
+        )  # `complete` is for one of them alone
         objective.call_equally()
         for unit in [*its_blocks, objective]:
             self._send_parameters(unit)
@@ -103,7 +93,7 @@ class Sharded(Distributed):
 
     def _frees(self, unit: object, objective: object) -> bool:
         """Whether a unit is freed after its forward. Of what is around blocks the backward comes at once."""
-        return self._flags.reshard == "always" and unit is not objective
+        return self._reshards and unit is not objective
 
     def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:
         built: list[Objective] = []
@@ -113,8 +103,8 @@ class Sharded(Distributed):
             complete(built[0])
             return meta_state_of(built[0])
 
-        outline = self.on_main(build_whole)
-        return built[0] if self.is_main else built_as_outline(build, outline)
+        outline = self.group.on_main(build_whole)
+        return built[0] if self.group.is_main else built_as_outline(build, outline)
 
     def _send_parameters(self, unit: nn.Module) -> None:
         """Gives every process the main one's parameters of a unit, but for those that are cut already."""
@@ -135,19 +125,9 @@ class Sharded(Distributed):
                     sent[buffer] = self.from_main(buffer)
                 setattr(module, name, sent[buffer])
 
-    def wrap(self, net: nn.Module) -> nn.Module:
-        return net
-
     def build_buckets(self, net: nn.Module) -> None:
-        """There are no buckets of gradients to arrange."""
+        """There are none, but the backward has left traces."""
         self._left_out.forget()
-
-    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """After every backward: until they are exchanged, gradients are as large as the model."""
-        return nullcontext()
-
-    def mark_comm_start(self, loss: Tensor) -> None:
-        """Every unit exchanges, in forwards too."""
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
         """Without a backward the outermost unit stays whole, and misses that the weights change."""
@@ -157,7 +137,7 @@ class Sharded(Distributed):
 
     @contextmanager
     def unsharded(self, objective: Objective) -> Iterator[None]:
-        self.activity.enter(EXCHANGE)
+        self.group.activity.enter(EXCHANGE)
         self._is_whole = True
         units = _units(objective)
         for unit in units:
@@ -173,8 +153,9 @@ class Sharded(Distributed):
 
     # --- what a step needs -------------------------------------------------------------------------------------------
 
-    def agree_on_gradients(self, params: Sequence[Tensor]) -> None:
-        self._left_out.agree(params, self.sum)
+    def exchange(self, params: Sequence[Tensor]) -> None:
+        """Gradients have travelled after every backward: until then they are as large as the model."""
+        self._left_out.agree(params, self.group.sum)
 
     def global_norm(self, own: Tensor) -> Tensor:
         norms = [torch.empty_like(own) for _ in range(self.shard_size)]
@@ -218,7 +199,7 @@ class Sharded(Distributed):
         if not isinstance(value, DTensor):
             return value
         whole = value.full_tensor()
-        return whole.cpu() if self.is_main else value
+        return whole.cpu() if self.group.is_main else value
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
         return _part_like(whole, own) if isinstance(own, DTensor) else whole

@@ -18,7 +18,7 @@ from trainer.commands.build import build_task, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.config import flag, names_given
 from trainer.loop.memory import free_memory
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.profiling.measure import MeasuringFlags, measure, opened, ran_out_of_memory
 from trainer.profiling.report import save_results, table
 from trainer.task import Task
@@ -54,12 +54,12 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
     return found
 
 
-def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
+def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
     """One command line. Raises UserError."""
     tool: BatchSizeFlags = flags.tool
-    set_up_torch(flags, parallel)
+    set_up_torch(flags, strategy.group)
     task = build_task(flags)
-    print(f"Device: {parallel.describe()}")
+    print(f"Device: {strategy.describe()}")
     available = min(task.num_samples(phase) for phase in task.phases)
     most = min(tool.max_batch_size, available)
     smallest = min(tool.min_batch_size, most)
@@ -68,7 +68,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -
     rows: list[dict[str, Any]] = []
 
     def fits(size: int) -> bool:
-        found = of_size(flags, argv, parallel, task, size)
+        found = of_size(flags, argv, strategy, task, size)
         rows.append({"batch_size": size, "fits": found is not None, **(found or {})})
         rate = f"{found['samples_per_second']:.0f} samples/s" if found else "out of memory"
         print(f"batch of {size}: {rate}", flush=True)
@@ -89,7 +89,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], parallel: Parallel) -
         why = "the largest that fits" if is_limit else f"{bound}; all fit"
         print(f"Fastest: {fastest}. Largest: {largest} ({why}).")
     save_results(tool.json, {
-        "command": "batch-size", "device": parallel.describe(), "batch_sizes": rows, "largest_batch_size": largest,
+        "command": "batch-size", "device": strategy.describe(), "batch_sizes": rows, "largest_batch_size": largest,
         "larger_ones_do_not_fit": is_limit, "fastest_batch_size": fastest,
     })  # fmt: skip
 
@@ -115,19 +115,19 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
     return good, True
 
 
-def of_size(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, size: int) -> dict[str, float] | None:
+def of_size(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
     """`samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit.
 
     Nothing of it is left in the device's memory.
     """
-    found = _measured(flags, argv, parallel, task, size)
+    found = _measured(flags, argv, strategy, task, size)
     free_memory()  # parts of a run refer to each other
     return found
 
 
-def _measured(flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task, size: int) -> dict[str, float] | None:
+def _measured(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
     flags = replace(flags, batch=replace(flags.batch, batch_size=size))
-    with opened(flags, argv, parallel, task, quiet=True) as run:
+    with opened(flags, argv, strategy, task, quiet=True) as run:
         # On a GPU it is known before the first step.
         found = None if ran_out_of_memory(run) else measure(run, flags.tool.steps, flags.tool.settling_steps)
         if found is None or ran_out_of_memory(run):

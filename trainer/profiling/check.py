@@ -23,12 +23,14 @@ import torch
 
 from trainer.config import FlagGroup, flag
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.parallel.base import Parallel
-from trainer.parallel.ddp import Distributed
+from trainer.parallel.ddp import Replicated
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.group import Group
 from trainer.parallel.launch import num_processes
+from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.signals import STOP_SIGNALS
+from trainer.parallel.strategy import Strategy
 from trainer.profiling.machine import Finding, of_this_machine
 from trainer.profiling.meters import LARGE_BYTES, small_and_large_sum_s
 from trainer.profiling.processes import PROCESSES_ON_CPU, exit_status, in_use, run_job
@@ -94,10 +96,10 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
     """
 
     def work() -> int:
-        parallel = Distributed(environment, multi, devices)
-        with in_use(parallel):
-            finding = of_exchange(parallel)
-            if parallel.is_main:
+        strategy = Replicated(ProcessGroup(environment, multi, devices))
+        with in_use(strategy.group):
+            finding = of_exchange(strategy)
+            if strategy.group.is_main:
                 print(finding, flush=True)
             if environment.local_rank in (0, None):
                 result.write_text(json.dumps(asdict(finding)))
@@ -106,15 +108,15 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
     return exit_status(work)
 
 
-def of_exchange(parallel: Parallel) -> Finding:
+def of_exchange(strategy: Strategy) -> Finding:
     """Verifies and times sums over all processes. All processes call it."""
-    world_size, devices = parallel.world_size, parallel.describe()
-    if not sums_are_right(parallel):
+    world_size, devices = strategy.group.world_size, strategy.describe()
+    if not sums_are_right(strategy.group):
         advice = "no training here can be right; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
         return Finding("BROKEN", "exchange", f"{devices}: sums come out wrong", advice)
     if world_size == 1:
         return Finding("OK", "exchange", f"{devices}: one process, nothing to exchange")
-    small_s, large_s = small_and_large_sum_s(parallel)
+    small_s, large_s = small_and_large_sum_s(strategy.group)
     bandwidth = 2 * (world_size - 1) / world_size * LARGE_BYTES / large_s / 1e9
     return Finding(
         "OK", "exchange", f"{devices}: sums are right; 4 B take {1e6 * small_s:.0f} us, 64 MiB "
@@ -122,12 +124,12 @@ def of_exchange(parallel: Parallel) -> Finding:
     )  # fmt: skip
 
 
-def sums_are_right(parallel: Parallel) -> bool:
+def sums_are_right(group: Group) -> bool:
     """Whether a sum over processes of known numbers comes out exactly, on every one of them. All processes call it."""
-    rank, world_size = parallel.rank, parallel.world_size
-    numbers = torch.arange(10_000, dtype=torch.float32, device=parallel.device)
+    rank, world_size = group.rank, group.world_size
+    numbers = torch.arange(10_000, dtype=torch.float32, device=group.device)
     expected = world_size * numbers + world_size * (world_size - 1) / 2
     values = numbers + rank
-    parallel.start_sum_in_place(values)()
+    group.start_sum_in_place(values)()
     wrong = torch.tensor([float(not torch.equal(values, expected))], dtype=torch.float64)
-    return float(parallel.sum(wrong)) == 0
+    return float(group.sum(wrong)) == 0

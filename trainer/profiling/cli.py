@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from trainer.commands.build import start_parallel
+from trainer.commands.build import start_strategy
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices, parse
 from trainer.common.errors import UserError
@@ -95,10 +95,10 @@ def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironme
     refuse([*problems, *not_measured(flags), *command.problems(flags, argv[1:])])
     if flags.multi is not None and flags.multi.has_processes and environment is None:
         return launch(partial(main, list(argv), tasks=workloads()), num_processes(flags.multi, flags.devices.device))
-    parallel = start_parallel(flags, environment)
-    with in_use(parallel):
-        parallel.together(lambda: refuse(unwritable_targets(flags.tool, parallel.is_main)))
-        command.measure(flags, argv[1:], parallel)
+    strategy = start_strategy(flags, environment)
+    with in_use(strategy.group):
+        strategy.group.together(lambda: refuse(unwritable_targets(flags.tool, strategy.group.is_main)))
+        command.measure(flags, argv[1:], strategy)
     return 0
 
 

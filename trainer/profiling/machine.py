@@ -17,8 +17,8 @@ import torch
 from trainer.common.errors import reason
 from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import SampleKeys
-from trainer.parallel.ddp import available_backends
 from trainer.parallel.devices import num_cores
+from trainer.parallel.process_group import available_backends
 from trainer.profiling.meters import MIB, Timer
 
 GIB = 2**30

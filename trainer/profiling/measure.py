@@ -22,7 +22,8 @@ from trainer.loop.learner import Learner
 from trainer.loop.plan import SampleOrder
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
-from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
+from trainer.parallel.strategy import Strategy
 from trainer.profiling.meters import forget_peak, peak_memory_mib, spread
 from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, replaced, watched
 from trainer.task import Task
@@ -42,25 +43,25 @@ class MeasuringFlags(FlagGroup):
 
 @contextmanager
 def opened(
-    flags: Flags, argv: Sequence[str], parallel: Parallel, task: Task | None = None, quiet: bool = False
+    flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task | None = None, quiet: bool = False
 ) -> Iterator[Run]:
     """A run at its start, opened like any other with its log, in a folder that is thrown away. Raises UserError.
 
     task: with its data loaded already. quiet: without the lines that a run begins with.
     """
     if task is None:
-        set_up_torch(flags, parallel)
-        task = parallel.together(lambda: build_task(flags))
+        set_up_torch(flags, strategy.group)
+        task = strategy.group.together(lambda: build_task(flags))
     with ExitStack() as leaving:
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
         run_flags, checkpoint = replace(flags.run, max_minutes=0.0), replace(flags.checkpoint, save_dir=folder)
         flags = replace(flags, run=run_flags, checkpoint=checkpoint)
         directory = RunDirectory(folder, retention_of(flags.checkpoint, task), print)
-        parallel.on_main(directory.acquire)
+        strategy.group.on_main(directory.acquire)
         leaving.callback(directory.release)
         if quiet:
             leaving.enter_context(redirect_stdout(leaving.enter_context(open(os.devnull, "w"))))
-        run, notes = build_run(flags, task, parallel, directory)
+        run, notes = build_run(flags, task, strategy, directory)
         leaving.callback(run.close)
         open_run(run, notes, flags, argv)
         yield run
@@ -96,9 +97,9 @@ def ran_out_of_memory(run: Run) -> bool:
     return run.memory.limit.batch_size is not None
 
 
-def measure_run(flags: Flags, argv: Sequence[str], parallel: Parallel) -> dict[str, Any]:
+def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
     """What `measure` returns for the run of a command line, with the steps that its `MeasuringFlags` ask for."""
-    with opened(flags, argv, parallel, quiet=True) as run:
+    with opened(flags, argv, strategy, quiet=True) as run:
         return measure(run, flags.tool.steps, flags.tool.settling_steps)
 
 
@@ -113,9 +114,9 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     process its `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean`. Times at the top are of the main process.
     """
     train_steps(run, num_settling_steps)
-    forget_peak(*run.parallel.devices)
+    forget_peak(*run.strategy.devices)
     ms, num_samples = timed_steps(run, num_steps)
-    if run.parallel.world_size > 1:
+    if run.group.world_size > 1:
         exposed = exposed_share(run, len(ms)) * ms[:, PHASES.index(BACKWARD)]
         ms[:, PHASES.index(BACKWARD)] -= exposed
         ms[:, PHASES.index(COMMUNICATION)] += exposed
@@ -129,13 +130,13 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
             phase: {"ms_mean": mean, **spread("", durations), "percent": 100 * mean / step_ms}
             for phase, mean, durations in zip(PHASES, means.tolist(), ms.T, strict=True)
         },
-        "world_size": run.parallel.world_size,
-        "num_devices": run.parallel.num_devices,
+        "world_size": run.group.world_size,
+        "num_devices": run.strategy.num_devices,
         "global_batch_size": min(run.memory.splits[0].global_batch_size, run.plan.phase_sizes[0]),
         "requested_global_batch_size": run.memory.splits[0].global_batch_size,
         "samples_per_step": num_samples / len(ms),
         "gradient_bytes": gradient_bytes(run.learner),
-        "ranks": of_every_rank(run.parallel, step_ms, means),
+        "ranks": of_every_rank(run.group, step_ms, means),
     }
 
 
@@ -161,23 +162,26 @@ def exposed_share(run: Run, num_steps: int) -> float:
     the same on all, as what a task computes between epochs must be.
     """
     size = max(1, num_steps // NUM_TURNS)
-    sync = run.parallel.gradient_sync
+    sync = run.strategy.gradient_sync
     together, alone = [], []
     with replaced(run, "learning_rate_of", lambda step: 0.0):
         for _ in range(NUM_TURNS):
             together.append(timed_steps(run, size)[0])
-            with replaced(run.parallel, "gradient_sync", lambda net, enabled: sync(net, False)):
+            with (
+                replaced(run.strategy, "gradient_sync", lambda net, enabled: sync(net, False)),
+                replaced(run.strategy, "exchange", lambda params: None),
+            ):
                 alone.append(timed_steps(run, size)[0])
     together_ms, alone_ms = (median(np.concatenate(ms)[:, PHASES.index(BACKWARD)]) for ms in (together, alone))
     return max(0.0, 1 - alone_ms / together_ms)
 
 
-def of_every_rank(parallel: Parallel, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
+def of_every_rank(group: Group, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
     """What `measure` tells of each process. means: this one's milliseconds by phase."""
-    rank, world_size = parallel.rank, parallel.world_size
+    rank, world_size = group.rank, group.world_size
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
-    table[rank] = torch.tensor([step_ms, peak_memory_mib(*parallel.devices), *means])
+    table[rank] = torch.tensor([step_ms, peak_memory_mib(*group.devices), *means])
     return [
         {"step_ms_mean": row[0], "peak_memory_mib": row[1], "phases_ms_mean": dict(zip(PHASES, row[2:], strict=True))}
-        for row in parallel.sum(table).tolist()
+        for row in group.sum(table).tolist()
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 
 MIB = 2**20
 LARGE_BYTES = 64 * MIB
@@ -93,14 +93,14 @@ def peak_memory_mib(*devices: torch.device) -> float:
     return float("nan")
 
 
-def small_and_large_sum_s(parallel: Parallel) -> list[float]:
+def small_and_large_sum_s(group: Group) -> list[float]:
     """Median seconds of a sum over processes of 4 bytes, and of one of 64 MiB. All processes call it."""
     found = []
     for num_bytes, repeats in ((4, 100), (LARGE_BYTES, 5)):
-        values = torch.zeros(num_bytes // 4, device=parallel.device)
-        timer = Timer(parallel.device, WARM_UP)
+        values = torch.zeros(num_bytes // 4, device=group.device)
+        timer = Timer(group.device, WARM_UP)
         for _ in range(WARM_UP + repeats):
             with timer("sum"):
-                parallel.start_sum_in_place(values)()
+                group.start_sum_in_place(values)()
         found.append(median(timer.milliseconds("sum")) / 1e3)
     return found

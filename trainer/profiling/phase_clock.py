@@ -38,7 +38,7 @@ class PhaseClock:
     """
 
     def __init__(self, run: Run, spans: bool = False) -> None:
-        self._device, self._loop = run.parallel.device, run.parallel.activity
+        self._device, self._loop = run.strategy.device, run.group.activity
         self._spans = spans
         self._span = ExitStack()
         self._borders: list[tuple[str, int, Any]] = []
@@ -81,18 +81,18 @@ def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
     device, after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
     """
     clock = PhaseClock(run, spans)
-    enter = run.parallel.activity.enter
+    enter = run.group.activity.enter
 
     def entered(phase: str) -> None:
         enter(phase)
         clock.enter(_PHASE_OF.get(phase, REST))
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(run.parallel.activity, "enter", entered))
+        stack.enter_context(replaced(run.group.activity, "enter", entered))
         for owner, name, within, after in (
-            (run.parallel, "seed_dropout", REST, REST),
-            (run.parallel, "to_device", COPY, FORWARD),
-            (run.parallel, "start_sum", COMMUNICATION if run.parallel.world_size > 1 else REST, REST),
+            (run.strategy, "seed_dropout", REST, REST),
+            (run.strategy, "to_device", COPY, FORWARD),
+            (run.group, "start_sum", COMMUNICATION if run.group.world_size > 1 else REST, REST),
             (run.learner.precision, "step", OPTIMIZER, REST),
             (run.log, "step", REST, REST),
         ):

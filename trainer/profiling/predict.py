@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.commands.flags import Flags
 from trainer.config import flag
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.profiling.cost_model import Compute, Link, buckets, predict
 from trainer.profiling.measure import MeasuringFlags, measure_run
 from trainer.profiling.meters import LARGE_BYTES, small_and_large_sum_s
@@ -88,8 +88,8 @@ def measured_link(tool: PredictFlags, argv: Sequence[str], world: World) -> Link
     return replace(Link.measured(small_s, large_s, LARGE_BYTES, world.num_devices), **given)
 
 
-def _measure_sums(flags: Flags, argv: Sequence[str], parallel: Parallel) -> list[float]:
-    return small_and_large_sum_s(parallel)
+def _measure_sums(flags: Flags, argv: Sequence[str], strategy: Strategy) -> list[float]:
+    return small_and_large_sum_s(strategy.group)
 
 
 def compute_of(rounds: Sequence[Mapping[str, Any]], grad_accum_steps: int) -> Compute:

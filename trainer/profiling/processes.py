@@ -12,17 +12,18 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.commands.build import start_parallel
+from trainer.commands.build import start_strategy
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup
-from trainer.parallel.base import Parallel
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESTART, Failure, print_refusal
+from trainer.parallel.group import Group
 from trainer.parallel.launch import launch
 from trainer.parallel.signals import leave_at_once
+from trainer.parallel.strategy import Strategy
 from trainer.registry import Registry, hand_in, workloads
 
 PROCESSES_ON_CPU = 2
@@ -30,7 +31,7 @@ PROCESSES_ON_CPU = 2
 FOR_SEVERAL_DEVICES = ("--multi-gpu", "ddp")
 """Makes a command line one of several devices, so that their flags are known whatever the world is."""
 
-Measurement = Callable[[Flags, Sequence[str], Parallel], Any]
+Measurement = Callable[[Flags, Sequence[str], Strategy], Any]
 """All processes of a world call it with its flags and the command line; the main one's plain values are the result."""
 
 
@@ -56,10 +57,10 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def in_use(parallel: Parallel) -> AbstractContextManager[None]:
-    """Around a measurement with some devices, which does not go on from a checkpoint; see `Parallel.in_use`."""
-    parallel.diagnosis.has_checkpoints = False
-    return parallel.in_use()
+def in_use(group: Group) -> AbstractContextManager[None]:
+    """Around a measurement with some devices, which does not go on from a checkpoint; see `Group.in_use`."""
+    group.diagnosis.has_checkpoints = False
+    return group.in_use()
 
 
 def run_job(
@@ -113,10 +114,10 @@ def _measure_here(
 
     def work() -> int:
         flags = placed(parse([*argv, *FOR_SEVERAL_DEVICES], True, tool)[0], world)
-        parallel = start_parallel(flags, rank)
-        with in_use(parallel):
-            found = measurement(flags, argv, parallel)
-            if parallel.is_main:
+        strategy = start_strategy(flags, rank)
+        with in_use(strategy.group):
+            found = measurement(flags, argv, strategy)
+            if strategy.group.is_main:
                 result.write_text(json.dumps(found))
         return 0
 

@@ -23,7 +23,7 @@ import torch
 from trainer.commands.flags import Flags
 from trainer.config import flag
 from trainer.loop.run import Run
-from trainer.parallel.base import Parallel
+from trainer.parallel.strategy import Strategy
 from trainer.profiling.measure import MeasuringFlags, measure, opened, train_steps
 from trainer.profiling.phase_clock import PHASES, watched
 from trainer.profiling.report import note_of_cut_batch, save_results, table
@@ -44,16 +44,16 @@ class StepFlags(MeasuringFlags):
     )  # fmt: skip
 
 
-def profile_step(flags: Flags, argv: Sequence[str], parallel: Parallel) -> None:
+def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
     """One command line on this process's devices; the main process reports. Raises UserError."""
     tool: StepFlags = flags.tool
-    with opened(flags, argv, parallel) as run:
+    with opened(flags, argv, strategy) as run:
         result = measure(run, tool.steps, tool.settling_steps)
-        result["device"] = parallel.describe()
-        if parallel.is_main:
+        result["device"] = strategy.describe()
+        if strategy.group.is_main:
             print(report(result), flush=True)
         written = trace(run, tool.trace) if tool.trace is not None else None
-        if parallel.is_main:
+        if strategy.group.is_main:
             if written is not None:
                 print(f"Trace of {TRACED_STEPS} steps: {written} (open it in {VIEWERS})")
             save_results(tool.json, {"command": "step", **result})
@@ -92,6 +92,6 @@ def trace(run: Run, folder: Path) -> Path:
         train_steps(run, TRACED_STEPS)
         clock.stop()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_rank{run.parallel.rank}.{os.getpid()}.pt.trace.json"
+    path = folder / f"step_rank{run.group.rank}.{os.getpid()}.pt.trace.json"
     profile.export_chrome_trace(str(path))
     return path

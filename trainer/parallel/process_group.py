@@ -1,0 +1,319 @@
+"""A group of several processes, on torch.distributed: one for each device."""
+
+import faulthandler
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import reduce
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.common.errors import UserError, reason
+from trainer.flags import DeviceFlags, MultiDeviceFlags
+from trainer.parallel.activity import EXCHANGE
+from trainer.parallel.devices import usable_gpus
+from trainer.parallel.diagnosis import GroupDiagnosis
+from trainer.parallel.environment import RankEnvironment
+from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
+from trainer.parallel.group import Group, result_or_refusal
+from trainer.parallel.heartbeat import HeartbeatMonitor
+from trainer.parallel.meeting import ALIKE, join, within
+from trainer.parallel.neighbours import Neighbours, process_space
+
+T = TypeVar("T")
+
+CLOSE_WITHIN_S = 5.0
+MAIN_LEAVES_WITHIN_S = 20.0
+"""So long the others wait for the end of rank 0 after a failure: within the 30 s that torchrun gives."""
+
+MEETING_MARGIN_S = 3.0
+"""For waits of torch that end in time by themselves, and say why."""
+
+NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
+"""Its kernels may wait so many times as long as ranks are patient with each other, and so many seconds more."""
+
+Member = tuple[str, int, str]
+"""A process as the others know it: its host, its id, and within what that is one."""
+
+DIRECT_BYTES = 3 * 2**18
+"""So much a process may send in `sum_gradients` for `sum_directly` to be faster; see benchmarks/exchange.py."""
+
+
+class ProcessGroup(Group):
+    """Several processes, each with one device. What the host exchanges goes over gloo, and gradients over `backend`.
+
+    backend: "gloo" or "nccl". hosts: the name of each rank's machine.
+    """
+
+    is_launched = True
+    diagnosis: GroupDiagnosis
+
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        flags: MultiDeviceFlags,
+        devices: DeviceFlags,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Meets the other processes, and takes the device of this one.
+
+        facts: plain values by name that all processes of the run must have alike, such as its flags. Raises UserError,
+        on all processes, when they do not come, or are not alike.
+        """
+        super().__init__()
+        self.rank, self.world_size = environment.rank, environment.world_size
+        self.exits_with_signal = environment.is_self_launched
+        self._timeout_s = flags.dist_timeout_s
+        self._tells_user = environment.tells_user
+        if dist.is_initialized():
+            raise UserError(
+                "this process is in a process group already; the trainer makes its own: call "
+                "torch.distributed.destroy_process_group() before, or do not make one"
+            )
+        if environment.world_size % (flags.shard_size or 1):
+            with self._told_once():
+                raise UserError(
+                    f"--shard-size {flags.shard_size}: the {environment.world_size} processes of this run cannot be "
+                    "divided into groups of so many; take a divisor"
+                )
+        gpus = usable_gpus(devices.device, flags.gpu_ids)
+        self.backend = flags.backend or ("nccl" if gpus else "gloo")
+        rank = environment.rank
+        with ExitStack() as on_failure:
+            on_failure.callback(_leave_group)
+            store, members = self._meet(environment, f"cpu:gloo,cuda:{self.backend}" if gpus else "gloo")
+            with self._told_once():
+                self.require_same(facts, ALIKE)
+            self.hosts = [host for host, *_ in members]
+            same_host = [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+            self.local_world_size = environment.local_world_size or len(same_host)
+            local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
+            with self._told_once():
+                self._take_device(local_rank, gpus)
+            on_failure.pop_all()
+        names = [f"process {process} on {host}" for host, process, _ in members]
+        own_space = members[rank][2]
+        self._neighbours = Neighbours(
+            {
+                other: process
+                for other, (_, process, space) in enumerate(members)
+                if space == own_space and other != rank
+            }
+        )
+        monitor = HeartbeatMonitor(store, self.rank, self.world_size, self.activity, self._neighbours)
+        reports_lost_store = local_rank == 0 or rank == 1
+        self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, flags.dist_timeout_s, reports_lost_store)
+        monitor.on_beat, monitor.on_loss = self.diagnosis.consider_others, self.diagnosis.consider_loss
+        faulthandler.enable(file=2)  # a stuck process shows where it is when another one ends it
+
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        """Around what raises one UserError on all processes."""
+        try:
+            yield
+        except UserError as error:
+            raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
+
+    def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
+        """Raises UserError on all processes; Failure, of which the user is told, where one cannot use its device."""
+        try:
+            self.use([self.together(lambda: _rank_device(local_rank, gpus))])
+            if self.backend == "nccl":
+                self._refuse_shared_gpus()
+        except RuntimeError as error:  # of CUDA, or since another process has left for that
+            problem = f"rank {self.rank} of {self.world_size} failed in start-up: {reason(error)}"
+            print_error(problem)
+            raise Failure(problem) from None
+
+    def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
+        """Joins the others. Raises UserError, on every process, when they do not come."""
+        rank, world_size, timeout_s = self.rank, self.world_size, self._timeout_s
+
+        def meet() -> tuple[dist.Store, list[Member]]:
+            store = join(environment, timeout_s)
+            self._make_groups(store, backend)
+            return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
+
+        try:
+            return within(timeout_s + MEETING_MARGIN_S, meet)
+        except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
+            raise UserError(
+                f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
+                f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
+            ) from None
+
+    def _make_groups(self, store: dist.Store, backend: str) -> None:
+        timeout = timedelta(seconds=self._timeout_s)
+        limit = timedelta(seconds=self.device_timeout_s)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
+        # process does for all, which may take long.
+        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        self._step_group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def device_timeout_s(self) -> float:
+        """Of exchanges between devices.
+
+        NCCL ends a process that has waited too long itself, and explains nothing: the ranks miss each other before.
+        """
+        if self.backend != "nccl":
+            return self._timeout_s
+        return NCCL_PATIENCE * self._timeout_s + NCCL_MARGIN_S
+
+    def _refuse_shared_gpus(self) -> None:
+        """NCCL would do it in the middle of the first exchange, in its own words."""
+        gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
+        sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
+        if sharing:
+            raise UserError(
+                f"--backend nccl: takes one process per GPU, and ranks {' and '.join(map(str, sharing))} have the same "
+                f"one on {self.hosts[sharing[0]]}; start fewer processes on it (--nproc, --nproc_per_node), or take "
+                "--backend gloo"
+            )
+
+    def sum(self, values: Tensor) -> Tensor:
+        self.activity.enter(EXCHANGE)
+        values = values.clone()
+        dist.all_reduce(values, group=self._step_group)
+        return values
+
+    def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, group=self._step_group, async_op=True)
+
+        def wait() -> Sequence[float]:
+            self.activity.enter(EXCHANGE)
+            work.wait()
+            return tensor.tolist()
+
+        return wait
+
+    def barrier(self) -> None:
+        # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
+        if self.backend == "nccl":
+            self.activity.enter(EXCHANGE)
+            dist.barrier(group=self._step_group)
+
+    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+        work = dist.all_reduce(values, async_op=True)
+
+        def wait() -> None:
+            self.activity.enter(EXCHANGE)
+            work.wait()
+
+        return wait
+
+    def sum_gradients(self, values: Tensor) -> None:
+        """Sum over processes of a tensor on this process's device, in place; the same bits on every process.
+
+        On a GPU the host does not wait for it. A small one on a CPU goes from each process to every other.
+        """
+        if values.is_cpu and values.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+            sum_directly(values, self.rank, self.world_size, timedelta(seconds=self._timeout_s))
+        else:
+            dist.all_reduce(values)
+
+    def gather(self, value: T) -> list[T]:
+        self.activity.enter(EXCHANGE)
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
+
+    def gather_on_main(self, value: T) -> list[T]:
+        self.activity.enter(EXCHANGE)
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self._host_group)
+        return values or []
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            self.diagnosis.monitor.may_force_end = False
+            answer[:] = result_or_refusal(function)
+            self.diagnosis.monitor.may_force_end = True
+        self.activity.enter(EXCHANGE if self.is_main else "waiting for rank 0")
+        dist.broadcast_object_list(answer, src=0, group=self._host_group)
+        result, refusal = answer
+        if refusal is not None:
+            raise refusal
+        return result
+
+    def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
+        for rank in lost:
+            self._neighbours.end(rank)
+        # One that failed first keeps its connections for as long as it waits, and the main process may wait for it.
+        may_wait = has_state and not self.diagnosis.failed_itself
+        return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
+
+    def close(self) -> None:
+        self.diagnosis.monitor.close()
+        self._neighbours.close()
+        status = self.diagnosis.exit_status
+        if status is None:
+            with suppress(RuntimeError):
+                # The store may be this process's: it stays until nobody uses it any more.
+                dist.barrier(group=self._host_group)
+            dist.destroy_process_group()
+            # Only without a reference do the groups end their threads. One that lets go of a tensor asks for the
+            # interpreter, and aborts the process when that is being finalised.
+            del self._host_group, self._step_group
+            return
+        # With exchanges on a GPU that never end, neither this nor the end of the interpreter need come back.
+        closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_WITHIN_S)
+        if closing.is_alive():
+            exit_at_once(status)
+
+
+def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
+
+    So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
+    thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
+    """
+    others = [other for other in range(world_size) if other != rank]
+    found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
+    sent = [dist.isend(values, other) for other in others]
+    received = [dist.irecv(found[other], other) for other in others]
+    for work in (*sent, *received):
+        work.wait(timeout)  # type: ignore[union-attr]
+    values.copy_(reduce(torch.add, found))
+
+
+def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
+    """The ranks of the first GPU that is that of several. gpus: of each rank the host, and what identifies the GPU."""
+    ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
+    return next((sharing for sharing in ranks if len(sharing) > 1), [])
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            within(CLOSE_WITHIN_S, dist.destroy_process_group)
+
+
+def available_backends() -> list[str]:
+    """Of "gloo" and "nccl", those that this build of torch has."""
+    return [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
+
+
+def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
+    """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
+    if not gpus:
+        return torch.device("cpu")
+    index = local_rank if len(gpus) > 1 else 0
+    if index >= len(gpus):
+        raise UserError(
+            f"local rank {local_rank} has no GPU: this machine offers {len(gpus)} ({gpus}); start fewer "
+            "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", gpus[index])

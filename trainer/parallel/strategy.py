@@ -1,0 +1,256 @@
+"""How a model is spread over the devices of a run: the interface, and its form for one device."""
+
+import random
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.common.errors import UserError, reason
+from trainer.loading.batches import Batch
+from trainer.parallel.devices import device_label
+from trainer.parallel.group import Group
+from trainer.parallel.optimizer_states import (
+    lay_out_as_parameters,
+    load_state,
+    refuse_other_entries,
+    sizes,
+    state_of,
+    with_settings_of,
+)
+from trainer.task import Objective
+
+T = TypeVar("T")
+
+_SIX_NUMBERS = struct.Struct("<6q")
+
+
+class Strategy:
+    """Where the model lives, how its gradients travel, and how its state becomes one checkpoint.
+
+    This form is the identity: one process, whose devices each see the whole model. In a step the loop calls
+    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, the backwards within `gradient_sync`, and
+    `exchange` once, after the last backward. Before `exchange` a gradient is of this process's samples, or has been
+    summed already while the backward went on; after it, it is of the global batch, and the same bits on every process
+    that has it.
+
+    group: the processes of the run. gradient_divisor: what the exchange divides summed gradients by, and the loss is
+    multiplied by before. exchanges_in_forward: whether every forward waits for the other processes, so that all must
+    make equally many. shard_size: processes of consecutive ranks that have one copy of the parameters between them.
+    has_full_state: whether this process has all that a checkpoint holds, and can save after a failure without others.
+    draws_on_host: whether forwards draw from the generators of Python or numpy, as some do that leave out layers or
+    mask their inputs.
+    """
+
+    gradient_divisor: int = 1
+    exchanges_in_forward: bool = False
+    shard_size: int = 1
+    has_full_state: bool = True
+    draws_on_host: bool = False
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """The devices that this process feeds. The model lives on the first one."""
+        return self.group.devices
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model of this process lives."""
+        return self.group.device
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices of this process, among which it divides each micro-batch."""
+        return len(self.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all processes."""
+        return self.num_replicas * self.group.world_size
+
+    @property
+    def device_kind(self) -> str:
+        """What the devices of this process are called by their maker."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
+    def describe(self) -> str:
+        """The devices, in a few words. All processes call it."""
+        return ", ".join(map(device_label, self.devices))
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        build: Callable[[], Objective],
+        blocks: Callable[[nn.Module], Sequence[nn.Module]],
+        complete: Callable[[Objective], None],
+    ) -> Objective:
+        """A new objective, alike on every process and where training needs it. All processes call it.
+
+        build: makes it on the CPU, alike everywhere. blocks: of its model; see `Task.blocks`. complete: gives it what
+        it takes from elsewhere. Raises UserError.
+        """
+        objective = build().to(self.device)
+        self.group.together(lambda: complete(objective))
+        return objective
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        """The module that training calls in a phase, whose parameters alone require gradients now."""
+        return net
+
+    def evaluation_module(self, net: nn.Module) -> nn.Module:
+        """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
+        return net
+
+    def unsharded(self, objective: Objective) -> AbstractContextManager[None]:
+        """Within it every process has the whole parameters, for what computes with the model in its own ways.
+
+        It may read them, without exchanges. All processes enter it.
+        """
+        return nullcontext()
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch where the wrapped module takes it; its copies need not have arrived yet."""
+        if self.device.type == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
+        """Makes what follows on all generators a function of the key, of this process and of the device.
+
+        The generators of Python and numpy follow only where `draws_on_host`: seeding them takes longer than torch's.
+
+        key: five numbers. same_everywhere: a function of the key alone.
+        """
+        packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.group.rank)
+        seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
+        torch.default_generator.manual_seed(seed)
+        if self.draws_on_host:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        for replica, device in enumerate(self.devices):
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
+
+    def keeping_generators(self) -> AbstractContextManager[None]:
+        """Within it torch's generators may be drawn from; after it they are where they were."""
+        return torch.random.fork_rng([device for device in self.devices if device.type == "cuda"])
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a wrapped module. enabled: whether this backward is the last one of a step.
+
+        Where gradients travel while the backward goes on, they do so in the last one only.
+        """
+        return nullcontext()
+
+    def exchange(self, params: Sequence[Tensor]) -> None:
+        """After the last backward of a step: the one place where gradients travel, or where they have arrived.
+
+        params: all that the step trains. Afterwards each has the gradient of the global batch in `grad`, or None where
+        no process has one. All processes call it.
+        """
+
+    def build_buckets(self, net: nn.Module) -> None:
+        """After the first backward of a wrapped module, which is no part of a step: what is arranged once."""
+
+    def global_norm(self, own: Tensor) -> Tensor:
+        """The norm of the whole gradient from the norm of this process's `local_shards`. All processes call it."""
+        return own
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raises UserError for one that cannot train what this process has of the parameters."""
+
+    # --- a checkpoint and back ---------------------------------------------------------------------------------------
+
+    def from_main(self, value: Tensor) -> Tensor:
+        """Rank 0's value on this process's device, contiguous. Only the shape and type of the others' count."""
+        return value
+
+    def sync_buffers(self, objective: nn.Module) -> None:
+        """Gives every process the persistent buffers of rank 0, before evaluating and saving. All call it."""
+
+    def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
+        """As `Group.on_main`, for checkpoints: of the entries named large the others get only the shapes of tensors."""
+        return self.group.on_main(function)
+
+    def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
+        """The state of a model, whole on rank 0. All processes call it.
+
+        instead: other tensors for some of its parameters.
+        """
+        weights = model.state_dict(keep_vars=True)
+        for name, value in weights.items():
+            weights[name] = (instead or {}).get(value, value).detach()
+        return weights
+
+    def full_state(
+        self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
+    ) -> dict[str, Any]:
+        """Weights and moments, without any wrapper's prefix, whole on rank 0. All processes call it."""
+        return {
+            "model": self.full_weights(objective.model),
+            "optimizers": {
+                phase: [self.full_moments(state_of(each)) for each in several] for phase, several in optimizers.items()
+            },
+        }
+
+    def full_moments(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of an optimizer, whole on rank 0."""
+        return state
+
+    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What an optimizer of this process takes of `full_moments`."""
+        return state
+
+    def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Gives a model some weights of a `full_state`; the others stay as they are. All processes call it."""
+        model.load_state_dict(weights, strict=False)
+
+    def load_moments(
+        self,
+        state: Mapping[str, Any],
+        optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Loads the moments of a `full_state`. Raises UserError for moments of optimizers that train other parameters.
+
+        dtype: of the parameters when it was saved.
+        """
+        for phase, several in optimizers.items():
+            saved = state.get(phase, [])
+            own = [optimizer.state_dict() for optimizer in several]
+            if sizes(saved) != sizes(own):
+                raise UserError(
+                    f"the optimizers of phase {phase!r} have parameter groups of {sizes(own)} tensors, and those of "
+                    f"the checkpoint {sizes(saved)}: undo what changed the parameter groups or the optimizers, or "
+                    "begin with its weights alone by --init-from"
+                )
+            for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
+                refuse_other_entries(phase, its_saved, its_own, optimizer)
+                moments = self.own_moments(with_settings_of(its_own, its_saved), optimizer)
+                try:
+                    load_state(optimizer, moments, dtype)
+                except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                    raise UserError(
+                        f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "
+                        f"{reason(error)}; undo what changed the optimizers, or begin with the weights alone by "
+                        "--init-from"
+                    ) from None
+                lay_out_as_parameters(optimizer)
+
+
+class SingleDevice(Strategy):
+    """One process on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(Group([device]))
