@@ -66,7 +66,7 @@ class ShrinkingObjective(WeightedObjective):
 
 
 class Shrinking(Weighted):
-    """Its memory gets short after the rehearsal, in the midst of training."""
+    """Its memory gets short after the dry run, in the midst of training."""
 
     Config = ShrinkingFlags
 

@@ -30,7 +30,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def short_from_the_start(setting: Setting, report: Report, name: str) -> None:
-    """On a GPU it is the rehearsal that finds out."""
+    """On a GPU it is the dry run that finds out."""
     flags = [*FLAGS, *sizes(setting)]
     expected, peak = with_room(setting, name, flags)
     real, injected = ["--task", WEIGHTED], ["--task", TIGHT, "--fit", 12]

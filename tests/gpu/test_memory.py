@@ -14,7 +14,7 @@ ROOM = 500 * KIB
 
 
 @on_imagined_gpus()
-def test_the_rehearsal_finds_what_fits(tmp_path, cache_dir):
+def test_the_dry_run_finds_what_fits(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM)
     tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
     GPUS.limit_memory(2**30)
@@ -25,7 +25,7 @@ def test_the_rehearsal_finds_what_fits(tmp_path, cache_dir):
 
 @on_imagined_gpus()
 def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
-    """As if others had taken memory after the rehearsal."""
+    """As if others had taken memory after the dry run."""
     dry_run = MemoryGuard.dry_run
 
     def then_memory_gets_short(*arguments):

@@ -5,7 +5,7 @@ from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 
 @on_imagined_gpus()
 def test_evaluating_and_saving_the_average_take_no_second_model():
-    """A step has gradients of that size then, so what fits into the rehearsal fits here."""
+    """A step has gradients of that size then, so what fits into the dry run fits here."""
     import torch
     from torch import nn
 

@@ -60,7 +60,7 @@ def test_statistics_of_batch_norms_and_a_step_that_is_left_out(tmp_path, cache_d
 
 @pytest.mark.slow
 @on_imagined_gpus(2)
-def test_one_rank_lacks_memory_in_the_rehearsal(tmp_path, cache_dir):
+def test_one_rank_lacks_memory_in_the_dry_run(tmp_path, cache_dir):
     """The others do not wait for it."""
     GPUS.limit_memory(ROOM, device=1)
     argv = [*TINY, *WIDE, "--global-batch-size", 96, "--batch-size", 48, "--eval-batch-size", 8]

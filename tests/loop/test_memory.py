@@ -195,7 +195,7 @@ def test_torchrun_starts_a_group_again(small, command, tmp_path):
     assert_same_learning(tmp_path, small)
 
 
-# --- the rehearsal -----------------------------------------------------------------------------------------------
+# --- the dry run -------------------------------------------------------------------------------------------------
 
 
 def built(strategy, directory, *more):
@@ -208,7 +208,7 @@ def built(strategy, directory, *more):
     return run
 
 
-def test_a_rehearsal_finds_the_size_and_leaves_nothing_behind(tmp_path):
+def test_a_dry_run_finds_the_size_and_leaves_nothing_behind(tmp_path):
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12", "--fit", "4", "--tight-in", "backward")
     before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
     state = torch.get_rng_state()
@@ -250,7 +250,7 @@ def test_libraries_that_find_no_room_count(message, tmp_path, monkeypatch):
         run.memory.dry_run(run.task, run.plan, run.log.say)
 
 
-def test_the_last_epoch_is_rehearsed(tmp_path, monkeypatch):
+def test_the_last_epoch_is_tried(tmp_path, monkeypatch):
     """Where samples that grow from epoch to epoch are largest."""
     run = built(SingleDevice(CPU), tmp_path, "--fit", "4", "--epochs", "7")
     epochs = []
@@ -283,7 +283,7 @@ def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, 
     assert [split.global_batch_size for split in run.memory.splits] == [1, 2]
 
 
-def rehearse_in_process(environment, folder, fails_early):
+def dry_run_in_process(environment, folder, fails_early):
     torch.set_num_threads(1)
     flags = MultiDeviceFlags(multi_gpu="ddp", dist_timeout_s=20)
     strategy = Replicated(ProcessGroup(environment, flags, DeviceFlags(device="cpu")))
@@ -316,18 +316,18 @@ def a_batch(run, sample):
 
 
 @pytest.mark.parametrize("fails_early", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_rehearsal_ends_alike_on_every_rank(fails_early, tmp_path, monkeypatch):
+def test_a_dry_run_ends_alike_on_every_rank(fails_early, tmp_path, monkeypatch):
     """And leaves the exchange of gradients as it was. Nobody waits for a rank that finds no room before its forward."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `launch` would set them, for good
         monkeypatch.setenv(name, "lo")
-    assert launch(functools.partial(rehearse_in_process, folder=tmp_path, fails_early=fails_early), 2) == 0
+    assert launch(functools.partial(dry_run_in_process, folder=tmp_path, fails_early=fails_early), 2) == 0
     first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["batch_size"] == second["batch_size"] == 3
     assert torch.equal(first["gradient"], second["gradient"])
     assert first["gradient"].abs().max() > 0
 
 
-def test_the_longest_histories_are_rehearsed(cache_dir):
+def test_the_longest_histories_are_tried(cache_dir):
     task = SeqrecTask(SeqrecFlags(maxlen=12), seed=0, cache_dir=cache_dir)
     dataset = task.splits()["train"]
     index = task.largest_samples("train", 0, 5)

@@ -152,7 +152,7 @@ def test_goes_on_to_the_bit(more, digits, run_here, tmp_path):
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_strings_of_an_epoch_are_rehearsed(digits, make_task):
+def test_the_longest_strings_of_an_epoch_are_tried(digits, make_task):
     task = make_task("--task", "speech", "--data-dir", digits, *STRINGS)
     dataset = task.splits()["train"]
     for epoch in (0, 5):

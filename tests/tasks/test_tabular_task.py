@@ -97,7 +97,7 @@ def test_every_epoch_has_other_tables(make_task):
     assert first.shape != second.shape or not np.array_equal(first, second)
 
 
-def test_the_largest_synthetic_tables_are_rehearsed(make_task):
+def test_the_largest_synthetic_tables_are_tried(make_task):
     task = make_task("--task", "tabular", *SMALL_PRIOR)
     train = task.splits()["train"]
     largest = task.largest_samples("train", 3, 2)
