@@ -28,22 +28,13 @@ from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k
 from tasks.pictures import draw_bars
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag, unused_flags
+from trainer.config import FlagGroup, flag
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums, Task
 
-_OF_MODEL: dict[str, tuple[str, ...]] = {
-    "kgat": (
-        *("layer_dims", "relation_dim", "aggregator", "laplacian", "softmax", "leaky_slope"),
-        *("dropout", "node_dropout", "kg_l2", "kg_batch_ratio", "kg_lr_scale"),
-    ),
-    "kg-lightgcn": ("num_layers",),
-    "lightgcn": ("num_layers",),
-    "bprmf": (),
-}
-"""Flags that a model has a use for and some other has not."""
+_OF_KGAT = {"model": ("kgat",)}
 _WITH_GRAPH = ("kgat", "kg-lightgcn")
 _USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _SPLIT_SEED = 0
@@ -69,31 +60,40 @@ class KgatFlags(FlagGroup):
         "start",
     )  # fmt: skip
     embed_dim: int = flag(64, "width of the embeddings of users, items and entities", at_least=1)
-    layer_dims: tuple[int, ...] = flag((64, 32, 16), "widths of KGAT's layers of propagation", at_least=1)
-    relation_dim: int = flag(64, "KGAT: width of the space of a relation", at_least=1)
-    num_layers: int = flag(3, "lightgcn, kg-lightgcn: layers of propagation", at_least=1)
-    aggregator: Aggregation = flag("bi-interaction", "KGAT: how a node meets what its neighbours send")
+    layer_dims: tuple[int, ...] = flag(
+        (64, 32, 16), "widths of KGAT's layers of propagation", at_least=1, needs=_OF_KGAT
+    )
+    relation_dim: int = flag(64, "KGAT: width of the space of a relation", at_least=1, needs=_OF_KGAT)
+    num_layers: int = flag(
+        3, "lightgcn, kg-lightgcn: layers of propagation", at_least=1, needs={"model": ("kg-lightgcn", "lightgcn")}
+    )
+    aggregator: Aggregation = flag("bi-interaction", "KGAT: how a node meets what its neighbours send", needs=_OF_KGAT)
     laplacian: Laplacian = flag(
         "random-walk", "KGAT: weights of the edges before the first attention. symmetric: D^-1/2 A D^-1/2; reference: "
-        "what the published codes compute by that name, which on most graphs is zero",
+        "what the published codes compute by that name, which on most graphs is zero", needs=_OF_KGAT,
     )  # fmt: skip
     softmax: Softmax = flag(
         "separate", "KGAT: two edges between the same nodes are two terms of the attention (paper), or one with the "
-        "sum of their logits",
+        "sum of their logits", needs=_OF_KGAT,
     )  # fmt: skip
-    leaky_slope: float = flag(0.01, "KGAT: slope of LeakyReLU; the first published code takes 0.2", at_least=0)
-    dropout: float = flag(0.1, "KGAT: of the messages, that is of each layer's result", at_least=0, below=1)
-    node_dropout: float = flag(0.0, "KGAT: of the edges between nodes", at_least=0, below=1)
+    leaky_slope: float = flag(
+        0.01, "KGAT: slope of LeakyReLU; the first published code takes 0.2", at_least=0, needs=_OF_KGAT
+    )
+    dropout: float = flag(
+        0.1, "KGAT: of the messages, that is of each layer's result", at_least=0, below=1, needs=_OF_KGAT
+    )
+    node_dropout: float = flag(0.0, "KGAT: of the edges between nodes", at_least=0, below=1, needs=_OF_KGAT)
     l2: float | None = flag(
         None, "penalty on the embeddings of a sample, half of this times their squares (default: by model)", at_least=0
     )
-    kg_l2: float = flag(1e-5, "KGAT: the same for a triple of the graph", at_least=0)
+    kg_l2: float = flag(1e-5, "KGAT: the same for a triple of the graph", at_least=0, needs=_OF_KGAT)
     kg_batch_ratio: float = flag(
-        2.0, "KGAT: triples in a step of the graph's phase for each sample of --batch-size", above=0
+        2.0, "KGAT: triples in a step of the graph's phase for each sample of --batch-size", above=0, needs=_OF_KGAT
     )
     kg_lr_scale: float = flag(
-        1.0, "KGAT: factor on --lr in the graph's phase; a small one spares what was trained before", at_least=0
-    )
+        1.0, "KGAT: factor on --lr in the graph's phase; a small one spares what was trained before", at_least=0,
+        needs=_OF_KGAT,
+    )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
         "users", "what a training sample is: a user, all equally often, with one of the user's items at random; or an "
         "interaction",
@@ -116,7 +116,7 @@ class KgatFlags(FlagGroup):
             found.append(f"--data-dir {self.data_dir}: no such file or folder; give a folder or a zip")
         if self.select_on_test and self.val_share != KgatFlags.val_share:
             found.append(f"--val-share {self.val_share}: --select-on-test holds nothing out; leave one of them out")
-        return found + unused_flags(self, "model", _OF_MODEL)
+        return found
 
     @property
     def penalty(self) -> float:

@@ -36,7 +36,7 @@ from models.sequential.ranking import (
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag, flags_without, refuse, unused_flags
+from trainer.config import FlagGroup, flag, flags_without, refuse
 from trainer.loading.batches import Batch
 from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
@@ -45,12 +45,8 @@ from trainer.task import Exported, Objective, Sums, Task
 METRICS = ("hr", "ndcg", "mrr")
 Loss = Literal["ce", "bce", "sampled", "gbce"]
 
-_SHARES = ("val_share", "test_share")
-_OF_SPLIT: dict[str, tuple[str, ...]] = {"leave-one-out": (), "ratio": _SHARES, "time": _SHARES}
-_OF_LOSS: dict[str, tuple[str, ...]] = {
-    "ce": (), "bce": (), "sampled": ("num_negatives",), "gbce": ("num_negatives", "gbce_calibration"),
-}  # fmt: skip
-_OF_MHC = ("mhc_expansion_rate", "mhc_init_gate", "mhc_sinkhorn_iters", "mhc_no_amp")
+_OF_SHARES = {"split": ("ratio", "time")}
+_OF_MHC = {"mhc": None}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
 """Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
@@ -84,8 +80,12 @@ class SeqrecFlags(FlagGroup):
         "leave-one-out", "what is held out. leave-one-out: of each user the last item for the test, the one before it "
         "for validation; ratio: of each user the last share; time: of all interactions the latest share",
     )  # fmt: skip
-    val_share: float = flag(0.1, "--split ratio, time: interactions held out for validation", above=0, below=1)
-    test_share: float = flag(0.1, "--split ratio, time: interactions held out for the test", above=0, below=1)
+    val_share: float = flag(
+        0.1, "--split ratio, time: interactions held out for validation", above=0, below=1, needs=_OF_SHARES
+    )
+    test_share: float = flag(
+        0.1, "--split ratio, time: interactions held out for the test", above=0, below=1, needs=_OF_SHARES
+    )
     no_time: bool = flag(False, "SASRec: ignore the time between items; without it TiSASRec")
     mhc: bool = flag(False, "manifold-constrained hyper-connections instead of one plain residual stream")
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
@@ -101,20 +101,26 @@ class SeqrecFlags(FlagGroup):
         256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
     )
     l2_emb: float = flag(0.0, "L2 penalty on embedding tables, half of this times the sum of squares", at_least=0)
-    mhc_expansion_rate: int = flag(4, "residual streams", metavar="STREAMS", at_least=2)
-    mhc_init_gate: float = flag(0.01, "how much a token steers its own connections at the start", at_least=0)
-    mhc_sinkhorn_iters: int = flag(20, "iterations that make the residual matrix doubly stochastic", at_least=1)
-    mhc_no_amp: bool = flag(False, "keep hyper-connections in full precision under --amp")
+    mhc_expansion_rate: int = flag(4, "residual streams", metavar="STREAMS", at_least=2, needs=_OF_MHC)
+    mhc_init_gate: float = flag(
+        0.01, "how much a token steers its own connections at the start", at_least=0, needs=_OF_MHC
+    )
+    mhc_sinkhorn_iters: int = flag(
+        20, "iterations that make the residual matrix doubly stochastic", at_least=1, needs=_OF_MHC
+    )
+    mhc_no_amp: bool = flag(False, "keep hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
         "ce", "ce: softmax over all items; bce: one negative for each position, as in the papers; sampled: softmax "
         "over random items; gbce: BCE with several negatives, calibrated",
     )  # fmt: skip
     num_negatives: int | None = flag(
-        None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)", at_least=1
-    )
+        None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)",
+        at_least=1, needs={"loss": ("sampled", "gbce")},
+    )  # fmt: skip
     gbce_calibration: float = flag(
-        0.75, "t of gbce: 0 is plain BCE, 1 removes the bias of sampling", metavar="T", at_least=0, at_most=1
-    )
+        0.75, "t of gbce: 0 is plain BCE, 1 removes the bias of sampling", metavar="T", at_least=0, at_most=1,
+        needs={"loss": ("gbce",)},
+    )  # fmt: skip
     eval_negatives: EvaluationNegatives = flag(
         "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in SASRec's code, with "
         "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none of the "
@@ -136,12 +142,10 @@ class SeqrecFlags(FlagGroup):
             found.append(f"--num-heads {self.num_heads}: must divide --hidden-units {self.hidden_units}")
         if self.mhc and self.norm in ("original", "post"):
             found.append(f"--norm {self.norm}: --mhc needs pre; leave one of them out")
-        if not self.mhc:
-            found += flags_without(self, "--mhc", _OF_MHC)
         if self.val_share + self.test_share >= 1:
             shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
             found.append(f"{shares}: leave nothing to train on; choose smaller ones")
-        return found + unused_flags(self, "loss", _OF_LOSS) + unused_flags(self, "split", _OF_SPLIT)
+        return found
 
     @property
     def hold_out(self) -> HoldOut:

@@ -29,31 +29,19 @@ from models.speech.recogniser import SpeechRecogniser
 from tasks.speech_objective import Decoder, SpeechObjective
 from tasks.speech_report import draw_utterances, error_counts, error_rates, timed_words, worst_utterances
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, unused_flags
+from trainer.config import FlagGroup, flag, flag_name
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
 from trainer.task import Exported, Objective, Picture, Task
 
-_OF_MODEL: dict[str, tuple[str, ...]] = {
-    "plmu": ("width", "num_blocks", "channels", "subsampling", "streaming"),
-    "lmu": ("hidden_size", "num_layers", "num_heads"),
-}
-"""Flags that one model has a use for and the other has not."""
+_OF_PLMU, _OF_LMU, _OF_SPEAKERS = {"model": ("plmu",)}, {"model": ("lmu",)}, {"split": ("speaker",)}
 _USUAL: dict[str, dict[str, float]] = {
     "plmu": {"num_mels": 40, "memory_size": 8, "theta": 16.0},
     "lmu": {"num_mels": 80, "memory_size": 256, "theta": 1000.0},
 }
 """What these flags are by default, by model."""
-_NEEDS = {
-    "val_speakers": ("split", "--split speaker"),
-    "test_speakers": ("split", "--split speaker"),
-    "num_strings": ("strings", "--strings"),
-    "growing_epochs": ("strings", "--strings"),
-    "sample_rate": ("data_dir", "--data-dir"),
-}
-"""Flags that do nothing unless another one is given: its field, and what to say of it."""
 _EVALUATION_STRINGS = 300
 _EVALUATION_SEED = 0
 """Not --seed: all runs are scored on the same strings."""
@@ -75,7 +63,7 @@ class SpeechFlags(FlagGroup):
     )  # fmt: skip
     sample_rate: int | None = flag(
         None, "recordings of another rate are resampled (default: that of most recordings)", metavar="HZ",
-        at_least=4000,
+        at_least=4000, needs={"data_dir": None},
     )  # fmt: skip
     unreadable: Literal["skip", "refuse"] = flag(
         "skip", "recordings, also of a folder of --predict, that cannot be read, are empty or too short for their "
@@ -92,16 +80,20 @@ class SpeechFlags(FlagGroup):
         0.1, "held out for the test, where the data do not say; 0: nothing, and validation data are scored", at_least=0,
         below=1,
     )  # fmt: skip
-    val_speakers: tuple[str, ...] | None = flag(None, "hold out these for validation", metavar="NAME")
-    test_speakers: tuple[str, ...] | None = flag(None, "hold out these for the test", metavar="NAME")
+    val_speakers: tuple[str, ...] | None = flag(
+        None, "hold out these for validation", metavar="NAME", needs=_OF_SPEAKERS
+    )
+    test_speakers: tuple[str, ...] | None = flag(
+        None, "hold out these for the test", metavar="NAME", needs=_OF_SPEAKERS
+    )
     strings: str | None = flag(
         None, "train and score on so many recordings of one speaker joined, 3-7 for example: digit strings from digits",
         metavar="FEWEST-MOST",
     )  # fmt: skip
-    num_strings: int = flag(2000, "--strings: in an epoch", at_least=1)
+    num_strings: int = flag(2000, "--strings: in an epoch", at_least=1, needs={"strings": None})
     growing_epochs: int = flag(
         5, "--strings: single recordings at first, and of full length after so many epochs; CTC learns what a symbol "
-        "sounds like from short utterances many times sooner", metavar="EPOCHS", at_least=0,
+        "sounds like from short utterances many times sooner", metavar="EPOCHS", at_least=0, needs={"strings": None},
     )  # fmt: skip
     units: Units = flag("characters", "what the model writes")
     alphabet: Path | None = flag(None, "file with one character or word a line (default: those of the transcripts)")
@@ -119,21 +111,21 @@ class SpeechFlags(FlagGroup):
         "recogniser of 7.16 million parameters has it",
     )  # fmt: skip
     streaming: bool = flag(
-        False, "plmu: hears forwards only, normalised as it goes, so that it can write while it listens"
+        False, "plmu: hears forwards only, normalised as it goes, so that it can write while it listens", needs=_OF_PLMU
     )
-    width: int = flag(96, "plmu: of its blocks", at_least=1)
-    num_blocks: int = flag(3, "plmu: blocks of memory and feed-forward layer", at_least=1)
-    channels: int = flag(16, "plmu: memories of a block", at_least=1)
+    width: int = flag(96, "plmu: of its blocks", at_least=1, needs=_OF_PLMU)
+    num_blocks: int = flag(3, "plmu: blocks of memory and feed-forward layer", at_least=1, needs=_OF_PLMU)
+    channels: int = flag(16, "plmu: memories of a block", at_least=1, needs=_OF_PLMU)
     memory_size: int | None = flag(
         None, "Legendre polynomials that a memory holds its window by (default: plmu 8, lmu 256)", at_least=1
     )
     theta: float | None = flag(
         None, "length of that window, after subsampling (default: plmu 16, lmu 1000)", metavar="FRAMES", above=0
     )
-    subsampling: int = flag(4, "plmu: frames that its blocks see as one", at_least=1)
-    hidden_size: int = flag(512, "lmu: of its layers", at_least=1)
-    num_layers: int = flag(4, "lmu: layers of attention and LMU", at_least=1)
-    num_heads: int = flag(8, "lmu: of the attention; must divide --hidden-size", at_least=1)
+    subsampling: int = flag(4, "plmu: frames that its blocks see as one", at_least=1, needs=_OF_PLMU)
+    hidden_size: int = flag(512, "lmu: of its layers", at_least=1, needs=_OF_LMU)
+    num_layers: int = flag(4, "lmu: layers of attention and LMU", at_least=1, needs=_OF_LMU)
+    num_heads: int = flag(8, "lmu: of the attention; must divide --hidden-size", at_least=1, needs=_OF_LMU)
     dropout: float = flag(0.1, "of the layers' results", at_least=0, below=1)
     augmentation: float = flag(
         0.5, "how much training utterances are distorted: speed, level, noise, length of the vocal tract, masks; 1: as "
@@ -164,10 +156,6 @@ class SpeechFlags(FlagGroup):
             found.append(
                 f"--masking-db {self.masking_db:g}: needs the power of a whole utterance; leave out --streaming"
             )
-        found += unused_flags(self, "model", _OF_MODEL)
-        for name, (needed, what) in _NEEDS.items():
-            if not given_flags(self, [needed]):
-                found += flags_without(self, what, [name])
         return sorted(found)
 
     def usual(self, name: str) -> Any:

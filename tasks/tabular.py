@@ -29,7 +29,7 @@ from models.tabular.tabicl import TabICL
 from tasks.pictures import draw_confusion_matrix
 from tasks.tabular_objective import TabularObjective, with_all_counts
 from trainer.common.errors import UserError, printable
-from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse, unused_flags
+from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flags, refuse
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
@@ -49,7 +49,12 @@ _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
 _EXPORT_ROWS = 64
 """Of a table, as the context of the problems that an exported model is tried on."""
 _MOST_CLASSES_DRAWN = 30
-_OF_MODEL: dict[str, tuple[str, ...]] = {"nano": ("width", "num_blocks", "num_heads"), "tabicl": ()}
+_OF_NANO, _OF_A_TABLE, _OF_TUNING, _OF_LORA = (
+    {"model": ("nano",)},
+    {"data_dir": None},
+    {"tune": None},
+    {"tune": ("lora",)},
+)
 _OF_PRIOR = (
     "num_tables",
     "num_val_tables",
@@ -59,11 +64,8 @@ _OF_PRIOR = (
     "max_features",
     "prior_only",
 )
-_OF_A_TABLE = ("label", "drop", "test_share", "tune")
 _OF_PREDICTIONS = ("num_estimators", "max_context")
 """`--predict` takes --data-dir from the run, so that on a command line these may stand without it."""
-_OF_TUNING = ("val_share", "num_episodes", "episode_rows")
-_OF_LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass
@@ -78,27 +80,33 @@ class TabularFlags(FlagGroup):
         None, "a table: CSV with a line of column names, or .npz with X and y (default: synthetic tables, to learn on)",
         local=True,
     )  # fmt: skip
-    label: str | None = flag(None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN")
-    drop: tuple[str, ...] | None = flag(None, "columns that are not to be learned from", metavar="COLUMN")
+    label: str | None = flag(
+        None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN", needs=_OF_A_TABLE
+    )
+    drop: tuple[str, ...] | None = flag(
+        None, "columns that are not to be learned from", metavar="COLUMN", needs=_OF_A_TABLE
+    )
     test_share: float = flag(
         0.2, "rows of the table held out for the test; 0 with --tune: none, and those of validation are scored",
-        at_least=0, below=1,
+        at_least=0, below=1, needs=_OF_A_TABLE,
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(
         "none", "what of the model learns from the table: nothing; all weights; or adapters of low rank, which are all "
-        "that is trained",
+        "that is trained", needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
         0.2, "--tune: of the other rows, held out to choose the epoch, which is the start if tuning does not help",
-        above=0, below=1,
+        above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
-    num_episodes: int = flag(64, "--tune: problems made of the table's rows in an epoch", at_least=1)
-    episode_rows: int = flag(512, "--tune: rows of such a problem at most, of which a quarter is asked for", at_least=8)
-    lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1)
-    lora_alpha: float = flag(16.0, "--tune lora: their effect is scaled by this over the rank", above=0)
+    num_episodes: int = flag(64, "--tune: problems made of the table's rows in an epoch", at_least=1, needs=_OF_TUNING)
+    episode_rows: int = flag(
+        512, "--tune: rows of such a problem at most, of which a quarter is asked for", at_least=8, needs=_OF_TUNING
+    )
+    lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
+    lora_alpha: float = flag(16.0, "--tune lora: their effect is scaled by this over the rank", above=0, needs=_OF_LORA)
     lora_targets: tuple[str, ...] = flag(
         ("*",), "--tune lora: which linear layers get adapters, by patterns of their names: *.query *.value",
-        metavar="PATTERN",
+        metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
         8, "predictions whose mean counts, each with another order of columns and classes", at_least=1
@@ -124,9 +132,9 @@ class TabularFlags(FlagGroup):
         "nano", "nano: cells attend to one another over columns and rows; tabicl: columns, rows, then the context, "
         "with the 27 million parameters of TabICL",
     )  # fmt: skip
-    width: int = flag(96, "nano: of the state of a cell", at_least=4)
-    num_blocks: int = flag(3, "nano: blocks", at_least=1)
-    num_heads: int = flag(4, "nano: heads of attention", at_least=1)
+    width: int = flag(96, "nano: of the state of a cell", at_least=4, needs=_OF_NANO)
+    num_blocks: int = flag(3, "nano: blocks", at_least=1, needs=_OF_NANO)
+    num_heads: int = flag(4, "nano: heads of attention", at_least=1, needs=_OF_NANO)
 
     def problems(self) -> list[str]:
         found = []
@@ -136,20 +144,14 @@ class TabularFlags(FlagGroup):
                 found.append(f"{' and '.join(values)}: the first must not exceed the second")
         if self.data_dir is not None and self.label is None and self.data_dir.suffix.lower() != ".npz":
             found.append("--label: must name the column that is to be predicted")
-        if self.data_dir is None:
-            found += flags_without(self, "--data-dir", _OF_A_TABLE)
-        else:
+        if self.data_dir is not None:
             given = given_flags(self, _OF_PRIOR)
             found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
-        if self.tune == "none":
-            found += flags_without(self, "--tune", _OF_TUNING)
         if self.test_share == 0 and self.tune == "none":
             found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
-        if self.tune != "lora":
-            found += flags_without(self, "--tune lora", _OF_LORA)
         if self.model == "nano" and self.width % self.num_heads:
             found.append(f"--width {self.width}: must be a multiple of --num-heads {self.num_heads}")
-        return found + unused_flags(self, "model", _OF_MODEL)
+        return found
 
     @property
     def prior(self) -> PriorSettings:

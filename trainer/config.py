@@ -46,7 +46,7 @@ def flag(
     from_record: Literal["taken", "ignored", "refused"] = "taken",
     excludes: Sequence[str] = (),
     displaces: Sequence[str] = (),
-    needs: Mapping[str, Sequence[str]] = {},
+    needs: Mapping[str, Sequence[str] | None] = {},
     **limits: float,
 ) -> Any:
     """A dataclass field that is a command-line flag.
@@ -60,7 +60,8 @@ def flag(
     excludes: fields that must not be given beside it. Given over a lower layer, such as a file under the command line,
         each of the two displaces the other.
     displaces: fields that another value of it displaces in lower layers, and that may be given beside it.
-    needs: by the field of a choice, the values of it that have this flag.
+    needs: by another field, such as "model", its values that have a use for this flag; None where any will do but its
+        default.
     limits: at_least, above, at_most, below; of numbers.
     """
     assert limits.keys() <= _LIMITS.keys()
@@ -88,19 +89,6 @@ def shown(value: Any) -> str:
     if value is None:
         return "(none)"
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def unused_flags(group: FlagGroup, choice: str, used_by: Mapping[str, Iterable[str]]) -> list[str]:
-    """A sentence for each flag that is given though only another choice has a use for it, by name.
-
-    choice: the field that chooses, such as "model". used_by: the fields that each of its values has a use for and some
-    other has not.
-    """
-    chosen = getattr(group, choice)
-    others = sorted({name for names in used_by.values() for name in names} - set(used_by[chosen]))
-    return [
-        f"{given}: {flag_name(choice)} {chosen} has no use for it; leave it out" for given in given_flags(group, others)
-    ]
 
 
 def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
@@ -132,7 +120,7 @@ class Option:
     from_record: str
     excludes: Sequence[str]
     displaces: Sequence[str]
-    needs: Mapping[str, Sequence[str]]
+    needs: Mapping[str, Sequence[str] | None]
     limits: Mapping[str, float]
 
     def __init__(self, field: Any, hint: Any) -> None:
@@ -404,9 +392,12 @@ def _conflicts(known: Mapping[str, Option], values: Mapping[str, Any]) -> list[s
         excluded = [other for other in known[field].excludes if other in given]
         found += [f"{words} and {given[other]}: exclude each other; give one" for other in excluded]
         for choice, owners in known[field].needs.items():
-            if values.get(choice, known[choice].default) not in (None, *owners):
-                having = f"{flag_name(choice)} {' or '.join(owners)}"
-                found.append(f"{words}: is for {having}; leave it out, or take that")
+            chosen = values.get(choice, known[choice].default)
+            if owners is None and choice not in given:
+                found.append(f"{words}: does nothing without {known[choice].name}; add it, or leave this out")
+            elif owners is not None and chosen not in (None, *owners):
+                advice = f"leave it out, or take {' or '.join(owners)}"
+                found.append(f"{words}: {known[choice].name} {chosen} has no use for it; {advice}")
     return found
 
 

@@ -27,16 +27,16 @@ WRONG_COMMAND_LINES = [
     (
         "--momentum 0 --nesterov",
         [
-            "--momentum 0.0: is for --optimizer sgd or muon; leave it out, or take that",
-            "--nesterov: is for --optimizer sgd; leave it out",
+            "--momentum 0.0: --optimizer adamw has no use for it; leave it out, or take sgd or muon",
+            "--nesterov: --optimizer adamw has no use for it; leave it out, or take sgd",
         ],
     ),
     (
         "--optimizer sgd --betas 0.9 --eps 1e-6 --nesterov",
         [
-            "--betas 0.9: is for --optimizer adamw or adam or muon; leave it out",
+            "--betas 0.9: --optimizer sgd has no use for it",
             "--betas 0.9: must be two values",
-            "--eps 1e-06: is for --optimizer adamw or adam or muon; leave it out",
+            "--eps 1e-06: --optimizer sgd has no use for it; leave it out, or take adamw or adam or muon",
             "--nesterov: needs --momentum above 0",
         ],
     ),
@@ -104,17 +104,17 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
     [
         ("", ["--multi-gpu: needs a value, dp, ddp or fsdp"]),
         ("--multi-gpu dp --gpu-ids 0,9", ["--gpu-ids 0,9: there is no GPU"]),
-        ("--multi-gpu dp --nproc 2", ["--nproc 2: is for --multi-gpu ddp"]),
+        ("--multi-gpu dp --nproc 2", ["--nproc 2: --multi-gpu dp has no use for it"]),
         ("--multi-gpu ddp --nproc 0 --batch-size 0", ["--nproc 0: must be at least 1", "--batch-size 0: must be"]),
         ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
         ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu fsdp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu ddp --backend nccl", ["--backend nccl: carries nothing between CPUs"]),
-        ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: is for --multi-gpu ddp"]),
+        ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: --multi-gpu fsdp has no use for it"]),
         ("--multi-gpu fsdp --optimizer muon", ["--optimizer muon: orthogonalises whole matrices"]),
         (
             "--multi-gpu ddp --reshard never --shard-size 2",
-            ["--reshard never: is for --multi-gpu fsdp", "--shard-size 2: is for --multi-gpu fsdp"],
+            ["--reshard never: --multi-gpu ddp has no use for it", "--shard-size 2: --multi-gpu ddp has no use for it"],
         ),
         ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
     ],

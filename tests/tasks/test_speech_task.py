@@ -479,7 +479,10 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
         ("--model lmu --streaming", "error: --streaming: --model lmu has no use for it; leave it out"),
         ("--streaming --masking-db 20", "--masking-db 20: needs the power of a whole utterance; leave out --streaming"),
         ("--hidden-size 8", "--hidden-size 8: --model plmu has no use for it; leave it out"),
-        ("--val-speakers anna", "--val-speakers anna: does nothing without --split speaker"),
+        (
+            "--val-speakers anna",
+            "--val-speakers anna: --split utterance has no use for it; leave it out, or take speaker",
+        ),
         ("--num-strings 9", "--num-strings 9: does nothing without --strings"),
         ("--growing-epochs 9", "--growing-epochs 9: does nothing without --strings"),
         ("--sample-rate 16000", "--sample-rate 16000: does nothing without --data-dir"),

@@ -250,7 +250,10 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
             "--data-dir TABLE --label kind --num-tables 9",
             "--num-tables 9: is of synthetic tables; leave --data-dir out",
         ),
-        ("--data-dir TABLE --label kind --lora-rank 4", "--lora-rank 4: does nothing without --tune lora"),
+        (
+            "--data-dir TABLE --label kind --lora-rank 4",
+            "--lora-rank 4: --tune none has no use for it; leave it out, or take lora",
+        ),
         ("--data-dir TABLE --label kind --num-episodes 4", "--num-episodes 4: does nothing without --tune"),
         ("--data-dir TABLE --label knd", "--label knd: no such column; perhaps 'kind' is meant"),
         ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: is of synthetic tables; leave"),
