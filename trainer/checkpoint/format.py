@@ -264,9 +264,8 @@ class Saved:
     """An entry of a checkpoint, or of a mapping in one.
 
     is_optional: files without it are whole. since: the first format version that has it; in older files the default
-    stands for it. is_large: its tensors are read by rank 0 alone, and reach the others when they are loaded. name,
-    read: of the field of a dataclass, its name in the file where it is another one, and what makes its value of the
-    file's.
+    stands for it. is_large: its tensors are read by rank 0 alone, and reach the others when they are loaded. name: in
+    the file, where the field of a dataclass has another one. read: makes the value of that field from the file's.
     """
 
     kind: Kind
@@ -288,7 +287,7 @@ def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: An
 
 def saved_fields(kept: Any) -> dict[str, tuple[str, Saved]]:
     """By the names of entries, the `saved` fields of a dataclass: their names and what they declare."""
-    found = [(each.name, each.metadata["saved"]) for each in fields(kept) if "saved" in each.metadata]
+    found = [(own.name, own.metadata["saved"]) for own in fields(kept) if "saved" in own.metadata]
     return {its.name or name: (name, its) for name, its in found}
 
 
