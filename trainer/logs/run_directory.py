@@ -1,34 +1,44 @@
 """The logs that lie in the run directory, as one logger: train.log, val.log, metrics.jsonl, TensorBoard."""
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from PIL import Image
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from torch.utils.tensorboard import FileWriter, SummaryWriter
+from torch.utils.tensorboard.summary import hparams, text
 
 from trainer.common.errors import DiskError
 from trainer.common.files import DISK_FULL, FOLDER_GONE, replace_text, without_nan
+from trainer.config import shown
 from trainer.logs.logger import DATA_WAIT, LoggedRun, Logger, Record
-from trainer.logs.tensorboard import TensorBoardLogger
 from trainer.task import Picture
+
+HYPERPARAMETERS_SUFFIX = ".hparams"
 
 
 class RunDirectoryLogger(Logger):
-    """Appends to train.log, val.log and metrics.jsonl, and feeds TensorBoard.
+    """Appends to train.log, val.log and metrics.jsonl, and feeds TensorBoard in the folder `logs`.
 
-    Every method raises DiskError when the disk refuses, and OSError when it is full, which whoever trains tells.
+    TensorBoard shows curves and pictures, and at the end every flag beside the scores. Every method raises DiskError
+    when the disk refuses, and OSError when it is full, which whoever trains tells.
     """
 
-    def __init__(self) -> None:
-        self._board = TensorBoardLogger()
-
     def start(self, run: LoggedRun) -> None:
-        self._directory = run.directory
+        self._directory, self._config = run.directory, run.config
+        folder = run.directory / "logs"
         with self._refusing():
             self._train_log = (run.directory / "train.log").open("a", buffering=1, encoding="utf-8")
             self._val_log = (run.directory / "val.log").open("a", buffering=1, encoding="utf-8")
             self._metrics = _truncated(run.directory / "metrics.jsonl", run.step, run.last_report)
-            self._board.start(run)
+            writer: Any = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
+            self._board: FileWriter = writer.file_writer
+            for path in folder.glob("*" + HYPERPARAMETERS_SUFFIX):
+                path.unlink()
 
     def say(self, line: str) -> None:
         with self._refusing():
@@ -44,16 +54,20 @@ class RunDirectoryLogger(Logger):
                 self._train_log.write(record.text + "\n")
             if record.event != "step":
                 self._val_log.write(record.text + "\n")
-            self._board.metrics(record)
+            # All in one event, which costs the training thread a third of an `add_scalar` each.
+            self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
+            if record.event == "result":
+                self._hyperparameters(record)
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         with self._refusing():
-            self._board.pictures(step, pictures)
+            images = [_image(name, picture) for name, picture in pictures.items()]
+            self._board.add_summary(Summary(value=images), step)
 
     def text(self, name: str, content: str, step: int) -> None:
         """Shows a text in TensorBoard."""
         with self._refusing():
-            self._board.text(name, content, step)
+            self._board.add_summary(text(name, content), step)
 
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
@@ -64,7 +78,24 @@ class RunDirectoryLogger(Logger):
         with self._refusing():
             for file in (self._train_log, self._val_log, self._metrics):
                 file.close()
-            self._board.end(state)
+            self._board.close()
+
+    def _hyperparameters(self, record: Record) -> None:
+        """Every flag of a finished run by name, and its scores.
+
+        TensorBoard's table of runs works out its columns: first the flags in which runs differ. The scores stand here
+        once more under names that come first in the alphabet, since it shows the first few.
+        """
+        flags = {name: value for name, value in self._config.items() if value is not None}
+        _, start, end = hparams(
+            {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}, {}
+        )
+        scores = _scalars({f"best/{name}": value for name, value in record.values.items()})
+        # In a file of its own in the same folder: TensorBoard keeps the first flags that it reads of a run, so a run
+        # that is trained on with other flags has to replace them.
+        board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
+        board.add_summary(Summary(value=[*start.value, *end.value, *scores]), record.step)
+        board.close()
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -94,3 +125,16 @@ def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
                 kept.append(line + "\n")
     replace_text(path, "".join(kept))
     return path.open("a", buffering=1, encoding="utf-8")
+
+
+def _scalars(values: Mapping[str, float]) -> list[Any]:
+    return [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+
+
+def _image(name: str, picture: Picture) -> Any:
+    # Half the time of `add_image`, which goes through float32 and compresses harder: the training thread waits for it.
+    png = io.BytesIO()
+    Image.fromarray(picture).save(png, "PNG", compress_level=1)
+    height, width, channels = picture.shape
+    content = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png.getvalue())
+    return Summary.Value(tag=name, image=content)
