@@ -8,7 +8,8 @@ import torch
 
 from tests.conftest import ROOT, load
 from tests.docs.test_docs import code_blocks, commands_in
-from trainer import flags
+from trainer import Exported, flags
+from trainer.commands.export import largest_difference
 
 SPIRALS = ["--hidden-units", 7, "--num-points", 64, "--epochs", 1, "--num-threads", 1]
 OWN_TASKS = """
@@ -122,3 +123,12 @@ def test_refuses_what_it_cannot_write(refused, monkeypatch, tmp_path):
         "--export", tmp_path / "a.pt2", "--multi-gpu", "ddp", several_devices=True,
     )  # fmt: skip
     refused([f"--save-dir {tmp_path / 'run'}"], "--export", tmp_path / "a.pt2", "--save-dir", tmp_path / "run")
+
+
+def test_what_is_no_number_is_a_difference_wherever_it_is():
+    ones = torch.ones(2)
+    call = Exported(torch.nn.Identity(), {}, (ones, {"b": ones}))
+    assert largest_difference(call, [ones, ones]) == 0
+    assert largest_difference(call, [ones, ones * torch.nan]) == largest_difference(call, [ones]) == torch.inf
+    holed = call._replace(expected=[torch.tensor([-torch.inf, 2.0])])
+    assert largest_difference(holed, [torch.tensor([-torch.inf, 1.0])]) == 0.5

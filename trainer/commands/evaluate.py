@@ -25,7 +25,7 @@ from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
 from trainer.parallel.signals import StopRequest
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.task import Objective, Task
+from trainer.task import Task
 
 
 def score(run: Run, on_test: bool) -> None:
@@ -130,7 +130,10 @@ def ensemble_metrics(
         device = torch.device("cuda", flags.multi.gpu_ids[0])
     strategy = SingleDevice(device)
     set_up_torch(flags, strategy.group)
-    ensemble = task.ensemble([_trained_objective(flags, task, directory) for directory in directories])
+    dtype, hint = getattr(torch, flags.precision.dtype), "give the flags that it was trained with"
+    found = ((load_best_weights(directory, say)["model"], str(directory)) for directory in directories)
+    # On the CPU, since there may be many.
+    ensemble = task.ensemble([trained_objective(task, weights, CPU, dtype, name, hint) for weights, name in found])
     if ensemble is None:
         return None
     with closing(assemble_run(flags, task, strategy)) as run:
@@ -143,9 +146,3 @@ def ensemble_metrics(
             ema=ExponentialMovingAverage(ensemble.model, decay=0),
         )
         return run.metrics({"test": evaluate(run, "test")})
-
-
-def _trained_objective(flags: Flags, task: Task, directory: Path) -> Objective:
-    """On the CPU, since there may be many."""
-    weights, dtype = load_best_weights(directory, say)["model"], getattr(torch, flags.precision.dtype)
-    return trained_objective(task, weights, CPU, dtype, str(directory), "give the flags that it was trained with")
