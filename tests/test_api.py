@@ -233,9 +233,8 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("task", [Weighted.Config, "har", Weighted])
-def test_what_is_no_task_is_refused(task, tmp_path):
-    given = task if task is not Weighted else object()
+@pytest.mark.parametrize("given", [Weighted.Config, "har", object()])
+def test_what_is_no_task_is_refused(given, tmp_path):
     with pytest.raises(trainer.UserError, match="must be a class derived from"):
         trainer.fit(given, save_dir=tmp_path / "run")
 
@@ -505,18 +504,22 @@ def flags_of_script(directory, task):
 
 
 @pytest.mark.slow
-def test_fit_under_torchrun(script, command, tmp_path):
-    """Twice in the same processes; like the command line, which finds what it did finished."""
-    done = script(launcher=("torchrun", "--nproc_per_node=2"))
+@pytest.mark.parametrize(
+    ("start", "num_told"),
+    [({"launcher": ("torchrun", "--nproc_per_node=2")}, 2), ({"more": OWN}, 1)],
+    ids=["torchrun", "its own"],
+)
+def test_fit_in_processes(start, num_told, script, command, tmp_path):
+    """Twice in the same script; like the command line, which finds what it did finished."""
+    done = script(**start)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("returned finished") == 2 * 2
+    assert done.stdout.count("returned finished") == 2 * num_told
     ddp = ("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu")
     task = f"{tmp_path / 'script.py'}:Mine"
     command(*ddp, *flags_of_script(tmp_path / "cli", task))
     for name in "ab":
         same_run(tmp_path / "cli", tmp_path / name)
-    again = command(*ddp, *flags_of_script(tmp_path / "a", task))
-    assert "This run is finished" in again.stdout
+    assert "This run is finished" in command(*ddp, *flags_of_script(tmp_path / "a", task)).stdout
 
 
 @pytest.mark.slow
@@ -524,17 +527,6 @@ def test_all_ranks_raise_what_is_wrong(script):
     done = script(launcher=("torchrun", "--nproc_per_node=2", "--no-python", sys.executable), more="lrr=1,")
     assert done.returncode == 1
     assert len(re.findall("UserError: lrr: no such setting", done.stderr)) >= 1
-
-
-@pytest.mark.slow
-def test_fit_starts_processes_of_its_own(script, command, tmp_path):
-    done = script(more=OWN)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("returned finished") == 2
-    ddp = ("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu")
-    command(*ddp, *flags_of_script(tmp_path / "cli", f"{tmp_path / 'script.py'}:Mine"))
-    for name in "ab":
-        same_run(tmp_path / "cli", tmp_path / name)
 
 
 @pytest.mark.slow

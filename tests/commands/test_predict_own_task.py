@@ -18,18 +18,8 @@ OF_RUN = "From the run in {}: --num-points 64, --hidden-units 7"
 OWN_TASK = """
 import os
 import numpy as np
-from trainer.loading.order import SampleKeys
 from examples.own_task import Spirals
-
-class Points:
-    def __init__(self, points):
-        self.points = points
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitems__(self, keys: SampleKeys):
-        return {"point": self.points[keys.index]}
+from tests.helpers.points import Points
 
 class Labelling(Spirals):
     def new_data(self, path):

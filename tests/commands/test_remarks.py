@@ -10,16 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from examples.own_task import Spirals
+from tests.helpers.points import Points
 from trainer.common.errors import UserError
-from trainer.loading.order import SampleKeys
-
-
-class Points:
-    def __len__(self):
-        return 3
-
-    def __getitems__(self, keys: SampleKeys):
-        return {"point": np.zeros((len(keys.index), 2), np.float32)}
 
 
 class Speaking(Spirals):
@@ -38,7 +30,7 @@ class Speaking(Spirals):
 
     def new_data(self, path):
         self.said = ["One column is not used."]
-        return Points()
+        return Points(np.zeros((3, 2), np.float32))
 
     def predictions(self, objective, batch):
         return {"arm": objective.model(batch["point"]).argmax(1).tolist()}

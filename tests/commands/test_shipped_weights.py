@@ -14,18 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.own_task import Spirals
-from trainer.loading.order import SampleKeys
-
-
-class Points:
-    def __init__(self, points):
-        self.points = points
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitems__(self, keys: SampleKeys):
-        return {"point": self.points[keys.index]}
+from tests.helpers.points import Points
 
 
 class WithWeights(Spirals):
