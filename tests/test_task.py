@@ -70,7 +70,7 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
         parse(["--task", "stating", "--help"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert "learning rate after warm-up (default: 0.02)" in shown
-    assert "epochs of linear warm-up (default: 1.0)" in shown
+    assert "epochs of linear warm-up; fractions are allowed (default: 1.0)" in shown
 
 
 def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):

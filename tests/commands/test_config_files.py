@@ -5,7 +5,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -138,6 +138,27 @@ def test_a_setting_displaces_what_it_excludes_in_lower_layers(lower, higher, exp
         groups = (flags.learning, flags.batch, flags.precision, flags.checkpoint)
         found = {name: value for group in groups for name, value in vars(group).items() if name in expected}
         assert found == expected
+
+
+def test_flags_of_a_task_displace_each_other_and_are_refused_where_they_exclude_each_other(write, monkeypatch):
+    @dataclass
+    class MarkedFlags(WeightedFlags):
+        """Task: marks"""
+
+        model: Literal["small", "big"] = flag("small", "which")
+        layers: int = flag(1, "of a big one", needs={"model": ("big",)})
+        share: float | None = flag(None, "a part", excludes=("count",))
+        count: int | None = flag(None, "so many")
+
+    monkeypatch.setitem(TASKS, "marked", type("Marked", (Weighted,), {"Config": MarkedFlags}))
+    file = write("task = 'marked'\nmodel = 'big'\nlayers = 3\nshare = 0.5")
+    task = read("--config", file, "--count", 7).task
+    assert (task.model, task.layers, task.share, task.count) == ("big", 3, None, 7)
+    _, problems = parse(["--config", file, "--share=0.1", "--count=7", "--model=small"], several_devices=False)
+    assert problems == [
+        f"--layers 3: --model small has no use for it; leave it out, or take big (--layers is set in {file})",
+        "--share 0.1 and --count 7: exclude each other; give one",
+    ]
 
 
 def test_the_profiler_takes_files_too(write):

@@ -62,28 +62,30 @@ def parse(
     that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
     task_type: the class that `--task` names; without it, it is looked for.
     """
-    given, _, _ = values_given(TRAINER_GROUPS, [a for a in argv if a not in ("-h", "--help")])
+    without_help = [word for word in argv if word not in ("-h", "--help")]
+    given, _, _ = values_given(TRAINER_GROUPS, without_help)
     files, problems = read_config_files(given.get("config") or ())
-    asked = Layers()
+    asked = Layers(TRAINER_GROUPS)
     for file in files:
-        asked.add_file(file, TRAINER_GROUPS, all_known=False)
+        asked.add_file(file, all_known=False)
     asked.add(given)
     record = find_record(asked.values) if tool is None else None
     task_name, task_type, of_task = _choose_task(asked, record, task_type)
     group_types = [*([tool] if tool is not None else []), *TRAINER_GROUPS[: None if several_devices else -1]]
-    layers = Layers()
-    layers.add({"task": default_task()})
+    defaults: dict[str, Any] = {"task": default_task()}
     if task_type is not None:
-        layers.add(_defaults_of(task_type, task_name, group_types))
+        defaults |= _defaults_of(task_type, task_name, group_types)
         group_types.append(task_type.Config)
         if record is None and tool is None and not ships_weights(task_type):
-            record = find_record({**layers.values, **asked.values})
+            record = find_record({**defaults, **asked.values})
+    layers = Layers(group_types)
+    layers.add(defaults)
     stated = names_given(argv).union(*(file.settings for file in files))
     from_run = _take_from_run(record, layers, asked.values, stated, task_name, task_type) if record else FromRun()
     for file in files:
-        problems += layers.add_file(file, group_types, all_known=task_type is not None)
-    layers.make_room_for(given)
-    problems += layers.take_out_what_users_alone_name(group_types, {*given, "task"} if task_type else given.keys())
+        problems += layers.add_file(file, all_known=task_type is not None)
+    layers.make_room_for(values_given(group_types, without_help)[0])
+    problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type else given.keys())
     elsewhere = dict(RETIRED)
     if not several_devices:
         elsewhere |= {option.name: OF_SEVERAL_DEVICES for option in options(MultiDeviceFlags).values()}
@@ -93,7 +95,7 @@ def parse(
     about = f"{description} Workloads: {', '.join(workloads())}.", examples
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
-    origins = layers.origins_of_flags(group_types, argv)
+    origins = layers.origins_of_flags(argv)
     of_trainer: dict[str, Any] = {name: by_type.get(group_type) for name, group_type in GROUPS.items()}
     flags = Flags(
         **of_trainer,
@@ -203,7 +205,8 @@ class Layers:
     values: by field name. origins: by field name, which file or record a value is from, None where from neither.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group_types: Sequence[type]) -> None:
+        self._known, self._on_one_device = options(*group_types), MultiDeviceFlags not in group_types
         self.values: dict[str, Any] = {}
         self.origins: dict[str, ConfigFile | None] = {}
 
@@ -213,34 +216,34 @@ class Layers:
         self.values.update(values)
         self.origins.update(dict.fromkeys(values, origin))
 
-    def add_file(self, file: ConfigFile, group_types: Sequence[type], all_known: bool) -> list[str]:
+    def add_file(self, file: ConfigFile, all_known: bool) -> list[str]:
         """The next layer; returns what is wrong with it. all_known: no other flags than those of the groups exist."""
-        own = options(*(group for group in group_types if group is not ConfigFlags))
-        values, problems = file.values({**options(MultiDeviceFlags), **own}, all_known)
+        settable = {**options(MultiDeviceFlags), **self._known}
+        for field in options(ConfigFlags):
+            settable.pop(field, None)
+        values, problems = file.values(settable, all_known)
         self.add(values, file)
-        elsewhere = file.of_several_devices() if MultiDeviceFlags not in group_types else []
-        if elsewhere:
+        if self._on_one_device and (elsewhere := file.of_several_devices()):
             problems.append(f"{file}: {', '.join(elsewhere)}: {OF_SEVERAL_DEVICES}")
         return problems
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:
         """Forgets what values of a higher layer displace."""
-        known = options(*TRAINER_GROUPS)
-        for field in values.keys() & known.keys():
-            value, option = values[field], known[field]
+        for field in values.keys() & self._known.keys():
+            value, option = values[field], self._known[field]
             if value is None or value is False:
                 continue
-            displaced = {*option.excludes, *(other for other in known if field in known[other].excludes)}
+            displaced = {*option.excludes, *(name for name, other in self._known.items() if field in other.excludes)}
             if value != self.values.get(field, option.default):
                 displaced.update(option.displaces)
             for other in displaced - values.keys():
                 self.values.pop(other, None)
                 self.origins.pop(other, None)
 
-    def take_out_what_users_alone_name(self, group_types: Sequence[type], but_for: Collection[str]) -> list[str]:
+    def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
         """Forgets what records name and must not (see `flag`); returns what the user is to add. but_for: fields."""
         found = []
-        for field, option in options(*group_types).items():
+        for field, option in self._known.items():
             origin = self.origins.get(field)
             if origin is None or not origin.is_record or field in but_for:
                 continue
@@ -252,10 +255,10 @@ class Layers:
                 del self.values[field], self.origins[field]
         return found
 
-    def origins_of_flags(self, group_types: Sequence[type], argv: Sequence[str]) -> dict[str, ConfigFile]:
+    def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
         """By the name of the flag, which file a value is from that the command line does not give."""
         stated = names_given(argv)
-        named = {option.name: self.origins.get(field) for field, option in options(*group_types).items()}
+        named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
