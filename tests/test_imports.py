@@ -205,7 +205,7 @@ def may_import(module: str, name: str) -> bool:
         ("trainer.commands.build", "trainer.parallel.strategy", True),
         ("trainer.logs.console", "trainer.parallel.strategy", False),
         ("trainer.commands.parse", "tasks", False),
-        ("trainer.commands.trained", "tasks.har", False),
+        ("trainer.commands.weights", "tasks.har", False),
         ("trainer.registry", "tasks", False),
         ("main", "tasks", True),
         ("tasks.har", "models.har.harnet", True),

@@ -58,8 +58,8 @@ def find_task(name: str) -> type[Task]:
         return find_class(name, "--task", Task, comes_first=True)
     entry = workloads().get(name)
     if entry is None:
-        names = "".join(f"{known}, " for known in workloads())
-        raise UserError(f"--task {name}: must be one of {names}or path/to/file.py:ClassName")
+        choices = f"one of {', '.join(workloads())}, or " if workloads() else ""
+        raise UserError(f"--task {name}".rstrip() + f": must be {choices}path/to/file.py:ClassName")
     if isinstance(entry, type):
         return entry
     module, _, class_name = entry.partition(":")

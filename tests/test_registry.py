@@ -1,0 +1,95 @@
+"""Workloads by name: those that a program hands in, and those of a script, which hands in none."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tasks import TASKS
+from tasks.har import HarTask
+from tests.conftest import ROOT
+from tests.helpers.weighted_task import Weighted
+from trainer import registry
+from trainer.common.errors import UserError
+
+PROGRAM = """
+import sys
+
+from trainer.cli import run_process
+
+if __name__ == "__main__":
+    tasks = {"line": "workloads_of_a_program:Line", "har": "tasks.har:HarTask"}
+    sys.exit(run_process(sys.argv[1:], several_devices="--nproc" in sys.argv, tasks=tasks))
+"""
+WORKLOADS = """
+from tests.helpers.weighted_task import Weighted
+
+
+class Line(Weighted):
+    pass
+"""
+LOADING = """
+import sys
+
+import trainer
+
+try:
+    print(type(trainer.load(sys.argv[1])).__name__)
+except trainer.UserError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def outside(environment, tmp_path):
+    """Runs a script that lies in a user's folder, from there; returns its output."""
+
+    def run(text, *args):
+        (tmp_path / "script.py").write_text(text)
+        done = subprocess.run(
+            [sys.executable, "script.py", *map(str, args)],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("--multi-gpu", "ddp", "--nproc", 2), marks=pytest.mark.slow)])
+def test_a_program_has_the_workloads_that_it_hands_in(more, outside, tmp_path):
+    """The first is the default, and names the folder of its runs; processes that are started have them too."""
+    (tmp_path / "workloads_of_a_program.py").write_text(WORKLOADS)
+    outside(PROGRAM, *more, "--epochs", 1, "--device", "cpu")
+    assert (tmp_path / "checkpoints" / "line" / "results.json").exists()
+    assert "Workloads: line, har." in outside(PROGRAM, "--help")
+
+
+def test_a_script_has_those_beside_the_trainer_unless_a_package_of_its_own_has_their_name(outside, run_here, tmp_path):
+    run_here("--max-steps", 1, "--mode", "first", "--hidden-dims", 4, "--save-dir", tmp_path / "run")
+    assert outside(LOADING, tmp_path / "run") == "Standardised\n"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "__init__.py").write_text("raise SystemExit('is never imported')")
+    told = outside(LOADING, tmp_path / "run")
+    assert told.startswith("--task har: ") and "give the class, as task=" in told
+
+
+def test_names_and_classes_are_those_of_the_registry(monkeypatch):
+    assert registry.workloads() is TASKS and registry.default_task() == "har"
+    assert registry.find_task("har") is HarTask and registry.name_of(HarTask) == "har"
+    monkeypatch.setattr(registry, "_handed_in", {"other": Weighted, "another": "tasks.har:HarTask"})
+    assert registry.default_task() == "other" and registry.find_task("other") is Weighted
+    assert registry.name_of(Weighted) == "other" and registry.name_of(HarTask) == "another"
+    assert registry.known_task("har") is None
+    with pytest.raises(UserError, match="must be one of other, another, or path"):
+        registry.find_task("har")
+
+
+def test_without_workloads_a_file_is_asked_for(monkeypatch, refused):
+    monkeypatch.setattr(registry, "_handed_in", {})
+    refused(["--task: must be path/to/file.py:ClassName"])
