@@ -31,6 +31,7 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.manifest import STATE, read_json
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.weights import model_of
+from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.common.files import written_as_a_whole
 from trainer.logs.console import say
@@ -243,7 +244,7 @@ class TabularClassifier:
 
     def _tuned(self) -> TrainedRun:
         """By `trainer.fit`, in a folder that is gone afterwards; so a signal to stop ends it, as it would elsewhere."""
-        several = {"multi_gpu": "ddp", "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
+        several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
         with _TUNING, tempfile.TemporaryDirectory() as folder, quiet:

@@ -28,6 +28,7 @@ from trainer.commands.build import CUBLAS_WORKSPACE, start_strategy
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices
 from trainer.commands.weights import trained_model
+from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan
 from trainer.config import arguments_of, refuse
@@ -163,7 +164,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
         raise UserError(f"{task!r}: must be a class derived from trainer.Task")
     given = {name: value for name, value in settings.items() if value is not None}
     if is_launched(os.environ):
-        given = {"multi_gpu": "ddp", **given}
+        given = {"multi_gpu": forms.USUAL, **given}
     elsewhere = [name for name in NOT_OF_ONE_RUN if given.pop(name, None) is not None]
     argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given)
     problems += [f"{name}: {ONE_RUN}" for name in elsewhere]

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.common.files import require_regular
 from trainer.common.validation import split_name
@@ -34,7 +35,7 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 ADAM = {"optimizer": ("adamw", "adam", "muon")}
-FSDP = {"multi_gpu": ("fsdp",)}
+FSDP = {"multi_gpu": forms.SHARDING}
 NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
 """Excluded where weights are used, and nothing is trained."""
 
@@ -406,16 +407,13 @@ class ConfigFlags(FlagGroup):
 class MultiDeviceFlags(FlagGroup):
     """Several devices"""
 
-    multi_gpu: Literal["dp", "ddp", "fsdp"] | None = flag(
-        None, "dp: one process drives several GPUs (nn.DataParallel); ddp: one process per device (faster); fsdp: so "
-        "too, each of which keeps a part of the model (for what does not fit)",
-    )  # fmt: skip
+    multi_gpu: forms.FormName | None = flag(None, forms.HELP)
     gpu_ids: tuple[int, ...] | None = flag(
         None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID", local=True
     )
     nproc: int | None = flag(
         None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)",
-        needs={"multi_gpu": ("ddp", "fsdp")}, at_least=1, at_most=MOST_PROCESSES,
+        needs={"multi_gpu": forms.PER_PROCESS}, at_least=1, at_most=MOST_PROCESSES,
     )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
@@ -429,7 +427,7 @@ class MultiDeviceFlags(FlagGroup):
     )  # fmt: skip
     sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
     find_unused_parameters: bool = flag(
-        False, "ddp: allow parameters that take no part in some forwards", needs={"multi_gpu": ("ddp",)}
+        False, "ddp: allow parameters that take no part in some forwards", needs={"multi_gpu": forms.TAKING_UNUSED}
     )
     reshard: Literal["always", "never"] = flag(
         "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward (faster, but "
@@ -456,9 +454,14 @@ class MultiDeviceFlags(FlagGroup):
         return found
 
     @property
+    def form(self) -> forms.Form | None:
+        """What the form of `multi_gpu` can."""
+        return forms.FORMS.get(self.multi_gpu or "")
+
+    @property
     def has_processes(self) -> bool:
         """Whether each device has a process of its own."""
-        return self.multi_gpu in ("ddp", "fsdp")
+        return self.form is not None and self.form.has_processes
 
 
 @dataclass

@@ -192,7 +192,7 @@ def test_a_gpu_is_given_time(monkeypatch):
         lockstep.after_step(progress, None, SilentLog())
         when += [progress.step] * (strategy.compared - before)
     assert when == [GROUP_SIZE + step for step in range(10, 69, 10)]
-    strategy.wrong, progress.step = 1, 10 + when[-1]
+    strategy.group.wrong, progress.step = 1, 10 + when[-1]
     with pytest.raises(
         UserError, match=r"after optimizer step 70 \(after step 60 they were the same\) weight and 1 more"
     ):

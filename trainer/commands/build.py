@@ -81,11 +81,11 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
     """The devices of this process. Raises UserError."""
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device))
-    if flags.multi.multi_gpu == "dp":
+    if not flags.multi.has_processes:
         return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
     group = ProcessGroup(environment, flags.multi, flags.devices, facts_of_start(flags))
-    if flags.multi.multi_gpu == "fsdp":
+    if flags.multi.form is not None and flags.multi.form.shards:
         from trainer.parallel.fsdp import Sharded
 
         return Sharded(group, flags.multi.shard_size, reshards=flags.multi.reshard == "always")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer.commands.config_files import ConfigFile, as_toml, with_origins
+from trainer.common import forms
 from trainer.common.errors import UserError, printable
 from trainer.common.validation import whole
 from trainer.config import FlagGroup, Option, flag_name, flag_values, options
@@ -106,7 +107,7 @@ def contradictions(flags: Flags) -> list[str]:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; take torch 2.9, or another optimizer")
-    if flags.learning.optimizer == "muon" and flags.multi is not None and flags.multi.multi_gpu == "fsdp":
+    if flags.learning.optimizer == "muon" and flags.multi is not None and flags.multi.multi_gpu in forms.SHARDING:
         found.append(
             "--optimizer muon: orthogonalises whole matrices, of which a process of --multi-gpu fsdp has a part; take "
             "--multi-gpu ddp, or another optimizer"
@@ -119,8 +120,8 @@ def contradictions(flags: Flags) -> list[str]:
 
 
 def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[str]:
-    found, device = [], flags.devices.device
-    if multi.multi_gpu == "dp" and flags.blocks.compile:
+    found, device, form = [], flags.devices.device, multi.form
+    if form is not None and not form.can_compile and flags.blocks.compile:
         found.append("--compile: a replica of --multi-gpu dp cannot be compiled; take --multi-gpu ddp")
     if ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
@@ -129,7 +130,7 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
     on_gpus = bool(usable_gpus(device, multi.gpu_ids))
     if multi.backend == "nccl" and not on_gpus:
         found.append("--backend nccl: carries nothing between CPUs, and this run is on them; use --backend gloo")
-    if multi.sync_bn and (multi.multi_gpu != "ddp" or not on_gpus):
+    if multi.sync_bn and not (on_gpus and form is not None and form.takes_sync_bn):
         found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
     return found
 

@@ -67,7 +67,7 @@ def read_rank_environment(
 
     flags: None for a run of one process. Returns None if there are none, and one sentence for each contradiction.
     """
-    if flags is None or flags.multi_gpu == "dp":
+    if flags is None or (flags.form is not None and not flags.form.has_processes):
         return None, one_process_problems(environ)
     scheduled, missing = rank_variables(environ)
     if missing:

@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from trainer.common import forms
 from trainer.config import FlagGroup, flag
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.ddp import Replicated
@@ -56,7 +57,7 @@ class CheckFlags(FlagGroup):
 
     def multi(self) -> MultiDeviceFlags:
         """What they mean as flags of training."""
-        return MultiDeviceFlags("ddp", self.gpu_ids, self.nproc, self.backend, self.dist_timeout_s)
+        return MultiDeviceFlags(forms.USUAL, self.gpu_ids, self.nproc, self.backend, self.dist_timeout_s)
 
 
 def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:

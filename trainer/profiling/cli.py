@@ -19,6 +19,7 @@ from typing import Any
 from trainer.commands.build import start_strategy
 from trainer.commands.flags import Flags
 from trainer.commands.parse import files_ask_for_several_devices, parse
+from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
 from trainer.flags import MultiDeviceFlags
@@ -56,7 +57,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
         return command.run(command, argv, environment)
 
     # Processes of one launcher share a console and are wrong alike; those started by hand have a terminal each.
-    rank, _ = identified(environment, MultiDeviceFlags("ddp"))
+    rank, _ = identified(environment, MultiDeviceFlags(forms.USUAL))
     return exit_status(work, reports=rank is None or rank.local_rank in (None, 0))
 
 

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from trainer.commands.flags import Flags
+from trainer.common import forms
 from trainer.config import flag
 from trainer.parallel.strategy import Strategy
 from trainer.profiling.cost_model import Compute, Link, buckets, predict
@@ -59,7 +60,7 @@ def predict_scaling(flags: Flags, argv: Sequence[str]) -> None:
     """One command line. Raises UserError, and Failure when a measurement fails."""
     tool: PredictFlags = flags.tool
     warn_of_threads(flags)
-    single, largest = World("single"), World("ddp", len(chosen_gpus(flags)) or PROCESSES_ON_CPU)
+    single, largest = World("single"), World(forms.USUAL, len(chosen_gpus(flags)) or PROCESSES_ON_CPU)
     link = measured_link(tool, argv, largest)
     worlds = [single, largest] if tool.validate else [single]
     rounds = [

@@ -15,6 +15,7 @@ import torch
 from trainer.commands.build import start_strategy
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
+from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup
 from trainer.parallel.devices import usable_gpus
@@ -28,7 +29,7 @@ from trainer.registry import Registry, hand_in, workloads
 
 PROCESSES_ON_CPU = 2
 """Unless told otherwise, so that there is something to exchange."""
-FOR_SEVERAL_DEVICES = ("--multi-gpu", "ddp")
+FOR_SEVERAL_DEVICES = ("--multi-gpu", forms.USUAL)
 """Makes a command line one of several devices, so that their flags are known whatever the world is."""
 
 Measurement = Callable[[Flags, Sequence[str], Strategy], Any]
@@ -82,7 +83,7 @@ def run_job(
 class World:
     """A way to spread a run over devices. num_devices: 1 for "single"."""
 
-    mode: Literal["single", "dp", "ddp"]
+    mode: Literal["single"] | forms.FormName
     num_devices: int = 1
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measure
     argv: flags of training and of the tool. measurement: picklable.
     """
     job = partial(_measure_here, workloads(), world, list(argv), tool, measurement)
-    status, result = run_job(job, world.num_devices if world.mode == "ddp" else 1)
+    status, result = run_job(job, world.num_devices if world.mode in forms.PER_PROCESS else 1)
     if status != 0:
         raise Failure(f"measuring {world} ended with status {status}", status)
     return result

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.commands.flags import Flags
+from trainer.common import forms
 from trainer.config import flag
 from trainer.parallel.devices import num_cores
 from trainer.profiling.measure import MeasuringFlags, measure_run
@@ -50,7 +51,9 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
     """One command line. Raises UserError, and Failure when a measurement fails."""
     tool: ScalingFlags = flags.tool
-    modes: tuple[Literal["dp", "ddp"], ...] = ("dp", "ddp") if chosen_gpus(flags) else ("ddp",)
+    modes = [
+        form.name for form in forms.FORMS.values() if not form.shards and (form.has_processes or chosen_gpus(flags))
+    ]
     sizes = sorted(set(tool.world_sizes) - {1})
     worlds = [World("single"), *(World(mode, size) for mode in modes for size in sizes)]
     if not chosen_gpus(flags):
@@ -109,6 +112,6 @@ def write_board(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Curves over the number of devices. Raises OSError."""
     with SummaryWriter(str(folder)) as board:
         for row in rows:
-            mode = "ddp" if row["mode"] == "single" else row["mode"]
+            mode = forms.USUAL if row["mode"] == "single" else row["mode"]
             for name in ("samples_per_second", "speedup", "efficiency"):
                 board.add_scalar(f"scaling/{mode}/{name}", row[name], row["num_devices"])

@@ -35,12 +35,9 @@ FORMS: dict[str, Form] = {
 }
 
 
-def names(**abilities: bool) -> list[str]:
-    """The forms with these abilities, as {"shards": True}."""
-    return [name for name, form in FORMS.items() if all(getattr(form, each) is can for each, can in abilities.items())]
-
-
 HELP = "; ".join(f"{form.name}: {form.help}" for form in FORMS.values())
-PER_PROCESS = names(has_processes=True)
-EXAMPLE = PER_PROCESS[0]
+PER_PROCESS = tuple(form.name for form in FORMS.values() if form.has_processes)
+SHARDING = tuple(form.name for form in FORMS.values() if form.shards)
+TAKING_UNUSED = tuple(form.name for form in FORMS.values() if form.takes_unused)
+USUAL: FormName = "ddp"
 """The form that messages recommend, and that Python callers get where they name none."""
