@@ -350,11 +350,9 @@ class PredictFlags(FlagGroup):
         given, target = f"--output {self.output}", self.output.resolve()
         if self.predict is None:
             return [f"{given}: belongs to --predict; leave it out"]
-        if target.exists() and not target.is_file():
-            return [f"{given}: is not a file; name one, or leave it out to print the table"]
         if target == self.predict.resolve():
             return [f"{given}: would overwrite what is to be labelled; name another file"]
-        return _problems_of_folder(given, target)
+        return _problems_of_target(given, target)
 
 
 @dataclass
@@ -377,13 +375,13 @@ class ExportFlags(FlagGroup):
         missing = [name for name in EXPORTERS[target.suffix] if importlib.util.find_spec(name) is None]
         if missing:
             return [f"{given}: needs {' and '.join(missing)}: pip install {' '.join(missing)}, or name a .pt2"]
-        if target.exists() and not target.is_file():
-            return [f"{given}: is not a file; name another"]
-        return _problems_of_folder(given, target)
+        return _problems_of_target(given, target)
 
 
-def _problems_of_folder(given: str, target: Path) -> list[str]:
-    """Of the folder that a file is to be written to."""
+def _problems_of_target(given: str, target: Path) -> list[str]:
+    """What keeps a file from being written."""
+    if target.exists() and not target.is_file():
+        return [f"{given}: is not a file; name one"]
     if not target.parent.is_dir():
         return [f"{given}: there is no folder {target.parent}; create it first"]
     if not os.access(target.parent, os.W_OK):

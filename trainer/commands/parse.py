@@ -86,11 +86,7 @@ def parse(
         problems += layers.add_file(file, all_known=task_type is not None)
     layers.make_room_for(values_given(group_types, without_help)[0])
     problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type else given.keys())
-    elsewhere = dict(RETIRED)
-    if not several_devices:
-        elsewhere |= {option.name: OF_SEVERAL_DEVICES for option in options(MultiDeviceFlags).values()}
-    if task_name in workloads():
-        elsewhere |= _of_other_tasks(argv, group_types)
+    elsewhere = _flags_of_others(argv, group_types, task_name)
     description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
     about = f"{description} Workloads: {', '.join(workloads())}.", examples
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
@@ -110,14 +106,20 @@ def parse(
     return flags, problems + [with_origins(problem, origins) for problem in found]
 
 
-def _of_other_tasks(argv: Sequence[str], group_types: Sequence[type]) -> dict[str, str]:
-    """What is wrong with flags that only other tasks of the trainer have, which are imported where there are some."""
-    strange = names_given(argv) - {option.name for option in options(*group_types).values()} - {"--help"}
+def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name: str) -> dict[str, str]:
+    """What is wrong with flags of earlier versions, of several devices, and of other workloads, by name.
+
+    Other workloads are imported only where a flag is given that nothing else has.
+    """
+    said = dict(RETIRED)
+    if MultiDeviceFlags not in group_types:
+        said |= {option.name: OF_SEVERAL_DEVICES for option in options(MultiDeviceFlags).values()}
+    strange = names_given(argv) - {option.name for option in options(*group_types).values()} - said.keys() - {"--help"}
     owners: dict[str, list[str]] = {}
-    for task in workloads() if strange else ():
+    for task in workloads() if strange and task_name in workloads() else ():
         for option in options(find_task(task).Config).values():
             owners.setdefault(option.name, []).append(task)
-    return {name: f"is for --task {' or '.join(owners[name])}; add that" for name in strange & owners.keys()}
+    return said | {name: f"is for --task {' or '.join(owners[name])}; add that" for name in strange & owners.keys()}
 
 
 def _choose_task(
