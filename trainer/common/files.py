@@ -132,12 +132,8 @@ def lines_of(text: IO[str]) -> Iterator[str]:
     """The lines of a text, whatever ends them. Raises OSError for one that is longer than MOST_LINE."""
     while line := text.readline(MOST_LINE + 1):
         if len(line) > MOST_LINE:
-            raise _line_too_long()
+            raise OSError(errno.EFBIG, f"has a line of more than {MOST_LINE:,} characters")
         yield line
-
-
-def _line_too_long() -> OSError:
-    return OSError(errno.EFBIG, f"has a line of more than {MOST_LINE:,} characters")
 
 
 def _size(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import has_workers, kill_workers
@@ -85,7 +85,7 @@ Request = tuple[int, SampleKeys]
 
 
 class _NumberedBatches(Dataset[Batch | UserError]):
-    """The batches of several data sets as items of one.
+    """The batches of several data sets as items of one, in a worker.
 
     A refusal is an item too: torch would send an exception on as one of its traceback. Whatever else is raised in a
     worker comes as an Exception, since of a SystemExit torch would only say that the worker has ended.
@@ -100,9 +100,9 @@ class _NumberedBatches(Dataset[Batch | UserError]):
             return gathered(*self.sources[number], keys)
         except UserError as refusal:
             return refusal
+        except Exception:
+            raise
         except BaseException as error:
-            if isinstance(error, Exception) or get_worker_info() is None:
-                raise
             raise RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
