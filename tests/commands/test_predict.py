@@ -269,7 +269,7 @@ def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
     )
     assert done.stdout.readline() == ",".join(COLUMNS) + "\n"
     done.stdout.close()
-    assert done.stderr.read() == ""
+    assert done.stderr.read() == f"From the run in {trained}: --no-augmentation, --mode first, --hidden-dims 8\n"
     done.stderr.close()
     assert done.wait(timeout=60) == 0
 
