@@ -17,8 +17,7 @@ from trainer.cli import main
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
-from trainer.loop.evaluate import evaluate
-from trainer.loop.windows import evaluation_batches
+from trainer.loop.evaluate import evaluate, metrics_of
 from trainer.parallel.strategy import SingleDevice
 from trainer.task import Task
 
@@ -152,7 +151,7 @@ def test_metrics_do_not_depend_on_the_batch_of_evaluation():
     for size in (1, 5, 17, 100):  # of 17 samples
         run = assembled(SingleDevice(CPU), "--batch-size", "3", "--eval-batch-size", str(size))
         sizes = sizes_of_forwards(run)
-        metrics = run.metrics({"val": evaluate(run, "val")})
+        metrics = metrics_of(run.task, run.group, {"val": evaluate(run, "val")})
         assert sizes == [min(size, 17 - start) for start in range(0, 17, size)]
         expected = expected or metrics
         assert metrics == pytest.approx(expected, rel=1e-12)
@@ -168,7 +167,9 @@ def test_batch_of_evaluation_is_that_of_training_unless_told():
 
 def test_batch_of_evaluation_is_per_device():
     run = assembled(ReplicasOnCpu(3), "--eval-batch-size", "5")
-    assert next(evaluation_batches(run, "val")).num_samples == 15
+    sizes = sizes_of_forwards(run)
+    evaluate(run, "val")
+    assert sizes[:3] == [5, 5, 5]
 
 
 # --- runs --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from trainer.checkpoint.manifest import Retention
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.parse import parse
 from trainer.config import refuse
-from trainer.loop.evaluate import evaluate
+from trainer.loop.evaluate import evaluate, metrics_of
 from trainer.loop.train import train
 from trainer.parallel.data_parallel import DataParallel, SummedReplicas
 
@@ -74,7 +74,7 @@ def trained(strategy, directory: Path, *more: str):
     run, notes = build_run(flags, build_task(flags), strategy, run_directory)
     open_run(run, notes, flags, argv)
     train(run)
-    test = run.metrics({"test": evaluate(run, "test")})
+    test = metrics_of(run.task, run.group, {"test": evaluate(run, "test")})
     run.close()
     run_directory.release()
     return load(directory / "last.pth"), test

@@ -7,7 +7,7 @@ from trainer.logs.run_log import SilentLog
 from trainer.loop import rescue
 from trainer.loop.progress import Progress
 from trainer.loop.rescue import LastStep
-from trainer.parallel.device_queue import CudaQueue, DeviceQueue
+from trainer.parallel.device_queue import GROUP_SIZE, CudaQueue, DeviceQueue
 
 LOG = SilentLog()
 
@@ -16,7 +16,7 @@ class Device(DeviceQueue):
     """Its work is done up to the given number of marks."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(GROUP_SIZE)
         self.num_made = self.num_passed = 0
 
     def mark(self):
@@ -29,8 +29,8 @@ def steps_of_host(num_steps, device):
     last, progress = LastStep(device), Progress()
     last.begin(progress)
     for number in range(1, num_steps + 1):
-        last.before_step()
-        last.before_update()
+        last.at("forward")
+        last.at("update")
         progress.step = number
         last.after_step(progress, None, LOG)
     return last
@@ -68,9 +68,9 @@ def test_steps_that_are_done_are_forgotten():
 
 def test_a_failure_within_the_optimizer_leaves_nothing():
     last = steps_of_host(2, DeviceQueue())
-    last.before_step()
+    last.at("forward")
     assert last.find()[1]
-    last.before_update()
+    last.at("update")
     assert last.find() is None
 
 
@@ -86,9 +86,9 @@ def test_a_gpu_that_waits(monkeypatch):
     last, progress = LastStep(CudaQueue(torch.device("cuda", 0))), Progress()
     last.begin(progress)
     torch.cuda.synchronize()
-    last.before_step()
+    last.at("forward")
     torch.cuda._sleep(2 * 10**9)
-    last.before_update()
+    last.at("update")
     progress.step = 1
     last.after_step(progress, None, LOG)
     found = last.find()

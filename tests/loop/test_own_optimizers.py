@@ -7,7 +7,7 @@ from tasks import TASKS
 from tests.conftest import assert_same_bits, load
 from tests.helpers.shaped_task import Shaped
 from trainer.common.errors import UserError
-from trainer.loop.torch_optimizers import take_step
+from trainer.loop.precision import take_step
 
 RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
 

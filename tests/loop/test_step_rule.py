@@ -18,7 +18,7 @@ from trainer.loading.order import SampleKeys, split_global_batch
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision
-from trainer.loop.totals import counted
+from trainer.loop.totals import without_counting
 from trainer.loop.train import train_step
 from trainer.parallel import ddp
 from trainer.parallel.ddp import Replicated
@@ -228,6 +228,6 @@ def test_sums_and_weights_are_additive(cache_dir):
 def test_a_batch_that_does_not_count_is_replaced_not_multiplied():
     """Zero times infinity is NaN, on all ranks."""
     loss = torch.tensor(float("inf"), requires_grad=True)
-    sums = counted({"loss": loss * 2, "hits": torch.tensor(3)}, counts=False)
+    sums = without_counting({"loss": loss * 2, "hits": torch.tensor(3)})
     sums["loss"].backward()
     assert (sums["loss"].item(), sums["hits"].item(), loss.grad.item()) == (0.0, 0, 0.0)

@@ -8,7 +8,7 @@ from tests.data.interactions.test_sequences import slow_scaled_times
 from tests.helpers.small_seqrec import ITEMS, KINDS, MHC, NUM_ITEMS, NUM_USERS, TIMES, assembled, make_batch
 from tests.models.sequential.test_ranking import slow_metrics
 from trainer.loading.order import SampleKeys
-from trainer.loop.evaluate import evaluate
+from trainer.loop.evaluate import evaluate, metrics_of
 
 CUTOFFS = (1, 5, 10, 20)
 
@@ -82,7 +82,7 @@ def test_metrics_equal_the_protocol_user_by_user_with_any_batch(more, mask_seen,
             expected = slow_scores(run, "val", mask_seen) | slow_scores(run, "test", mask_seen)
             assert len(run.task.splits()["val"]) == sum(len(row) >= 3 for row in ITEMS) < NUM_USERS
             assert 0 < expected["val/hr@20"] < 1 and 0 < expected["test/sampled_ndcg@10"] < 1
-        metrics = run.metrics({split: evaluate(run, split) for split in ("val", "test")})
+        metrics = metrics_of(run.task, run.group, {split: evaluate(run, split) for split in ("val", "test")})
         assert metrics.keys() == expected.keys()
         assert metrics == pytest.approx(expected, abs=1e-12)
 

@@ -56,7 +56,7 @@ class RunDirectory:
         self.earlier_attempt: dict[str, Any] | None = None
         self._retention = retention
         self._say = say
-        self._lock: Lock | None = None
+        self.lock: Lock | None = None
         self._reader = CheckpointReader(path, say)
         self._lost: list[str] = []
         """Without any usable checkpoint: what shows that there was one."""
@@ -78,10 +78,10 @@ class RunDirectory:
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
-            self._lock = take_lock(self.path, take_over=self.earlier_attempt is not None, say=self._say)
-            claim_temporary_files(self.path, self._lock)
+            self.lock = take_lock(self.path, take_over=self.earlier_attempt is not None, say=self._say)
+            claim_temporary_files(self.path, self.lock)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
-            put_in_place(self.path, self.entries, self._say, self._lock)
+            put_in_place(self.path, self.entries, self._say, self.lock)
             for leftover in self.path.glob("*.tmp"):
                 self.writer.delete(leftover)
             self._update_links()
@@ -89,23 +89,18 @@ class RunDirectory:
     @property
     def is_held(self) -> bool:
         """Whether this process has the lock."""
-        return self._lock is not None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether another process has been seen to have taken it over: the next save says so and ends the run."""
-        return self._lock is not None and self._lock.is_lost
+        return self.lock is not None
 
     @property
     def writer(self) -> Writer:
         """Gives the files their names; see `trainer.checkpoint.lock`."""
-        return self._lock or Writer()
+        return self.lock or Writer()
 
     def release(self) -> None:
         """Lets go of the lock."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
     def write_json(self, name: str, content: Any) -> None:
         """Replaces a file of it as a whole, durably. Raises UserError when the disk refuses, or LockTaken."""

@@ -19,7 +19,7 @@ from trainer.commands.weights import CPU, find_run, trained_objective, use_weigh
 from trainer.logs.console import say
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.evaluate import evaluate, log_pictures, validate
+from trainer.loop.evaluate import evaluate, log_pictures, metrics_of, validate
 from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
@@ -47,7 +47,7 @@ def score(run: Run, on_test: bool) -> None:
         else:
             run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
     sums = {"test": evaluate(run, "test")} if on_test else validate(run)
-    metrics = run.metrics(sums)
+    metrics = metrics_of(run.task, run.group, sums)
     run.log.result(progress.step, f"with the {'best' if weights['is_best'] else 'last'} weights", metrics)
     if on_test:
         log_pictures(run, sums)
@@ -112,7 +112,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *changes.notes_on_data]
         lines += [] if trained.comes_with_task else changes.notes_on_scoring
         sums = validate(run) | ({"test": evaluate(run, "test")} if not flags.run.no_test else {})
-        lines += [scores_text(run.metrics({split: own})) for split, own in sums.items()]
+        lines += [scores_text(metrics_of(task, strategy.group, {split: own})) for split, own in sums.items()]
     if strategy.group.is_main:
         say("\n".join(lines))
 
@@ -145,4 +145,4 @@ def ensemble_metrics(
             net=in_precision(ensemble, run.learner.precision),
             ema=ExponentialMovingAverage(ensemble.model, decay=0),
         )
-        return run.metrics({"test": evaluate(run, "test")})
+        return metrics_of(task, run.group, {"test": evaluate(run, "test")})

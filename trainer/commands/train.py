@@ -57,7 +57,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 state.run = run
                 state.enter("finished")
                 return EXIT_FINISHED
-            if not run.is_complete and run.time_is_up:
+            if not run.is_complete and 0 < run.settings.max_s <= run.progress.train_seconds:
                 message = _time_is_up(run.settings.max_s, run.progress)
                 if strategy.group.is_main:
                     say(message)

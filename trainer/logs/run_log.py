@@ -86,7 +86,8 @@ class RunLog:
     def advance(self, num_samples: int) -> None:
         """After every step."""
         self._stretch_samples += num_samples
-        self._console.advance(num_samples)
+        assert self._console.bar is not None
+        self._console.bar.bar.update(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
         """Every `--log-interval` steps. metrics: the loss first, then the learning rate."""
@@ -172,30 +173,25 @@ class ConsoleLogger(Logger):
     """Lines and a progress bar on the console; `open_bar` and `close_bar` enclose the steps between two reports."""
 
     def __init__(self) -> None:
-        self._bar: ProgressBar | None = None
+        self.bar: ProgressBar | None = None
 
     def open_bar(self, description: str, num_samples: int, consumed: int) -> None:
         """A bar over the samples of the epoch. consumed: those trained on before."""
-        self._bar = ProgressBar(num_samples, consumed, "samples", description)
-
-    def advance(self, num_samples: int) -> None:
-        """After every step."""
-        assert self._bar is not None
-        self._bar.bar.update(num_samples)
+        self.bar = ProgressBar(num_samples, consumed, "samples", description)
 
     def close_bar(self) -> None:
         """Takes it away."""
-        if self._bar is not None:
-            self._bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
     def say(self, line: str) -> None:
         say(line)
 
     def metrics(self, record: Record) -> None:
         if record.event == "step":
-            assert self._bar is not None
+            assert self.bar is not None
             loss, learning_rate, *_ = record.values.values()
-            self._bar.report(f"loss={loss:.4f}, lr={learning_rate:.2e}", record.text)
+            self.bar.report(f"loss={loss:.4f}, lr={learning_rate:.2e}", record.text)
         else:
             say(record.text)
 

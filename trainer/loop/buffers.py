@@ -30,7 +30,7 @@ class Buffers:
     They change in the forward, before anyone knows whether the step is finite, and would never recover from a NaN.
     After each step they are the same on every process, so that a checkpoint at any step has all there is.
 
-    others: what else forwards change.
+    forward_state: what else forwards change. is_active: whether there is anything to look after in a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,9 +41,16 @@ class Buffers:
         counters = FlatTensors([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
         self.forward_state = ForwardState(model, without=norms)
+        self.is_active = bool(self._kinds) or self.forward_state.is_active
         self._num_samples = 0
         self._before_placeholder: Tensor | None = None
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
+
+    def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
+        """Takes note of what the forward that tried a phase has changed. All processes call it. Raises UserError."""
+        self.forward_state.learn(changes)
+        self.forward_state.settle(model, group)
+        self.is_active = self.is_active or self.forward_state.is_active
 
     def keep(self) -> None:
         """Before a step."""
@@ -173,6 +180,7 @@ class ForwardState:
         self._saved: dict[str, Entry] = {}
         self._attributes: list[Entry] = []
         self._before, self._local_before = State([]), References([])
+        self.is_active = False
 
     # --- before training ---------------------------------------------------------------------------------------------
 
@@ -211,6 +219,7 @@ class ForwardState:
             self._shared[path] = buffers_of(model.get_submodule(module)), name
             self._local.pop(path, None)
         self._kinds, self._shared = kinds, {path: self._shared[path] for path in kinds}
+        self.is_active = bool(self._shared or self._attributes or self._local)
 
     def remarks(self, world_size: int) -> list[str]:
         """Lines for the user, before training, about what forwards change."""

@@ -20,6 +20,7 @@ from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
 from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
+from trainer.loop.totals import require_sums, training_forward
 from trainer.parallel.group import Group
 from trainer.parallel.module_state import Change, leaving_no_trace
 from trainer.parallel.parts import is_sharded
@@ -154,7 +155,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
-                f"{_training_forward(objective, phase)} returns a loss that depends on none of the parameters of "
+                f"{training_forward(objective, phase)} returns a loss that depends on none of the parameters of "
                 "`param_groups`; see Objective in trainer/task.py"
             )
         now = dict(objective.named_parameters())
@@ -163,11 +164,10 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         )
         if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{_training_forward(objective, phase)} changes {name}, a parameter, which each process would do "
+                f"{training_forward(objective, phase)} changes {name}, a parameter, which each process would do "
                 "by its own samples; do it in after_step; see Objective in trainer/task.py"
             )
-        learner.buffers.forward_state.learn(changes())
-        learner.buffers.forward_state.settle(objective, strategy.group)
+        learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
     strategy.build_buckets(net)
 
@@ -225,27 +225,6 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
     learner.objective.zero_grad(set_to_none=True)
-
-
-def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
-    """Raises UserError for what a forward in training returned that cannot be trained on."""
-    if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
-        problem = "must return a dict of tensors, sums all of them"
-    elif "loss" not in sums:
-        problem = f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
-    elif sums["loss"].dim() > 0:
-        problem = (
-            f"returns a loss of shape {tuple(sums['loss'].shape)}: it must be one number, the sum over the samples"
-        )
-    elif "weight" in sums:
-        problem = "returns 'weight', which is the trainer's own name for the number of loss terms"
-    else:
-        return
-    raise UserError(f"{_training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
-
-
-def _training_forward(objective: nn.Module, phase: str) -> str:
-    return f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
 
 
 def check_outputs(objective: nn.Module, outputs: object) -> None:

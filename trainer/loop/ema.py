@@ -27,7 +27,7 @@ class ExponentialMovingAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model = model
-        self._decay = decay
+        self.decay = decay
         self._averaging: list[Optimizer] = []
         self._updates: dict[str, int | Tensor] = {}
         self._average: dict[Tensor, Tensor] = {}
@@ -38,21 +38,21 @@ class ExponentialMovingAverage:
     @property
     def enabled(self) -> bool:
         """Whether the evaluated weights are others than the weights in training."""
-        return self._decay > 0 or bool(self._averaging)
+        return self.decay > 0 or bool(self._averaging)
 
     def restart(self) -> None:
         """Begins with the weights that the model has now, which are then also those to evaluate."""
         self._updates = {}
-        self._average = {p: p.detach().clone() for p in self._model.parameters()} if self._decay > 0 else {}
+        self._average = {p: p.detach().clone() for p in self._model.parameters()} if self.decay > 0 else {}
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves averaging to the optimizers that keep an average themselves. Raises UserError."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
-        if self._averaging and self._decay > 0:
+        if self._averaging and self.decay > 0:
             raise UserError(
-                f"--ema-decay {self._decay:g}: {type(self._averaging[0]).__name__} keeps an average of the weights "
+                f"--ema-decay {self.decay:g}: {type(self._averaging[0]).__name__} keeps an average of the weights "
                 "itself, which is what is evaluated; leave it out"
             )
         if len(set(params)) < len(params):
@@ -70,14 +70,14 @@ class ExponentialMovingAverage:
         average, own = local_shards([self._average[p] for p in params]), local_shards(params)
         if not isinstance(applied, Tensor):
             if applied:
-                get_ema_multi_avg_fn(min(self._decay, (1 + updates) / (10 + updates)))(average, own, updates)
+                get_ema_multi_avg_fn(min(self.decay, (1 + updates) / (10 + updates)))(average, own, updates)
                 self._updates[phase] = updates + 1
             return
         # The host does not know whether, so the number of updates is kept on the device. It changes in place, as all
         # that a rescue reads: whenever that is, it is of the last step that is done.
         if not isinstance(updates, Tensor):
             updates = self._updates[phase] = torch.full((), updates, dtype=torch.float64, device=applied.device)
-        weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay))
+        weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay))
         changes = foreach_sub(own, average)
         foreach_mul_(changes, weight.to(changes[0].dtype))
         foreach_add_(average, changes)

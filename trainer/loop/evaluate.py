@@ -1,7 +1,8 @@
 """What is computed with the whole model outside of steps: evaluations, their pictures, and the start of an epoch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -12,12 +13,13 @@ from trainer.common.errors import UserError
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.contract import check_outputs
+from trainer.loop.contract import check_outputs, checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, of_dtype
 from trainer.loop.run import Run
-from trainer.loop.totals import PerSampleOutputs, Totals, counted
+from trainer.loop.totals import PerSampleOutputs, Totals, without_counting
 from trainer.loop.windows import agree_ahead, evaluation_batches
+from trainer.parallel.group import Group
 from trainer.parallel.parts import is_sharded
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Picture, Sums, Task, validation_sets
@@ -41,20 +43,60 @@ def evaluate(run: Run, split: str) -> Sums:
     learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
     run.strategy.sync_buffers(learner.objective)
     net = run.strategy.evaluation_module(learner.net)
-    size = run.settings.eval_batch_size
+    num_samples, size = len(run.task.splits()[split]), run.settings.eval_batch_size
+    batches = evaluation_batches(run.loaders[split], num_samples, size * run.strategy.num_replicas, run.group)
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.strategy)
-        for (batch, weight, num_samples), _ in agree_ahead(run, evaluation_batches(run, split)):
+        for (batch, weight, num_counted), _ in agree_ahead(batches, run.group, run.stop):
             run.group.activity.enter("evaluation")
             outputs: Outputs = net(run.strategy.to_device(batch))
             check_outputs(learner.objective, outputs)
             sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-            totals.add(counted(sums, num_samples > 0), weight)
+            totals.add(sums if num_counted > 0 else without_counting(sums), weight)
             per_sample.add(batch["index"], outputs)
     net.train()
     sums = totals.reduced(run.group)
-    return sums | per_sample.gathered(run.group, len(run.task.splits()[split]))
+    return sums | per_sample.gathered(run.group, num_samples)
+
+
+def metrics_of(task: Task, group: Group, sums: Mapping[str, Sums]) -> dict[str, float]:
+    """Metrics of data sets, by names such as "val/accuracy"; all processes call it. sums: of `evaluate`, by set."""
+    return {
+        f"{split}/{name}": value
+        for split, own in sums.items()
+        for name, value in group.on_main(partial(_summarised, task, own)).items()
+    }
+
+
+def _summarised(task: Task, sums: Sums) -> dict[str, float]:
+    return checked_metrics(task, "summarise", task.summarise(sums))
+
+
+def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:
+    """Metrics of the steps since the last report, by name, such as "train/loss". All processes call it.
+
+    totals: of each phase.
+    """
+    reduced = {phase: totals[phase].reduced(group) for phase in task.phases}
+    is_own = type(task).summarise_training is not Task.summarise_training
+    method = "summarise_training" if is_own else "summarise"
+
+    def summarise() -> dict[str, float]:
+        return {
+            of_phase(f"train/{name}", phase, task.phases): value
+            for phase, sums in reduced.items()
+            if sums
+            for name, value in checked_metrics(task, method, task.summarise_training(sums, phase)).items()
+        }
+
+    return group.on_main(summarise)
+
+
+def of_phase(metric: str, phase: str, phases: Sequence[str]) -> str:
+    """The name of a metric of training: "train/loss", or "train/generator/loss" where there are several phases."""
+    folder, _, name = metric.rpartition("/")
+    return "/".join(filter(None, [folder, phase, name])) if len(phases) > 1 else metric
 
 
 def start_evaluation(objective: Objective, precision: Precision, strategy: Strategy) -> None:

@@ -1,14 +1,15 @@
 """The model with its loss, and everything that an optimizer step reads or changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
-from trainer.loop.precision import Precision
+from trainer.loop.precision import Precision, StepOutcome
+from trainer.parallel.parts import is_sharded, local_shards
 from trainer.task import Objective
 
 
@@ -34,6 +35,7 @@ class Learner:
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
     buffers: Buffers = field(init=False)
     _phase: str = field(default="", init=False)
+    _shards: Callable[[Sequence[Tensor]], list[Tensor]] = field(default=list, init=False)
 
     def __post_init__(self) -> None:
         self.buffers = Buffers(self.objective)
@@ -47,6 +49,7 @@ class Learner:
         """params: what each phase trains. Whatever none of them trains gets no gradients."""
         self.params = {phase: list(own) for phase, own in params.items()}
         self._phase = ""
+        self._shards = local_shards if any(is_sharded(p) for own in self.params.values() for p in own) else list
         for parameter in self.objective.parameters():
             parameter.requires_grad_(False)
         self.enter(next(iter(params)))
@@ -69,14 +72,22 @@ class Learner:
         for net in self.nets.values():
             net.train()
 
-    def after_step(self, phase: str) -> None:
-        """What the objective makes of an optimizer step that changed its parameters."""
-        if type(self.objective).after_step is not Objective.after_step:
-            with torch.no_grad():
-                self.objective.after_step(phase)
+    def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
+        """A step of the phase's optimizers with the gradients that are there, and what follows from it.
 
-    def set_learning_rate(self, phase: str, learning_rate: float) -> None:
-        """That of the phase's next step, before each group's own factor on it."""
-        for optimizer in self.optimizers[phase]:
+        learning_rate: before each group's own factor on it. global_norm: see `Strategy.global_norm`.
+        """
+        optimizers, params = self.optimizers[phase], self.params[phase]
+        # Not before, for a rescue saves the rate with the weights.
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+        outcome = self.precision.step(optimizers, params, self.max_grad_norm, global_norm, self._shards)
+        if self.buffers.is_active:
+            self.buffers.undo_unless(outcome.applied)
+        if outcome.applied is not False and type(self.objective).after_step is not Objective.after_step:
+            with torch.no_grad():
+                self.objective.after_step(phase)
+        if self.ema.decay > 0:
+            self.ema.update(outcome.applied, phase, params)
+        return outcome

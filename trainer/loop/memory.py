@@ -118,42 +118,35 @@ class MemoryGuard:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        phase: int,
-        micro_batches: Sequence[WeightedBatch],
-        step: Callable[[Sequence[WeightedBatch]], T],
-        say: Callable[[str], None],
-    ) -> T:
-        """step(micro-batches of a global batch of this phase), cut into as many as it takes.
+    def fitting(self, phase: int, micro_batches: Sequence[WeightedBatch]) -> Sequence[WeightedBatch]:
+        """The micro-batches of a phase, cut smaller where they were loaded before memory got short."""
+        return resplit(micro_batches, self.splits[phase].micro_batch_size)
 
-        A step that did not fit is redone as if it had not been tried. Where other processes take part in it, it cannot
-        be: RestartNeeded is raised. Raises UserError when not even one sample fits.
+    def require_hope(self, error: RuntimeError) -> None:
+        """Raises a step's error unless smaller micro-batches may help; UserError where memory is short for good."""
+        if not lacks_memory(error):
+            raise error
+        if self._strategy.group.activity.name == OPTIMIZER:
+            raise self._hopeless("for the moments of the optimizer") from None
+
+    def make_room(self, phase: int, say: Callable[[str], None]) -> None:
+        """After a step that did not fit: as if it had not been tried, and with smaller micro-batches from now on.
+
+        Where other processes take part in it, it cannot be tried again: RestartNeeded is raised. Raises UserError when
+        not even one sample fits.
         """
-        while True:
-            try:
-                # Batches loaded before memory got short are too large.
-                is_short = self.limit.batch_size is not None
-                size = self.splits[phase].micro_batch_size
-                return step(resplit(micro_batches, size) if is_short else micro_batches)
-            except RuntimeError as error:
-                if not lacks_memory(error):
-                    raise
-                if self._strategy.group.activity.name == OPTIMIZER:
-                    raise self._hopeless("for the moments of the optimizer") from None
-            # Outside of the handler, because the frames of the exception hold what is to be freed.
-            self._learner.objective.zero_grad(set_to_none=True)
-            self._learner.buffers.undo()
-            free_memory()
-            before = self.splits[phase].batch_size
-            account = f"out of memory in {self._strategy.group.activity} with {before} samples per forward"
-            change = self._halve(phase)
-            if self._strategy.group.is_launched:
-                again = f"{account}: the same command goes on from the last checkpoint with {change}"
-                raise RestartNeeded(again, asdict(self.limit))
-            self._remember()
-            sparing = "--batch-size {0.batch_size} --global-batch-size {0.global_batch_size}".format(self.splits[phase])
-            say(f"{account[0].upper()}{account[1:]}: going on with {change}; {sparing} spares the attempt.")
+        self._learner.objective.zero_grad(set_to_none=True)
+        self._learner.buffers.undo()
+        free_memory()
+        group, before = self._strategy.group, self.splits[phase].batch_size
+        account = f"out of memory in {group.activity} with {before} samples per forward"
+        change = self._halve(phase)
+        if group.is_launched:
+            again = f"{account}: the same command goes on from the last checkpoint with {change}"
+            raise RestartNeeded(again, asdict(self.limit))
+        self._remember()
+        sparing = "--batch-size {0.batch_size} --global-batch-size {0.global_batch_size}".format(self.splits[phase])
+        say(f"{account[0].upper()}{account[1:]}: going on with {change}; {sparing} spares the attempt.")
 
     def _halve(self, phase: int) -> str:
         """Halves the samples per forward of all phases, since one has no room; returns what changes for that one.

@@ -9,12 +9,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, reason
 from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_norm, reads_found_inf, run_backward
 from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
-from trainer.loop.torch_optimizers import take_step
-from trainer.parallel.parts import local_shards
+from trainer.parallel.parts import is_sharded
 from trainer.task import Objective, Outputs
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,6 +34,10 @@ def resolve_amp(amp: str, device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda" or dtype == torch.float64:
         return "off"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+_OF_PARTS = ("DTensor", "Sharding propagation", "placement")
+"""Words of torch's errors about operations without a rule for sharded tensors."""
 
 
 class StepOutcome(NamedTuple):
@@ -89,11 +92,13 @@ class Precision:
         params: Sequence[Tensor],
         max_grad_norm: float,
         global_norm: Callable[[Tensor], Tensor] = lambda own: own,
+        shards: Callable[[Sequence[Tensor]], list[Tensor]] = list,
     ) -> StepOutcome:
         """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
 
         params: all that the optimizers train; the norm is that of their whole gradient. max_grad_norm: 0 does not clip.
-        global_norm: see `Strategy.global_norm`.
+        global_norm: see `Strategy.global_norm`. shards: what this process has of tensors, `local_shards` where they are
+        in parts.
 
         A step that was not applied raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
         waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,
@@ -106,7 +111,7 @@ class Precision:
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if any(grad.is_sparse for grad in grads):
             grads = _coalesced_values(params)
-        grads = local_shards(grads)
+        grads = shards(grads)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
         grad_norm = global_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
         step = _step_on_host if grad_norm.is_cpu else _step_on_device
@@ -181,6 +186,26 @@ def _step_on_device(
             optimizer.grad_scale = None  # type: ignore[attr-defined]
         take_step(optimizer)
     return applied, left_out
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """Steps the optimizer. Raises UserError where it cannot train here, which some show no sooner."""
+    try:
+        optimizer.step()
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        name, told = type(optimizer).__name__, str(error)
+        if "closure" in told.lower() or told == "'NoneType' object is not callable":
+            raise UserError(
+                f"Task.build_optimizers: {name} evaluates the loss itself, several times a step, which this trainer "
+                f"does not do ({reason(error)}); take another one"
+            ) from error
+        in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        if in_parts and any(word in told for word in _OF_PARTS):
+            raise UserError(
+                f"--multi-gpu fsdp: {name} cannot train parameters of which a process has a part ({reason(error)}); "
+                "take --multi-gpu ddp, or another optimizer"
+            ) from error
+        raise
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:

@@ -38,15 +38,12 @@ class Progress(SavedProgress):
         self.samples = self.own_samples = 0
         self.misses_samples = False
 
-    def count(self, samples: int, own_samples: int) -> None:
-        """Those of a step that was added to the totals: of all processes, and of this one."""
-        self.samples += samples
-        self.own_samples += own_samples
-
-    def advance(self, position: Position) -> None:
-        """After an optimizer step."""
+    def advance(self, position: Position, samples: int = 0, own_samples: int = 0) -> None:
+        """After an optimizer step. samples, own_samples: those added to the totals, of all processes and of this."""
         self.position = position
         self.step += 1
+        self.samples += samples
+        self.own_samples += own_samples
 
     @property
     def seconds_since_reading(self) -> float:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
 from trainer.common.errors import DiskError, UnfitState, UserError, reason
 from trainer.common.process import to_stdout
-from trainer.loop.checkpointing import diverged, refuse_another_model, state_of
+from trainer.loop.checkpointing import Outline, diverged, refuse_another_model, state_of
+from trainer.loop.learner import Learner
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
-from trainer.loop.watch import Log, StepRecord, Watch
+from trainer.loop.watch import Log, Place, StepRecord, Watch
 from trainer.parallel.device_queue import DeviceQueue
 from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_RESTART, Failure, print_error
+from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0
 """Of the 30 s that a launcher waits for the others once a process has died."""
@@ -62,27 +65,26 @@ class LastStep(Watch):
 
     def __init__(self, queue: DeviceQueue) -> None:
         self.queue = queue
-        self._steps: deque[AppliedStep] = deque()
+        self._steps: deque[AppliedStep] = deque(maxlen=None if queue.lag else 1)
         self.first = 0
 
     def begin(self, progress: Progress) -> None:
         self.first = progress.step
         self._steps.clear()
-        self._append(progress)
+        self._steps.append(AppliedStep(copy.copy(progress), self.queue.mark()))
 
-    def before_step(self) -> None:
-        if self._steps:
-            self._steps[-1].forward = self.queue.mark()
-
-    def before_update(self) -> None:
-        if self._steps:
-            self._steps[-1].changes = self.queue.mark()
+    def at(self, place: Place) -> None:
+        if not self._steps:
+            return
+        mark = self.queue.mark() if self.queue.lag else _it_has_come
+        if place == "forward":
+            self._steps[-1].forward = mark
+        else:
+            self._steps[-1].changes = mark
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        self._append(progress)
-
-    def _append(self, progress: Progress) -> None:
-        self._steps.append(AppliedStep(copy.copy(progress), self.queue.mark()))
+        mark = self.queue.mark() if self.queue.lag else _it_has_come
+        self._steps.append(AppliedStep(copy.copy(progress), mark))
         while len(self._steps) > 1 and self._steps[1].applied():
             self._steps.popleft()
 
@@ -96,6 +98,11 @@ class LastStep(Watch):
         if not done or _has_come(done[-1].changes):
             return None
         return done[-1], _has_come(done[-1].forward)
+
+
+def _it_has_come() -> bool:
+    """The mark of a device that is never behind the host."""
+    return True
 
 
 def _has_come(mark: Mark | None) -> bool:
@@ -133,26 +140,20 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
 def _save_last_step(run: Run, last: LastStep) -> bool:
     """Whether the newest checkpoint is of a later step than the one that this start began with. Raises UserError."""
     run.saver.end()  # a write under way is to be complete
-    directory = run.directory
+    directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
     if not directory.is_held:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
-    state = _copied_in_time(run, last, num_saved) if run.strategy.has_full_state else None
+    copied = partial(_copied, run.learner, run.strategy, last, num_saved, run.model_outline, run.facts)
+    state = _in_time(copied) if run.strategy.has_full_state else None
     if state is not None and _has_best_of(directory, state):
         directory.save(state)
         num_saved = state["step"]
-        _say(run, f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
+        say(f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
     elif run.progress.step > num_saved:
         why = "" if run.strategy.has_full_state else ", for no process has all of the parameters"
-        _say(run, f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
+        say(f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
     return num_saved > last.first
-
-
-def _say(run: Run, line: str) -> None:
-    if run.group.is_main:
-        run.log.say(line)
-    else:
-        to_stdout(line)
 
 
 def _take_over(directory: RunDirectory) -> None:
@@ -173,19 +174,19 @@ def _has_best_of(directory: RunDirectory, state: dict[str, Any]) -> bool:
     return best is None or (saved is not None and saved.value == best["value"])
 
 
-def _copied_in_time(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] | None:
-    """The state after the last step, of more steps than were saved; None where there is no such, or not in time."""
+def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """A copy of the state, or None where there is none or it takes too long."""
     found: list[dict[str, Any] | None] = []
     errors: list[Exception] = []
 
-    def copy() -> None:
+    def attempt() -> None:
         try:
-            found.append(_copied(run, last, num_saved))
+            found.append(copied())
         except Exception as error:  # raised again where somebody waits for it
             errors.append(error)
 
     # By another thread, for the driver of a GPU may keep it for ever.
-    thread = threading.Thread(target=copy, name="rescue", daemon=True)
+    thread = threading.Thread(target=attempt, name="rescue", daemon=True)
     thread.start()
     thread.join(COPY_WITHIN_S)
     if errors:
@@ -193,8 +194,14 @@ def _copied_in_time(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] 
     return found[0] if found else None
 
 
-def _copied(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] | None:
-    learner, before = run.learner, last.find()
+def _copied(
+    learner: Learner, strategy: Strategy, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The state after the last step, of more steps than were saved; None where there is no such state.
+
+    outline, facts: see `Run`.
+    """
+    before = last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before
@@ -202,16 +209,16 @@ def _copied(run: Run, last: LastStep, num_saved: int) -> dict[str, Any] | None:
     with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()
-        weights = run.strategy.full_state(learner.objective, learner.optimizers)
-        learner.ema.put_into(weights, run.strategy.full_weights)
-        state = state_of(learner, weights, *_own(step.progress, is_behind=last.queue.lag > 0)) | run.facts
+        weights = strategy.full_state(learner.objective, learner.optimizers)
+        learner.ema.put_into(weights, strategy.full_weights)
+        state = state_of(learner, weights, *_own(step.progress, is_behind=last.queue.lag > 0)) | facts
         # Locking pages may wait for the device.
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
     is_whole = last.find() == before and not learner.ema.is_applied
     if not is_whole or diverged(learner.objective.model, copied["model"]):
         return None
-    refuse_another_model(copied["model"], run.model_outline, run.progress.step)
+    refuse_another_model(copied["model"], outline, step.progress.step)
     return copied | {"value": None, "is_best": False}
 
 

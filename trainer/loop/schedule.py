@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.common.errors import UserError
+from trainer.loading.order import Position
+from trainer.loop.plan import Plan, PlannedStep
 
 WSD_DECAY_SHARE = 0.2
 """Of the run. A shorter decay ends worse, a longer one hardly better (Hägele et al., 2024, arXiv:2405.18392)."""
@@ -49,6 +51,13 @@ class LearningRate:
     schedule: str = "cosine"
     num_steps: int = 0
     factor_of_step: Callable[[int, int], float | None] | None = None
+
+    def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int) -> float:
+        """The rate of the next step of a run that is at a position, after so many steps. Raises UserError as `at`."""
+        if self.factor_of_step is None:
+            return self.peak * lr_factor(step.progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
+        # A run in epochs goes by its position, whatever batch sizes it had.
+        return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done)
 
     def at(self, progress: float, step: int = 0) -> float:
         """progress: in the same unit. step: optimizer steps done before, which only a task's own factor asks for.

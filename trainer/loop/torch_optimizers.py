@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.common.errors import UserError, reason
-from trainer.parallel.parts import is_sharded
 from trainer.task import ParamGroup
-
-_OF_PARTS = ("DTensor", "Sharding propagation", "placement")
-"""Words of torch's errors about operations without a rule for sharded tensors."""
 
 
 def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
@@ -43,26 +38,6 @@ class ZeroStartSGD(torch.optim.SGD):
                 if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return inspect.unwrap(torch.optim.SGD.step)(self, closure)
-
-
-def take_step(optimizer: Optimizer) -> None:
-    """Steps the optimizer. Raises UserError where it cannot train here, which some show no sooner."""
-    try:
-        optimizer.step()
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        name, told = type(optimizer).__name__, str(error)
-        if "closure" in told.lower() or told == "'NoneType' object is not callable":
-            raise UserError(
-                f"Task.build_optimizers: {name} evaluates the loss itself, several times a step, which this trainer "
-                f"does not do ({reason(error)}); take another one"
-            ) from error
-        in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-        if in_parts and any(word in told for word in _OF_PARTS):
-            raise UserError(
-                f"--multi-gpu fsdp: {name} cannot train parameters of which a process has a part ({reason(error)}); "
-                "take --multi-gpu ddp, or another optimizer"
-            ) from error
-        raise
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.parallel.device_queue import queue_of
@@ -39,7 +39,8 @@ class Totals:
         Raises UserError for a sum of another shape than before.
         """
         for name, value in sums.items():
-            require_shape(name, value.shape, self._shapes.setdefault(name, value.shape))
+            if self._shapes.setdefault(name, value.shape) != value.shape:
+                require_shape(name, value.shape, self._shapes[name])
         if isinstance(applied, Tensor):
             self._applied.append(applied)
         elif not applied:
@@ -103,9 +104,31 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
     return {name: shapes[name] for name in sorted(shapes)}
 
 
+def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
+    """Raises UserError for what a forward in training returned that cannot be trained on."""
+    if not isinstance(sums, dict) or not all(isinstance(value, Tensor) for value in sums.values()):
+        problem = "must return a dict of tensors, sums all of them"
+    elif "loss" not in sums:
+        problem = f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
+    elif sums["loss"].dim() > 0:
+        shape = tuple(sums["loss"].shape)
+        problem = f"returns a loss of shape {shape}: it must be one number, the sum over the samples"
+    elif "weight" in sums:
+        problem = "returns 'weight', which is the trainer's own name for the number of loss terms"
+    else:
+        return
+    raise UserError(f"{training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
+
+
+def training_forward(objective: nn.Module, phase: str) -> str:
+    """How messages call the forward of a phase."""
+    return f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
+
+
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
-    """Adds the sums of one more micro-batch in place. Raises UserError for one of another shape than before."""
+    """Adds the sums of one more micro-batch in place, without a graph. Raises UserError for one of another shape."""
     for name, value in part.items():
+        value = value.detach() if value.requires_grad else value
         if name in sums:
             require_shape(name, value.shape, sums[name].shape)
             value = sums[name] + value
@@ -118,13 +141,11 @@ def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
     return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 
 
-def counted(sums: Sums, counts: bool) -> Sums:
-    """The sums of a micro-batch, or zeros for a process's placeholder where it has no samples.
+def without_counting(sums: Sums) -> Sums:
+    """Zeros for the sums of a process's placeholder, where it has no samples.
 
     They are replaced, not multiplied: zero times infinity is NaN, on all ranks.
     """
-    if counts:
-        return sums
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 
 

@@ -1,7 +1,7 @@
 """The protocol of whatever looks on while a run trains, and is not needed to train; and what it sees of a step."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,10 @@ from trainer.loop.progress import Progress
 from trainer.task import Sums
 
 Log = RunLog | SilentLog
+
+
+Place = Literal["forward", "update"]
+"""Where a step is: before its first forward, or with all gradients, before weights and moments change."""
 
 
 class StepResult(NamedTuple):
@@ -56,11 +60,8 @@ class Watch:
     def pause(self) -> None:
         """A report follows, and no step for now."""
 
-    def before_step(self) -> None:
-        """The first forward of a step follows. A step that finds no memory is tried again, and comes here again."""
-
-    def before_update(self) -> None:
-        """Gradients are there; weights and moments are about to change."""
+    def at(self, place: Place) -> None:
+        """A step has come to a place. One that finds no memory is tried again, and comes there again."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         """A step is done. progress: after it. record: None where no sample had a weight, so that nothing changed."""

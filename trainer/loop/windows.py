@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import tee
+from itertools import chain, tee
 from typing import NamedTuple, TypeVar
 
-from trainer.loading.batches import WeightedBatch, weighted
-from trainer.loading.order import SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
-from trainer.loop.plan import PlannedStep
-from trainer.loop.run import Run
+from trainer.loading.batches import BatchLoader, WeightedBatch, weighted
+from trainer.loading.order import SampleKeys, evaluation_keys, split_global_batch
+from trainer.logs.run_log import RunLog, SilentLog
+from trainer.loop.plan import Plan, PlannedStep
+from trainer.loop.progress import Progress
+from trainer.parallel.group import Group
+from trainer.parallel.signals import StopRequest
 
 
 class StopRequested(Exception):
@@ -20,16 +23,15 @@ class TimeIsUp(StopRequested):
 
 
 class Window(NamedTuple):
-    """The micro-batches of one optimizer step on this process. weight: loss terms of this process's part."""
+    """The micro-batches of one optimizer step on this process.
+
+    weight: loss terms of this process's part. num_samples: of this part, without placeholders.
+    """
 
     step: PlannedStep
     micro_batches: list[WeightedBatch]
     weight: float
-
-    @property
-    def num_samples(self) -> int:
-        """Of this process's part, without placeholders."""
-        return sum([each.num_samples for each in self.micro_batches])
+    num_samples: int
 
 
 class Agreed(NamedTuple):
@@ -46,76 +48,80 @@ class Agreed(NamedTuple):
 
 
 T = TypeVar("T", Window, WeightedBatch)
+NO_CLOCK = (False, False)
 
 
-def training_windows(run: Run) -> Iterator[Window]:
-    """This process's part of each global batch that is left in the epoch."""
-    position, world_size = run.progress.position, run.group.world_size
-    sizes = [split.micro_batch_size for split in run.memory.splits]
-    steps, loaded_ahead = tee(run.plan.rest_of_epoch(position, run.progress.step))
-    all_keys = (keys for step in loaded_ahead for keys in _own_keys(run, step, sizes[step.phase]))
-    batches = _loaded(run, "train", all_keys)
-    for step in steps:
-        run.group.activity.enter("data loading")
+def training_windows(
+    plan: Plan,
+    progress: Progress,
+    micro_batch_sizes: Sequence[int],
+    loader: BatchLoader,
+    group: Group,
+    log: RunLog | SilentLog,
+) -> Iterator[Window]:
+    """This process's part of each global batch that is left in the epoch. micro_batch_sizes: of each phase."""
+    shard = group.rank, group.world_size
+    planned, ahead = tee(
+        (
+            step,
+            split_global_batch(
+                plan.orders[step.phase].samples(step.epoch, step.start, step.end),
+                shard,
+                micro_batch_sizes[step.phase],
+                step.epoch,
+                step.phase,
+                step.progress / plan.total,
+            ),
+        )
+        for step in plan.rest_of_epoch(progress.position, progress.step)
+    )
+    batches = _loaded(loader, (key for _, keys in ahead for key in keys))
+    for step, keys in planned:
+        group.activity.enter("data loading")
         started = time.perf_counter()
-        num_batches = num_micro_batches(step.end - step.start, world_size, sizes[step.phase])
-        micro_batches = [next(batches) for _ in range(num_batches)]
-        run.log.data_wait_seconds += time.perf_counter() - started
-        yield Window(step, micro_batches, sum(each.weight for each in micro_batches))
+        own = [next(batches) for _ in keys]
+        log.data_wait_seconds += time.perf_counter() - started
+        yield Window(step, own, sum(each.weight for each in own), sum(each.num_samples for each in own))
 
 
-def _loaded(run: Run, split: str, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
+def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
     own, ahead = tee(keys)
-    for batch, its in zip(run.loaders[split](ahead), own, strict=True):
-        yield weighted(batch, its.placeholder)
+    return map(weighted, loader(ahead), (its.placeholder for its in own))
 
 
-def _own_keys(run: Run, step: PlannedStep, micro_batch_size: int) -> list[SampleKeys]:
-    samples = run.plan.orders[step.phase].samples(step.epoch, step.start, step.end)
-    share = step.progress / run.plan.total
-    shard = run.group.rank, run.group.world_size
-    return split_global_batch(samples, shard, micro_batch_size, step.epoch, step.phase, share)
-
-
-def evaluation_batches(run: Run, split: str) -> Iterator[WeightedBatch]:
-    """This process's batches of a data set; equally many on every process."""
-    num_samples = len(run.task.splits()[split])
-    size = run.settings.eval_batch_size * run.strategy.num_replicas
-    shard = run.group.rank, run.group.world_size
-    batches = _loaded(run, split, evaluation_keys(num_samples, shard, size))
+def evaluation_batches(loader: BatchLoader, num_samples: int, batch_size: int, group: Group) -> Iterator[WeightedBatch]:
+    """This process's batches of a data set of so many samples; equally many on every process."""
+    batches = _loaded(loader, evaluation_keys(num_samples, (group.rank, group.world_size), batch_size))
     while True:
-        run.group.activity.enter("data loading of the evaluation")
+        group.activity.enter("data loading of the evaluation")
         batch = next(batches, None)
         if batch is None:
             return
         yield batch
 
 
-def agree_ahead(run: Run, work: Iterator[T], is_training: bool = False) -> Iterator[tuple[T, Agreed]]:
+def agree_ahead(
+    work: Iterable[T], group: Group, stop: StopRequest, clock: Callable[[], tuple[bool, bool]] | None = None
+) -> Iterator[tuple[T, Agreed]]:
     """Adds to each piece of work what all processes say of it.
 
-    is_training: whether the main process's clock may end the work and ask for checkpoints. Raises StopRequested once
-    any process was asked to stop, TimeIsUp once the clock ends it.
+    clock: whether the work has to end and whether a checkpoint is due, as the main process sees it. Raises
+    StopRequested once any process was asked to stop, TimeIsUp once the clock ends the work.
 
     The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
     two of them.
     """
-    asks_clock = is_training and run.group.is_main
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
-    for piece in work:
-        clock = (run.time_is_up, run.save_is_due) if asks_clock else (False, False)
-        pending = run.group.start_sum(Agreed(piece.weight, bool(run.stop), *clock))
+    for piece in chain(work, (None,)):
+        pending = None
+        if piece is not None:
+            asked = stop.signal_number is not None
+            pending = group.start_sum(Agreed(piece.weight, asked, *(clock() if clock is not None else NO_CLOCK)))
         if waiting is not None:
-            yield waiting[0], _agreed(waiting[1]())
-        waiting = piece, pending
-    if waiting is not None:
-        yield waiting[0], _agreed(waiting[1]())
-
-
-def _agreed(sums: Sequence[float]) -> Agreed:
-    agreed = Agreed(*sums)
-    if agreed.num_stop_requests > 0:
-        raise StopRequested
-    if agreed.time_is_up > 0:
-        raise TimeIsUp
-    return agreed
+            agreed = Agreed(*waiting[1]())
+            if agreed.num_stop_requests > 0:
+                raise StopRequested
+            if agreed.time_is_up > 0:
+                raise TimeIsUp
+            yield waiting[0], agreed
+        waiting = (piece, pending) if piece is not None and pending is not None else None

@@ -164,14 +164,15 @@ def exposed_share(run: Run, num_steps: int) -> float:
     size = max(1, num_steps // NUM_TURNS)
     sync = run.strategy.gradient_sync
     together, alone = [], []
-    with replaced(run, "learning_rate_of", lambda step: 0.0):
-        for _ in range(NUM_TURNS):
-            together.append(timed_steps(run, size)[0])
-            with (
-                replaced(run.strategy, "gradient_sync", lambda net, enabled: sync(net, False)),
-                replaced(run.strategy, "exchange", lambda params: None),
-            ):
-                alone.append(timed_steps(run, size)[0])
+    rate, run.learning_rate = run.learning_rate, replace(run.learning_rate, factor_of_step=lambda *_: 0.0)
+    for _ in range(NUM_TURNS):
+        together.append(timed_steps(run, size)[0])
+        with (
+            replaced(run.strategy, "gradient_sync", lambda net, enabled: sync(net, False)),
+            replaced(run.strategy, "exchange", lambda params: None),
+        ):
+            alone.append(timed_steps(run, size)[0])
+    run.learning_rate = rate
     together_ms, alone_ms = (median(np.concatenate(ms)[:, PHASES.index(BACKWARD)]) for ms in (together, alone))
     return max(0.0, 1 - alone_ms / together_ms)
 
