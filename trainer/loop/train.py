@@ -106,7 +106,8 @@ def end_segment(watches: Sequence[Watch], log: Log) -> None:
 
 def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     """Trains on one global batch, and logs and saves what is due. agreed: what all processes say of it."""
-    group, strategy, plan, progress, settings = run.group, run.strategy, run.plan, run.progress, run.settings
+    strategy, plan, progress, settings = run.strategy, run.plan, run.progress, run.settings
+    group = strategy.group
     step, phase, record, logs = window.step, run.task.phases[window.step.phase], None, False
     num_samples = step.end - step.start
     group.activity.step = progress.step + 1
@@ -119,14 +120,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
                 micro_batches = run.memory.fitting(step.phase, micro_batches)
             try:
                 result = train_step(
-                    run.learner,
-                    run.strategy,
-                    phase,
-                    micro_batches,
-                    agreed.weight,
-                    dropout_key,
-                    learning_rate,
-                    run.watches,
+                    run.learner, strategy, phase, micro_batches, agreed.weight, dropout_key, learning_rate, run.watches
                 )
                 break
             except RuntimeError as error:

@@ -119,9 +119,10 @@ class Strategy:
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch where the wrapped module takes it; its copies need not have arrived yet."""
-        if self.device.type == "cpu":
+        device = self.group.devices[0]
+        if device.type == "cpu":
             return batch
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
         """Makes what follows on all generators a function of the key, of this process and of the device.
@@ -136,7 +137,7 @@ class Strategy:
         if self.draws_on_host:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-        for replica, device in enumerate(self.devices):
+        for replica, device in enumerate(self.group.devices):
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
