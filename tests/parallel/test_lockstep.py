@@ -188,9 +188,9 @@ def test_a_gpu_is_given_time(monkeypatch):
     lockstep.begin(progress)
     when = []
     for progress.step in range(1, 101):
-        before = strategy.compared
+        before = strategy.group.compared
         lockstep.after_step(progress, None, SilentLog())
-        when += [progress.step] * (strategy.compared - before)
+        when += [progress.step] * (strategy.group.compared - before)
     assert when == [GROUP_SIZE + step for step in range(10, 69, 10)]
     strategy.group.wrong, progress.step = 1, 10 + when[-1]
     with pytest.raises(
