@@ -20,7 +20,6 @@ from trainer.config import flag, options
 from trainer.flags import RETIRED, TRAINER_GROUPS, ConfigFlags
 from trainer.profiling.batch_size import BatchSizeFlags
 from trainer.profiling.cli import names_several_devices, not_measured
-from trainer.profiling.predict import PredictFlags
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES
 from trainer.profiling.scaling import ScalingFlags
 from trainer.profiling.step import StepFlags
@@ -331,7 +330,7 @@ def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write,
 def test_every_flag_that_names_a_file_says_whether_a_record_may(monkeypatch):
     """These are read alone, or are the cache's."""
     monkeypatch.undo()
-    groups = [*TRAINER_GROUPS, StepFlags, ScalingFlags, BatchSizeFlags, PredictFlags]
+    groups = [*TRAINER_GROUPS, StepFlags, ScalingFlags, BatchSizeFlags]
     groups += [find_task(name).Config for name in TASKS]
     taken = {
         field

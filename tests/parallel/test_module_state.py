@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.loop.buffers import ForwardState
 from trainer.parallel.module_state import WholeState, leaving_no_trace, persistent_buffers
 from trainer.parallel.strategy import SingleDevice
-from trainer.profiling.model_adapter import untouched
+from trainer.profiling.performance import _untouched as untouched
 
 Pair = namedtuple("Pair", "first second")
 

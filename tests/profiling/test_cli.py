@@ -30,9 +30,6 @@ from trainer.profiling.step import StepFlags
     (["batch-size", "--multi-gpu", "ddp"], ["--multi-gpu: batch-size measures one device"]),
     (["scaling", "--world-sizes", "1,0"], ["--world-sizes 0: must be at least 1"]),
     (["scaling", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
-    (["predict", "--world-sizes", ""], ["--world-sizes: needs at least one value"]),
-    (["predict", "--latency-us", "0", "--global-batch-size", "8"],
-     ["--latency-us 0: must be above 0", "--global-batch-size 8: leave it out"]),
     (["scaling", "--nproc", "2"], ["--nproc 2: scaling chooses the number of processes"]),
     (["check", "--device", "cuda:1"], ["--device cuda:1: must be one of auto, cpu, cuda"]),
     (["check", "--task", "har"], ["--task: no such flag"]),
@@ -56,7 +53,6 @@ def test_file_that_cannot_be_written(profile_here):
     ("step --trace {file}", "--trace {file}: Not a directory; choose another folder"),
     ("batch-size --json {folder}", "--json {folder}: Is a directory; choose another file"),
     ("scaling --board {file}/board", "--board {file}/board: {file}: Not a directory; choose another folder"),
-    ("predict --json {folder}", "--json {folder}: Is a directory; choose another file"),
     ("check --json /proc/x.json", "--json /proc/x.json: /proc: No such file or directory; choose another file"),
 ])  # fmt: skip
 def test_results_that_cannot_be_written_are_told_before_measuring(argv, message, profile_here, tmp_path):

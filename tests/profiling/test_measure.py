@@ -5,12 +5,9 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tests.profiling.conftest import CPU
-from trainer.commands.parse import parse
 from trainer.parallel.strategy import SingleDevice
 from trainer.profiling import step
-from trainer.profiling.measure import measure, opened, timed_steps, train_steps
+from trainer.profiling.measure import measure, timed_steps, train_steps
 from trainer.profiling.phase_clock import COPY, OPTIMIZER, PHASES, REST, watched
 
 
@@ -74,22 +71,6 @@ def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
     assert result["samples_per_step"] == pytest.approx(40 / 3)
     assert "3 steps of 13.3 samples on average: " in step.report(result)
     assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
-
-
-def test_gradients_are_those_of_each_phase():
-    argv = [
-        "--task",
-        f"{ROOT / 'tests' / 'helpers' / 'phased_task.py'}:Shared",
-        "--dtype",
-        "float64",
-        "--num-threads",
-        "1",
-    ]
-    flags, problems = parse(argv, False)
-    assert not problems
-    with opened(flags, argv, SingleDevice(CPU), quiet=True) as run:
-        sizes = measure(run, 2, 1)["gradient_bytes"]
-    assert sizes == {"first": [96, 32, 32, 8], "second": [96, 32, 64, 16]}  # trunk and head, weight and bias
 
 
 def test_phases_of_several_processes_are_told_as_those_of_rank_0(run):

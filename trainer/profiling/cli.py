@@ -25,7 +25,7 @@ from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refus
 from trainer.flags import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.parallel.launch import launch, num_processes
-from trainer.profiling import batch_size, check, predict, scaling, step
+from trainer.profiling import batch_size, check, scaling, step
 from trainer.profiling.processes import FOR_SEVERAL_DEVICES, exit_status, in_use
 from trainer.profiling.report import unwritable_targets
 from trainer.registry import Registry, hand_in, workloads
@@ -152,6 +152,5 @@ COMMANDS = {
     "batch-size": Command(
         on_devices, batch_size.BatchSizeFlags, batch_size.__doc__, batch_size.profile_batch_sizes, batch_size.problems
     ),
-    "predict": Command(in_worlds, predict.PredictFlags, predict.__doc__, predict.predict_scaling, predict.problems),
     "check": Command(on_this_machine, check.CheckFlags, check.__doc__, check.check),
 }

@@ -18,7 +18,6 @@ from trainer.commands.build import build_run, build_task, open_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.config import FlagGroup, flag
 from trainer.loading.order import Position
-from trainer.loop.learner import Learner
 from trainer.loop.plan import SampleOrder
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
@@ -110,8 +109,8 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
     `samples_per_second` of all processes together; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
     `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, which is smaller than
     `requested_global_batch_size` where there are no more training samples; `samples_per_step` on average, for the last
-    step of an epoch may be short; `gradient_bytes` as of that function; and under `ranks` of each
-    process its `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean`. Times at the top are of the main process.
+    step of an epoch may be short; and under `ranks` of each process its `step_ms_mean`, `peak_memory_mib` and
+    `phases_ms_mean`. Times at the top are of the main process.
     """
     train_steps(run, num_settling_steps)
     forget_peak(*run.strategy.devices)
@@ -135,16 +134,8 @@ def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]
         "global_batch_size": min(run.memory.splits[0].global_batch_size, run.plan.phase_sizes[0]),
         "requested_global_batch_size": run.memory.splits[0].global_batch_size,
         "samples_per_step": num_samples / len(ms),
-        "gradient_bytes": gradient_bytes(run.learner),
         "ranks": of_every_rank(run.group, step_ms, means),
     }
-
-
-def gradient_bytes(learner: Learner) -> dict[str, list[int]]:
-    """Of each phase the sizes of its gradients, in the model's order."""
-    trained = {phase: set(own) for phase, own in learner.params.items()}
-    parameters = list(learner.objective.parameters())
-    return {phase: [p.nbytes for p in parameters if p in own] for phase, own in trained.items()}
 
 
 def timed_steps(run: Run, num_steps: int) -> tuple[np.ndarray, int]:

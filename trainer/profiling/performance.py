@@ -1,20 +1,20 @@
 """The library: where any model's time and memory go. See `PerformanceProfiler`."""
 
-import platform
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.loop.memory import lacks_memory
 from trainer.loop.precision import AMP_DTYPES
-from trainer.profiling import model_adapter
+from trainer.parallel.module_state import leaving_no_trace
 from trainer.profiling.meters import MIB, Timer, forget_peak, peak_memory_mib, spread
 from trainer.profiling.report import require_writable, write_json
 
@@ -22,6 +22,8 @@ MOST_BATCHES = 8
 """Batches of the loader that are kept on the device and used in turn."""
 
 Results = dict[str, Any]
+LossFunction = Callable[[Any, Any], Tensor]
+"""(output, targets) -> loss."""
 
 
 @dataclass(eq=False)
@@ -46,7 +48,7 @@ class PerformanceProfiler:
     model: nn.Module
     loader: Iterable[Any]
     device: torch.device | str | None = None
-    loss: model_adapter.LossFunction | None = None
+    loss: LossFunction | None = None
     repeats: int = 20
     warm_up: int = 3
 
@@ -54,44 +56,33 @@ class PerformanceProfiler:
         if self.repeats < 1 or self.warm_up < 0:
             raise ValueError(f"repeats {self.repeats} must be at least 1, warm_up {self.warm_up} at least 0")
         # A tensor knows which GPU "cuda" is.
-        self._device = torch.empty(0, device=self.device or model_adapter.device_of(self.model)).device
+        self._device = torch.empty(0, device=self.device or _device_of(self.model)).device
         self._batches: list[Any] = []
-        self._loading_ms: list[float] = []
         self.timer = Timer(self._device)
         """Collects the duration of what happens within it: `with profiler.timer("augmentation"): ...`."""
 
-    def timings(self) -> dict[str, dict[str, float]]:
-        """What `timer` has collected, by name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total`, `count`."""
-        return self.timer.results()
-
-    def profile_data_loading(self) -> dict[str, float]:
-        """How long the loader takes for a batch: `data_ms_*`. The first one, which starts workers, does not count."""
-        with self._measuring():
-            return spread("data_", self._loading_ms[1:] or self._loading_ms)
-
-    def profile_forward_pass(self) -> dict[str, float]:
+    def profile_forward_pass(self) -> Results:
         """`forward_ms_*`, in train mode and recording for backward; `inference_ms_*`, in eval mode and without that.
 
         Also `samples_per_second` of the first, `inference_samples_per_second` of the second, and `batch_size`.
         """
         with self._measuring() as batches:
             self.model.train()
-            forward = self._call(batches, "forward", "samples_per_second")
+            forward = self._timed(batches, "forward", "samples_per_second")
             self.model.eval()
             with torch.no_grad():
-                inference = self._call(batches, "inference", "inference_samples_per_second")
+                inference = self._timed(batches, "inference", "inference_samples_per_second")
             return {**forward, **inference, "batch_size": _mean_size(batches)}
 
-    def profile_backward_pass(self) -> dict[str, float]:
+    def profile_backward_pass(self) -> Results:
         """`backward_ms_*` of the backward pass alone, `forward_backward_ms_*` of both with the loss between them.
 
-        Also `samples_per_second` of both together, `peak_memory_mib`, and `batch_size`.
+        Also `samples_per_second` of both together, `peak_memory_mib`, the first `loss`, and `batch_size`.
         """
         with self._measuring() as batches:
-            found, _ = self._train(batches)
-            return {**found["float32"], "batch_size": _mean_size(batches)}
+            return {**self._train(batches)["float32"], "batch_size": _mean_size(batches)}
 
-    def profile_memory(self) -> dict[str, float]:
+    def profile_memory(self) -> Results:
         """In MiB: `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib`, `peak_memory_mib`.
 
         Saved for backward is what autograd keeps between the passes for one batch, the weights left out. The peak of a
@@ -110,25 +101,23 @@ class PerformanceProfiler:
 
             forget_peak(self._device)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = model_adapter.training_loss(self.model, batches[0], self.loss)
+                loss = _training_loss(self.model, batches[0], self.loss)
             loss.backward()
-            peak = peak_memory_mib(self._device)
-            gradients = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
-        return {
-            "parameters_mib": sum(p.nbytes for p in self.model.parameters()) / MIB,
-            "buffers_mib": sum(b.nbytes for b in self.model.buffers()) / MIB,
-            "gradients_mib": gradients / MIB,
-            "saved_for_backward_mib": sum(saved.values()) / MIB,
-            "peak_memory_mib": peak,
-            "batch_size": model_adapter.num_samples(batches[0]),
-        }
+            num_bytes = {
+                "parameters": sum(p.nbytes for p in self.model.parameters()),
+                "buffers": sum(b.nbytes for b in self.model.buffers()),
+                "gradients": sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None),
+                "saved_for_backward": sum(saved.values()),
+            }
+            found = {f"{name}_mib": size / MIB for name, size in num_bytes.items()}
+            return {**found, "peak_memory_mib": peak_memory_mib(self._device), "batch_size": _num_samples(batches[0])}
 
-    def benchmark_batch_sizes(self, sizes: Sequence[int]) -> dict[str, Any]:
+    def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
         """Forward and backward for batches of other sizes, made of the samples of the first batch.
 
-        `batch_sizes`: for each its `batch_size`, `fits`, and if so `forward_backward_ms_*`, `backward_ms_*`,
-        `samples_per_second` and `peak_memory_mib`. `fastest_batch_size`: the one of most samples per second;
-        `largest_batch_size`: the largest that fits; None if none does.
+        `batch_sizes`: for each its `batch_size`, `fits`, and if so what `profile_backward_pass` returns.
+        `fastest_batch_size`: the one of most samples per second; `largest_batch_size`: the largest that fits; None if
+        none does.
         """
         if min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")
@@ -136,8 +125,8 @@ class PerformanceProfiler:
         for size in sizes:
             try:
                 with self._measuring() as batches:
-                    found, _ = self._train([model_adapter.resized(batches[0], size)])
-                rows.append({"batch_size": size, "fits": True, **found["float32"]})
+                    found = self._train([_resized(batches[0], size)])["float32"]
+                rows.append({"batch_size": size, "fits": True, **found})
             except RuntimeError as error:
                 # For the CPU's torch has no exception of its own, only the allocator's name.
                 if not lacks_memory(error) and "DefaultCPUAllocator" not in str(error):
@@ -145,24 +134,21 @@ class PerformanceProfiler:
                 rows.append({"batch_size": size, "fits": False})
             torch.cuda.empty_cache()
         rates = {row["batch_size"]: row["samples_per_second"] for row in rows if row["fits"]}
-        return {
-            "batch_sizes": rows,
-            "fastest_batch_size": max(rates, key=rates.__getitem__, default=None),
-            "largest_batch_size": max(rates, default=None),
-        }
+        fastest = max(rates, key=rates.__getitem__, default=None)
+        return {"batch_sizes": rows, "fastest_batch_size": fastest, "largest_batch_size": max(rates, default=None)}
 
     def compare_precisions(self) -> Results:
         """See `compare_amp_performance`."""
         names = ["float32", *(name for name in AMP_DTYPES if self._device.type == "cuda" or name == "bf16")]
         with self._measuring() as batches:
-            found, losses = self._train(batches, names)
-        plain_ms, exact = found["float32"]["forward_backward_ms_median"], losses["float32"]
+            found = self._train(batches, names)
+        plain_ms, exact = (found["float32"][name] for name in ("forward_backward_ms_median", "loss"))
         for name in names[1:]:
             found[name]["speedup"] = plain_ms / found[name]["forward_backward_ms_median"]
-            found[name]["loss_relative_difference"] = abs(losses[name] - exact) / max(abs(exact), 1e-30)
+            found[name]["loss_relative_difference"] = abs(found[name]["loss"] - exact) / max(abs(exact), 1e-30)
         return found
 
-    def run_full_profile(self, save_path: str | Path | None = None) -> dict[str, Any]:
+    def run_full_profile(self, save_path: str | Path | None = None) -> Results:
         """All of the above but precisions, with batch sizes from a quarter to four times the loader's.
 
         Written as JSON if asked to; folders that the path lacks are made. Raises OSError, before anything is measured,
@@ -171,26 +157,16 @@ class PerformanceProfiler:
         if save_path is not None:
             require_writable(Path(save_path))
         with self._measuring() as batches:
-            size = model_adapter.num_samples(batches[0])
+            size = _num_samples(batches[0])
         # Not a single sample, of which batch norm refuses to train.
         sizes = sorted({max(int(part * size), min(size, 2)) for part in (1 / 4, 1 / 2, 1, 2, 4)})
-        is_gpu = self._device.type == "cuda"
         report = {
-            "environment": {
-                "device": str(self._device),
-                "device_name": torch.cuda.get_device_name(self._device) if is_gpu else platform.processor() or "cpu",
-                "num_threads": torch.get_num_threads(),
-                "torch": str(torch.__version__),
-                "num_parameters": sum(p.numel() for p in self.model.parameters()),
-                "repeats": self.repeats,
-                "warm_up": self.warm_up,
-            },
-            "data": self.profile_data_loading(),
+            "environment": {"device": str(self._device), "torch": str(torch.__version__), "repeats": self.repeats},
             "forward": self.profile_forward_pass(),
             "backward": self.profile_backward_pass(),
             "memory": self.profile_memory(),
             "batch_sizes": self.benchmark_batch_sizes(sizes),
-            "timings": self.timings(),
+            "timings": self.timer.results(),
         }
         if save_path is not None:
             write_json(Path(save_path), report)
@@ -199,59 +175,53 @@ class PerformanceProfiler:
     @contextmanager
     def _measuring(self) -> Iterator[list[Any]]:
         """The batches on the device, and the model beside them until the end."""
-        with model_adapter.untouched(self.model, self._device):
-            self._batches = self._batches or list(self._read())
+        with _untouched(self.model, self._device):
+            if not self._batches:
+                batches = islice(self.loader, MOST_BATCHES)
+                self._batches = [_mapped(batch, lambda tensor: tensor.to(self._device)) for batch in batches]
             if not self._batches:
                 raise ValueError("the loader yields no batch")
-            if not model_adapter.num_samples(self._batches[0]):
+            if not _num_samples(self._batches[0]):
                 raise ValueError("the loader's first batch is empty")
             yield self._batches
 
-    def _read(self) -> Iterator[Any]:
-        started = time.perf_counter()
-        for batch in islice(self.loader, MOST_BATCHES):
-            self._loading_ms.append(1e3 * (time.perf_counter() - started))
-            yield model_adapter.mapped(batch, lambda tensor: tensor.to(self._device))
-            started = time.perf_counter()
-
-    def _call(self, batches: Sequence[Any], name: str, rate: str) -> dict[str, float]:
+    def _timed(self, batches: Sequence[Any], name: str, rate: str) -> Results:
         timer = Timer(self._device, self.warm_up)
         for i in range(self.warm_up + self.repeats):
             with timer(name):
-                model_adapter.call(self.model, batches[i % len(batches)])
+                _call(self.model, batches[i % len(batches)])
         return _speed(timer, batches, name, rate)
 
-    def _train(self, batches: Sequence[Any], precisions: Sequence[str] = ("float32",)) -> tuple[Results, Results]:
-        """Forward and backward, in which precisions take turns; by precision what was found, and the first loss.
+    def _train(self, batches: Sequence[Any], precisions: Sequence[str] = ("float32",)) -> Results:
+        """Forward and backward, in which precisions take turns. For each of them what was found.
 
-        Found are `forward_backward_ms_*`, `backward_ms_*`, `samples_per_second`, `peak_memory_mib`.
+        `forward_backward_ms_*`, `backward_ms_*`, `samples_per_second`, `peak_memory_mib`, and the first `loss`.
         """
         gpus = [self._device] if self._device.type == "cuda" else []
         timers = {name: Timer(self._device, self.warm_up) for name in precisions}
-        peaks, losses, found = dict.fromkeys(precisions, 0.0), Results(), Results()
+        peaks, losses = dict.fromkeys(precisions, 0.0), dict[str, float]()
         self.model.train()
         for i in range(self.warm_up + self.repeats):
             for name, timer in timers.items():
                 forget_peak(self._device)
-                with torch.random.fork_rng(gpus):
-                    loss = self._train_once(batches[i % len(batches)], timer, AMP_DTYPES.get(name))
+                with torch.random.fork_rng(gpus), timer("forward_backward"):
+                    with torch.autocast(self._device.type, AMP_DTYPES.get(name), enabled=name in AMP_DTYPES):
+                        loss = _training_loss(self.model, batches[i % len(batches)], self.loss)
+                    with timer("backward"):
+                        loss.backward()
+                self.model.zero_grad(set_to_none=True)
                 peaks[name] = max(peaks[name], peak_memory_mib(self._device))
                 if i == 0:
                     losses[name] = loss.item()
-        for name, timer in timers.items():
-            speed = _speed(timer, batches, "forward_backward", "samples_per_second")
-            backward = spread("backward_", timer.milliseconds("backward"))
-            found[name] = {**speed, **backward, "peak_memory_mib": peaks[name]}
-        return found, losses
-
-    def _train_once(self, batch: Any, timer: Timer, autocast_to: torch.dtype | None) -> Tensor:
-        with timer("forward_backward"):
-            with torch.autocast(self._device.type, autocast_to, enabled=autocast_to is not None):
-                loss = model_adapter.training_loss(self.model, batch, self.loss)
-            with timer("backward"):
-                loss.backward()
-        self.model.zero_grad(set_to_none=True)
-        return loss.detach()
+        return {
+            name: {
+                **_speed(timer, batches, "forward_backward", "samples_per_second"),
+                **spread("backward_", timer.milliseconds("backward")),
+                "peak_memory_mib": peaks[name],
+                "loss": losses[name],
+            }
+            for name, timer in timers.items()
+        }
 
 
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
@@ -265,11 +235,97 @@ def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any,
     return PerformanceProfiler(model, loader, *args, **options).compare_precisions()
 
 
-def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> dict[str, float]:
+def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> Results:
     """`{name}_ms_*`, and under the name of the rate samples per second of the median."""
     durations = spread(f"{name}_", timer.milliseconds(name))
     return {**durations, rate: 1e3 * _mean_size(batches) / durations[f"{name}_ms_median"]}
 
 
+# --- any batch, any model ----------------------------------------------------------------------------------------
+
+
+def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with the function applied to each of its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: _mapped(value, function) for name, value in batch.items()}
+    return [_mapped(value, function) for value in batch] if isinstance(batch, list | tuple) else batch
+
+
+def _num_samples(batch: Any) -> int:
+    """The size of dim 0 of the first tensor of a batch. Raises TypeError if there is none."""
+    if isinstance(batch, Mapping | list | tuple) and batch:
+        return _num_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
+    if not isinstance(batch, Tensor):
+        raise TypeError(f"a batch must be a tensor, or a mapping or sequence of tensors, not {type(batch).__name__}")
+    return len(batch) if batch.dim() else 1
+
+
 def _mean_size(batches: Sequence[Any]) -> float:
-    return sum(map(model_adapter.num_samples, batches)) / len(batches)
+    return sum(map(_num_samples, batches)) / len(batches)
+
+
+def _resized(batch: Any, size: int) -> Any:
+    """A batch of so many samples: those of the batch, which has some, again and again."""
+    available = _num_samples(batch)
+    index = torch.arange(size) % available
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor[index.to(tensor.device)] if tensor.dim() and len(tensor) == available else tensor
+
+    return _mapped(batch, take)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    """The model's output. Of a sequence of several parts the last one is the targets, which the model does not get."""
+    return model(*batch[: max(1, len(batch) - 1)]) if isinstance(batch, list | tuple) else model(batch)
+
+
+def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
+    """A scalar to run backward from: loss(output, targets); or the output's "loss"; or its sum, if it has none.
+
+    Raises ValueError if the model has nothing to train, and TypeError if there is nothing of that kind.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
+    if loss is not None:
+        if not isinstance(batch, list | tuple) or len(batch) < 2:
+            raise TypeError(f"a loss function needs batches of (inputs, targets), not a {type(batch).__name__}")
+        return loss(_call(model, batch), batch[-1]).sum()
+    output = _call(model, batch)
+    found = output.get("loss") if isinstance(output, Mapping) else output
+    found = found[0] if isinstance(found, list | tuple) else found
+    if not isinstance(found, Tensor) or not found.requires_grad:
+        raise TypeError(
+            f'cannot run backward from the model\'s {type(output).__name__}: let it return its "loss", or pass a loss '
+            "function with batches of (inputs, targets)"
+        )
+    return found.float().sum()
+
+
+@contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it the model is on the device, without gradients; after it model and generators are as they were."""
+    home = _device_of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    python, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with leaving_no_trace(model), torch.random.fork_rng([d for d in {device, home} if d.type == "cuda"]):
+            model.zero_grad(set_to_none=True)
+            model.to(device)
+            yield
+    finally:
+        model.to(home)
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer is; the CPU for a model without any."""
+    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
