@@ -27,7 +27,7 @@ from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
 
-OVERLAP_BYTES = 25 * 2**20
+OVERLAP_BYTES = 4 * 2**20
 """Of parameters: above it DistributedDataParallel sends gradients while the backward goes on; see docs/design.md."""
 
 
