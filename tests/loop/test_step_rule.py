@@ -20,7 +20,7 @@ from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision
 from trainer.loop.totals import without_counting
 from trainer.loop.train import train_step
-from trainer.parallel import ddp
+from trainer.parallel import ddp, process_group
 from trainer.parallel.ddp import Replicated
 from trainer.parallel.launch import launch
 from trainer.parallel.process_group import ProcessGroup
@@ -111,11 +111,13 @@ def measure(strategy, accumulation, cache_dir):
     return found
 
 
-def in_process(environment, folder, cache_dir, is_ring):
-    """What each process of a world does. is_ring: gradients go round as those of larger models do."""
+def in_process(environment, folder, cache_dir, way):
+    """What each process of a world does. way: how gradients travel; "ring" and "overlap" as those of larger models."""
     torch.set_num_threads(1)
-    if is_ring:
-        ddp.DIRECT_BYTES = 0
+    if way == "ring":
+        process_group.DIRECT_BYTES = 0
+    if way == "overlap":
+        ddp.OVERLAP_BYTES = 0
     strategy = Replicated(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu")))
     found = {accumulation: measure(strategy, accumulation, cache_dir) for accumulation in (1, 3)}
     found["sum"] = strategy.group.sum(
@@ -149,7 +151,12 @@ def reference_weights(cache_dir):
 
 @pytest.fixture(
     scope="module",
-    params=["world1", "world3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world2", "world3-ring"))],
+    params=[
+        "world1",
+        "world3",
+        "world2-overlap",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("world2", "world3-ring")),
+    ],
 )
 def world(request, tmp_path_factory, cache_dir):
     """What every rank of a world found, by accumulation."""
@@ -158,7 +165,7 @@ def world(request, tmp_path_factory, cache_dir):
     if size == 1:
         return [{a: measure(SingleDevice(CPU), a, cache_dir) for a in (1, 3)}]
     folder = tmp_path_factory.mktemp(request.param)
-    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, is_ring=way == "ring")
+    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, way=way)
     assert launch(process, size) == 0
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 

@@ -46,13 +46,12 @@ class _Buffer:
     def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
         grads = [parameter.grad for parameter in self._params]
         lacking = [number for number, grad in enumerate(grads) if grad is None]
-        if lacking:
-            self._flat.zero_()
         own = [(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None]
         if own:
             foreach_copy_([view for view, _ in own], [grad for _, grad in own])
         self._counts.copy_(self._all_ones)
         for number in lacking:
+            self._views[number].zero_()
             self._counts[number] = 0
         sum_in_place(torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat)
         counts = self._counts.tolist() if lacking else [1] * len(grads)
@@ -65,9 +64,6 @@ def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:
 
     Fused optimizers go through a parameter and its gradient by their place in memory.
     """
-    is_dense = parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride()
-    return (
-        flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-        if is_dense
-        else flat.view(parameter.shape)
-    )
+    if torch.empty_like(parameter).stride() == parameter.stride():
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)
