@@ -180,7 +180,7 @@ def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp
     operations.clear()
     save(directory, 2, best_epoch=2)
     num_operations = len(operations)
-    assert num_operations == 8
+    assert num_operations == 9
     for n in range(num_operations):
         shutil.rmtree(directory.path)
         shutil.copytree(tmp_path / "before", directory.path)

@@ -99,7 +99,7 @@ class Life:
         """While it saves: before any of the operations until the next save, which evicts."""
         state = self.next_state()
         operations.clear()
-        failures[self.draw.randrange(9)] = Crash()
+        failures[self.draw.randrange(10)] = Crash()
         before = checkpoints(self.directory.path)
         try:
             path = self.directory.save(state)
@@ -110,6 +110,9 @@ class Life:
             self.open()
             for name in checkpoints(self.directory.path) - before:
                 self.learn(self.directory.path / name, state)
+            # It may have come after the eviction, or before.
+            there = checkpoints(self.directory.path)
+            self.known = [one for i, one in enumerate(self.known) if self.stays(i) or one.file in there]
         failures.clear()
         return self.restart()
 

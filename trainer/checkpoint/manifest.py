@@ -28,7 +28,7 @@ from trainer.checkpoint.format import (
 )
 from trainer.checkpoint.lock import Writer
 from trainer.common.errors import DiskError
-from trainer.common.files import MOST_RECORD, MOST_WHOLE, NO_FILE, read_whole, without_nan
+from trainer.common.files import MOST_RECORD, MOST_WHOLE, NO_FILE, flush_path, read_whole, without_nan
 from trainer.flags import CheckpointFlags
 from trainer.loading.order import Position
 from trainer.task import Task
@@ -243,9 +243,11 @@ def evict(
         return list(entries)
     best = _first_intact(best_first(entries, retention.mode), retention.best, is_intact)
     kept = [*best, *_first_intact(entries[::-1], retention.newest, is_intact)]
-    for entry in entries:
-        if entry not in kept:
-            writer.delete(folder / entry.file)
+    gone = [entry for entry in entries if entry not in kept]
+    for entry in gone:
+        writer.delete(folder / entry.file)
+    if gone:
+        flush_path(folder)  # a file that came back without power would be in no manifest, and stay for ever
     return [entry for entry in entries if entry in kept]
 
 
