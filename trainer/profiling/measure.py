@@ -91,11 +91,6 @@ def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
     return replace(order, size=min(order.size, most))
 
 
-def ran_out_of_memory(run: Run) -> bool:
-    """Whether the run goes on with smaller micro-batches than it was asked for, because those did not fit."""
-    return run.memory.limit.batch_size is not None
-
-
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
     """What `measure` returns for the run of a command line, with the steps that its `MeasuringFlags` ask for."""
     with opened(flags, argv, strategy, quiet=True) as run:

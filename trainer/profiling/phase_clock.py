@@ -11,7 +11,7 @@ import torch
 
 from trainer.loop import memory
 from trainer.loop.run import Run
-from trainer.parallel.activity import EXCHANGE
+from trainer.parallel.activity import EXCHANGE, CurrentActivity
 from trainer.profiling.meters import ms_between, now
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
@@ -37,8 +37,8 @@ class PhaseClock:
     spans: also name the phases in a trace of torch.profiler.
     """
 
-    def __init__(self, run: Run, spans: bool = False) -> None:
-        self._device, self._loop = run.strategy.device, run.group.activity
+    def __init__(self, device: torch.device, activity: CurrentActivity, spans: bool = False) -> None:
+        self._device, self._loop = device, activity
         self._spans = spans
         self._span = ExitStack()
         self._borders: list[tuple[str, int, Any]] = []
@@ -80,7 +80,7 @@ def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
     """Puts a clock where the run's loop says where it is, and borders where the loop does not: around the copy to the
     device, after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
     """
-    clock = PhaseClock(run, spans)
+    clock = PhaseClock(run.strategy.device, run.group.activity, spans)
     enter = run.group.activity.enter
 
     def entered(phase: str) -> None:
