@@ -285,8 +285,8 @@ def a_minute_per_step(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     advance = Progress.advance
 
-    def advance_and_tick(progress, position):
-        advance(progress, position)
+    def advance_and_tick(progress, *step):
+        advance(progress, *step)
         clock.now += 60
 
     monkeypatch.setattr(Progress, "advance", advance_and_tick)
