@@ -3,7 +3,7 @@
 import sys
 
 from trainer.cli import run_process
-from trainer.parallel.signals import exit_quickly
+from trainer.failure.signals import exit_quickly
 
 if __name__ == "__main__":
     from tasks import TASKS  # not in processes that import this file: a user may have a package of that name

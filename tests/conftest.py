@@ -13,7 +13,7 @@ import torch
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from trainer.cli import main
-from trainer.parallel.signals import STOP_SIGNALS
+from trainer.failure.signals import STOP_SIGNALS
 
 WEIGHTED = f"{ROOT / 'tests' / 'helpers' / 'weighted_task.py'}:Weighted"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -20,8 +20,8 @@ from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, WEIGHTED, assert_same_bi
 from tests.helpers.weighted_task import Network, Weighted, WeightedObjective
 from trainer.api import process_restored
 from trainer.common.errors import UserError
-from trainer.parallel.errors import Failure
-from trainer.parallel.signals import ONE_CTRL_C_S
+from trainer.failure.errors import Failure
+from trainer.failure.signals import ONE_CTRL_C_S
 from trainer.registry import is_same_task, name_of
 
 SETTINGS = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "num_threads": 1}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from trainer.parallel.signals import STOP_SIGNALS
+from trainer.failure.signals import STOP_SIGNALS
 
 
 def test_a_process_that_a_test_starts_ignores_no_stop_signal():

@@ -21,7 +21,13 @@ FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "flags.py", "registry
 # --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
 
 CONTRACT = {"trainer.task", "trainer.config", "trainer.loading", "trainer.common"}
-BELOW_THE_LOOP = CONTRACT | {"trainer.flags", "trainer.parallel", "trainer.checkpoint", "trainer.logs"}
+BELOW_THE_LOOP = CONTRACT | {
+    "trainer.flags",
+    "trainer.failure",
+    "trainer.parallel",
+    "trainer.checkpoint",
+    "trainer.logs",
+}
 ARROWS = {
     "trainer.common": set(),
     "trainer.loading": {"trainer.common"},
@@ -31,7 +37,8 @@ ARROWS = {
     "models": {"trainer.loading", "trainer.common"},
     "data": {"trainer.loading", "trainer.common"},
     "trainer.registry": CONTRACT,
-    "trainer.parallel": CONTRACT | {"trainer.flags"},
+    "trainer.failure": {"trainer.common"},
+    "trainer.parallel": CONTRACT | {"trainer.flags", "trainer.failure"},
     "trainer.checkpoint": CONTRACT | {"trainer.flags"},
     "trainer.logs": CONTRACT,
     "trainer.loop": BELOW_THE_LOOP,
@@ -41,8 +48,8 @@ ARROWS = {
     "trainer.api": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands", "trainer.cli"},
     "tasks": CONTRACT | {"trainer.checkpoint", "models", "data"},
     CLASSIFIER: BELOW_THE_LOOP | {"tasks", "trainer.api", "trainer.commands", "models", "data"},
-    "main": {"tasks", "trainer.cli", "trainer.parallel.signals"},
-    "main_multi_gpu": {"tasks", "trainer.cli", "trainer.parallel.signals"},
+    "main": {"tasks", "trainer.cli", "trainer.failure.signals"},
+    "main_multi_gpu": {"tasks", "trainer.cli", "trainer.failure.signals"},
     "profiler": {"tasks", "trainer.profiling"},
     # trainer/__init__.py, with what a task of one's own needs, and what uses it
     "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api"},
@@ -53,7 +60,7 @@ ARROWS = {
 
 THIRD_PARTIES = {"torch", "numpy", "tqdm", "tensorboard", "PIL"}
 HOMES = {
-    "torch.distributed": {"trainer.parallel"},
+    "torch.distributed": {"trainer.parallel", "trainer.failure"},
     "torch.nn.parallel": {"trainer.parallel"},
     "torch.nn.DataParallel": {"trainer.parallel"},
     "torch.multiprocessing": {"trainer.parallel"},
@@ -219,7 +226,7 @@ def may_import(module: str, name: str) -> bool:
         ("trainer.task", "trainer", False),
         ("data.har.windows", "trainer.loading.order", True),
         ("data.har.windows", "models.har.harnet", False),
-        ("main", "trainer.parallel.signals", True),
+        ("main", "trainer.failure.signals", True),
         ("main", "trainer.parallel.ddp", False),
         ("examples.own_task", "trainer", True),
         ("examples.own_task", "trainer.task", False),

@@ -32,11 +32,11 @@ from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan
 from trainer.config import arguments_of, refuse
+from trainer.failure.errors import EXIT_BAD_INPUT, Failure
+from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.flags import TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
-from trainer.parallel.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.registry import name_of, source_file
 from trainer.task import Task
 

@@ -22,12 +22,12 @@ from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
 from trainer.common.process import open_missing, to_stderr
 from trainer.config import refuse
+from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
 from trainer.flags import MultiDeviceFlags
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
 from trainer.parallel.devices import keep_freed_memory
 from trainer.parallel.environment import RankEnvironment, read_rank_environment
-from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
 from trainer.parallel.launch import launch, num_processes
 from trainer.parallel.strategy import Strategy
 from trainer.registry import Registry, hand_in

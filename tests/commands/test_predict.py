@@ -22,7 +22,7 @@ from tests.helpers.uci_har_files import write_layout
 from trainer.cli import main
 from trainer.commands.predict import write_output
 from trainer.common.errors import UserError
-from trainer.parallel.signals import STOP_SIGNALS
+from trainer.failure.signals import STOP_SIGNALS
 
 MODEL = "--no-augmentation, --mode first, --hidden-dims 8"
 SMALL = (

@@ -15,7 +15,7 @@ from tests.conftest import LOCKS, ROOT, WEIGHTED, launcher
 from tests.helpers.processes import free_port
 from trainer.checkpoint.lock import Lock
 from trainer.checkpoint.manifest import STATE
-from trainer.parallel.signals import ONE_CTRL_C_S
+from trainer.failure.signals import ONE_CTRL_C_S
 
 STEPS_PER_EPOCH = 3
 TINY = ["--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]

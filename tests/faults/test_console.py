@@ -22,8 +22,8 @@ from trainer.checkpoint.weights import compare
 from trainer.commands.predict import _print_table
 from trainer.common import process
 from trainer.common.errors import reason
+from trainer.failure.errors import print_error
 from trainer.loop.contract import checked_metrics
-from trainer.parallel.errors import print_error
 
 RUN = [sys.executable, "main.py", *map(str, TINY), "--epochs", "40", "--log-interval", "1", "--delay-s", "0.01"]
 
@@ -64,7 +64,7 @@ def test_a_run_that_was_started_without_streams(environment, tmp_path):
 def test_a_stuck_process_ends_without_a_console():
     """Where what is left to write can be written no more."""
     code = (
-        "import os, sys; from trainer.parallel.errors import exit_at_once\n"
+        "import os, sys; from trainer.failure.errors import exit_at_once\n"
         "sys.stdout.write('unwritten'); os.close(1); os.close(2)\n"
         "try: exit_at_once(7)\nfinally: os._exit(1)"
     )

@@ -27,10 +27,9 @@ from tests.faults.faulty_group import (
 )
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, torchrun
-from trainer.parallel.activity import CurrentActivity
+from trainer.failure.diagnosis import GroupDiagnosis
+from trainer.failure.heartbeat import CurrentActivity, Heartbeat
 from trainer.parallel.ddp import Replicated
-from trainer.parallel.diagnosis import GroupDiagnosis
-from trainer.parallel.heartbeat import Heartbeat
 from trainer.parallel.process_group import ProcessGroup
 
 slow = pytest.mark.slow

@@ -11,9 +11,9 @@ from torch.utils.data._utils import signal_handling
 
 from tests.conftest import ROOT, assert_same_bits, load
 from tests.faults.faulty_group import TINY
-from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.diagnosis import Diagnosis
-from trainer.parallel.errors import EXIT_RESTART
+from trainer.failure.diagnosis import Diagnosis
+from trainer.failure.errors import EXIT_RESTART
+from trainer.failure.heartbeat import CurrentActivity
 
 RUN = [*TINY[:-4], "--save-dir"]  # no checkpoint but at the end of the epochs
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import ROOT, WEIGHTED, launcher
 from tests.helpers.processes import end_session, left_of_session, num_training_ranks
+from trainer.failure.signals import ONE_CTRL_C_S, STOP_SIGNALS, StopRequest
 from trainer.parallel.launch import FOLDER, meeting_folder
-from trainer.parallel.signals import ONE_CTRL_C_S, STOP_SIGNALS, StopRequest
 
 MICRO_BATCHES = 3
 """Forwards of a step on each process."""

@@ -14,8 +14,8 @@ from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.parse import parse
 from trainer.commands.several import choose_slots
+from trainer.failure.signals import StopRequest
 from trainer.flags import DeviceFlags
-from trainer.parallel.signals import StopRequest
 
 SCORED = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--epochs", 1, *EXACT]
 SHORT = ["--task", WEIGHTED, "--num-train", 96, "--steps", 1, "--settling-steps", 1, "--num-threads", 1]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
 from trainer.common.errors import UserError
-from trainer.parallel.signals import LeftAtOnce
+from trainer.failure.signals import LeftAtOnce
 
 FAULTY_BATCH = 3
 

@@ -1,12 +1,34 @@
-"""What the rank variables may say, and the message about each that contradicts itself or the command line."""
+"""What the variables of torchrun, srun and mpirun may say, and messages about what contradicts itself."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.conftest import TINY, contents
+from tests.conftest import ROOT, TINY, contents
+from tests.helpers.processes import free_port
 from trainer.flags import MultiDeviceFlags
-from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
+from trainer.parallel.environment import (
+    RankEnvironment,
+    first_host,
+    is_launched,
+    one_process_problems,
+    read_rank_environment,
+)
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+# As SLURM 22.05 sets them in a step of two tasks on one node, and Open MPI 4.
+SRUN = {
+    "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "3029401601",
+}  # fmt: skip
+# In the batch script itself, where one process is started that starts the others.
+BATCH = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
 
 def ddp(**flags):
@@ -98,3 +120,89 @@ def test_nobody_else_comes(refused, tmp_path, monkeypatch):
         ["rank 1 of 2 could not meet the others at 127.0.0.1:1 within --dist-timeout-s 1"], *args, several_devices=True
     )
     assert not contents(tmp_path)
+
+
+# --- srun and mpirun ---------------------------------------------------------------------------------------------
+
+
+def of_rank(variables, rank):
+    return {name: value.format(rank=rank) for name, value in variables.items()}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("vm", "vm"), ("a1,a2", "a1"), ("node[03-07,9],other", "node03"), ("n[1,4]-ib,x", "n1-ib"), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_first_of_a_list_of_nodes(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_step_of_several_nodes_meets_on_the_first():
+    variables = of_rank(SRUN, 1) | {"SLURM_STEP_NODELIST": "node[03-04]", "SLURM_LOCALID": "0"}
+    environment, problems = read_rank_environment(variables, ddp())
+    assert not problems
+    assert (environment.rank, environment.world_size, environment.local_rank) == (1, 2, 0)
+    assert environment.init_method.startswith("tcp://node03:2")
+    assert not environment.is_self_launched
+    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert read_rank_environment(variables | given, ddp())[0].init_method == "tcp://10.0.0.1:29500"
+    another = read_rank_environment(variables | {"SLURM_STEP_ID": "1"}, ddp())[0]
+    assert another.init_method != environment.init_method
+
+
+@pytest.mark.parametrize("variables", [{}, BATCH, of_rank(SRUN, 0) | {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_process_that_is_not_one_of_several_starts_its_own(variables):
+    assert read_rank_environment(variables, ddp()) == (None, [])
+    assert not is_launched(variables)
+
+
+def test_what_torchrun_says_goes_first():
+    own = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    assert read_rank_environment(of_rank(SRUN, 0) | own, ddp()) == (RankEnvironment(1, 2), [])
+
+
+@pytest.mark.parametrize(
+    ("variables", "parts"),
+    [
+        (
+            {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"},
+            ["SLURM_STEP_NUM_TASKS=2: srun has started", "do not tell MASTER_ADDR; use: srun ", "RANK=$SLURM_PROCID"],
+        ),
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            ["OMPI_COMM_WORLD_SIZE=2: mpirun has started", "do not tell MASTER_ADDR; use: mpirun "],
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_SIZE=2: mpiexec has started", "RANK=$PMI_RANK"]),
+        (SRUN | {"SLURM_PROCID": "7"}, ["RANK=7 must be below WORLD_SIZE=2"]),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "many"}, ["WORLD_SIZE=many: must be a whole number"]),
+    ],
+)
+def test_variables_that_do_not_tell_enough_are_refused(variables, parts, refused, tmp_path, monkeypatch):
+    for name, value in of_rank(variables, 0).items():
+        monkeypatch.setenv(name, value)
+    (message,) = read_rank_environment(of_rank(variables, 0), ddp())[1]
+    assert all(part in message for part in parts), message
+    refused(parts[:1], *TINY, "--multi-gpu", "ddp", "--save-dir", tmp_path / "run", several_devices=True)
+    assert not contents(tmp_path)
+
+
+@pytest.mark.parametrize("variables", [SRUN, pytest.param(MPIRUN, marks=pytest.mark.slow)], ids=["srun", "mpirun"])
+def test_two_processes_train_together(variables, tmp_path, environment):
+    arguments = [*TINY, "--multi-gpu", "ddp", "--device", "cpu", "--save-dir", tmp_path / "run"]
+    port = str(free_port())  # that of the job may be in use on the machine of the tests
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "main_multi_gpu.py", *map(str, arguments)],
+            cwd=ROOT,
+            env=environment | of_rank(variables, rank) | {"MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["world_size"] == 2

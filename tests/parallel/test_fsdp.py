@@ -20,8 +20,8 @@ from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loop.precision import Precision
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded, built_as_outline, meta_state_of, refuse_what_cannot_be_cut
-from trainer.parallel.meta_state import with_shapes_of
 from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.shards import with_shapes_of
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]

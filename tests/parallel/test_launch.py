@@ -25,10 +25,10 @@ from tests.helpers.processes import (
     num_training_ranks,
     session_members,
 )
+from trainer.failure.errors import EXIT_RESTART
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel import launch as launching
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_RESTART
 from trainer.parallel.process_group import ProcessGroup
 
 # Three steps of 10, 10 and 4 samples.

@@ -11,11 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import ROOT
 from tests.helpers import forks
+from trainer.failure.heartbeat import EXCHANGE
 from trainer.logs.run_log import SilentLog
 from trainer.loop import rank_times
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, SENT, RankTimes, slow_ranks
-from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.group import Group
 
 RUN = [

@@ -11,9 +11,9 @@ import torch
 from tests.parallel.test_launch import free_port
 from tests.profiling.conftest import CPU, TORCHRUN
 from trainer.common.errors import UserError
+from trainer.failure.errors import Failure
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import Failure
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy

@@ -13,7 +13,7 @@ from tasks.tabular import SHIPPED
 from tasks.tabular_classifier import TabularClassifier
 from tests.helpers.one_thread import on_one_thread
 from trainer.common.errors import UserError
-from trainer.parallel.signals import StopRequest
+from trainer.failure.signals import StopRequest
 
 
 @pytest.fixture(scope="module", autouse=True)

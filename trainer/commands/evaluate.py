@@ -16,6 +16,7 @@ from trainer.commands.build import assemble_run, describe_run, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.commands.resume import Changes
 from trainer.commands.weights import CPU, find_run, trained_objective, use_weights
+from trainer.failure.signals import StopRequest
 from trainer.logs.console import say
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
@@ -23,7 +24,6 @@ from trainer.loop.evaluate import evaluate, log_pictures, metrics_of, validate
 from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
-from trainer.parallel.signals import StopRequest
 from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Task
 

@@ -29,12 +29,12 @@ from trainer.common.errors import UserError
 from trainer.common.files import with_nan, without_nan
 from trainer.common.process import to_stderr
 from trainer.config import refuse, shown
+from trainer.failure.signals import StopRequest
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
 from trainer.parallel.devices import num_cores, pick_device
 from trainer.parallel.launch import Launcher, exit_status
-from trainer.parallel.signals import StopRequest
 from trainer.task import Task
 
 SUMMARY = "summary.json"

@@ -20,6 +20,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, refusing_disk_errors
+from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.logs.console import say
 from trainer.loop.memory import MEMORY
@@ -30,7 +31,6 @@ from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.device_queue import queue_of
 from trainer.parallel.environment import torchrun_agent
-from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 

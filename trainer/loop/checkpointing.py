@@ -17,7 +17,7 @@ from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.group import Group
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
-from trainer.parallel.parts import local_shards
+from trainer.parallel.shards import local_shards
 from trainer.parallel.strategy import Strategy
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -23,7 +23,7 @@ from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
 from trainer.loop.totals import require_sums, training_forward
 from trainer.parallel.group import Group
 from trainer.parallel.module_state import Change, leaving_no_trace
-from trainer.parallel.parts import is_sharded
+from trainer.parallel.shards import is_sharded
 from trainer.parallel.strategy import Strategy
 from trainer.task import PerSample, Task, validation_sets
 

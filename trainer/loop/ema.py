@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import foreach_add_, foreach_mul_, foreach_sub
-from trainer.parallel.parts import local_shards
+from trainer.parallel.shards import local_shards
 
 
 class ExponentialMovingAverage:

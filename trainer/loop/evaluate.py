@@ -20,7 +20,7 @@ from trainer.loop.run import Run
 from trainer.loop.totals import PerSampleOutputs, Totals, without_counting
 from trainer.loop.windows import agree_ahead, evaluation_batches
 from trainer.parallel.group import Group
-from trainer.parallel.parts import is_sharded
+from trainer.parallel.shards import is_sharded
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Picture, Sums, Task, validation_sets
 

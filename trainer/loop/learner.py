@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
-from trainer.parallel.parts import is_sharded, local_shards
+from trainer.parallel.shards import is_sharded, local_shards
 from trainer.task import Objective
 
 

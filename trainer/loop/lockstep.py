@@ -14,7 +14,7 @@ from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.device_queue import queue_of
 from trainer.parallel.module_state import persistent_buffers
-from trainer.parallel.parts import local_shards
+from trainer.parallel.shards import local_shards
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4

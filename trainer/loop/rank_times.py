@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.failure.heartbeat import EXCHANGE, ignore_border
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.activity import EXCHANGE, ignore_border
 from trainer.parallel.device_queue import queue_of
 from trainer.parallel.group import Group
 

@@ -23,13 +23,13 @@ from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
 from trainer.common.errors import DiskError, UnfitState, UserError, reason
 from trainer.common.process import to_stdout
+from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_RESTART, Failure, print_error
 from trainer.loop.checkpointing import Outline, diverged, refuse_another_model, state_of
 from trainer.loop.learner import Learner
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.watch import Log, Place, StepRecord, Watch
 from trainer.parallel.device_queue import DeviceQueue
-from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_RESTART, Failure, print_error
 from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0

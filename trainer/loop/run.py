@@ -9,6 +9,7 @@ import torch
 
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
+from trainer.failure.signals import StopRequest
 from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
@@ -18,7 +19,6 @@ from trainer.loop.progress import Progress
 from trainer.loop.schedule import LearningRate
 from trainer.loop.watch import Watch
 from trainer.parallel.group import Group
-from trainer.parallel.signals import StopRequest
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 

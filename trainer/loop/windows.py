@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, tee
 from typing import NamedTuple, TypeVar
 
+from trainer.failure.signals import StopRequest
 from trainer.loading.batches import BatchLoader, WeightedBatch, weighted
 from trainer.loading.order import SampleKeys, evaluation_keys, split_global_batch
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.plan import Plan, PlannedStep
 from trainer.loop.progress import Progress
 from trainer.parallel.group import Group
-from trainer.parallel.signals import StopRequest
 
 
 class StopRequested(Exception):

@@ -16,12 +16,12 @@ from trainer.common.torch_private import (
     leave_buffers_alone,
     rebuild_buckets,
 )
-from trainer.parallel.activity import EXCHANGE
+from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.devices import device_label
 from trainer.parallel.flat_gradients import FlatGradients
-from trainer.parallel.meta_state import empty_like, mapped, with_shapes_of
 from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.shards import empty_like, mapped, with_shapes_of
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, sparse_parameters
 

@@ -22,11 +22,11 @@ from torch.jit import RecursiveScriptModule
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import TorchDispatchMode, has_hooks, make_outermost, set_timeout, tree_flatten
-from trainer.parallel.activity import EXCHANGE
+from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.left_out import LeftOut
-from trainer.parallel.meta_state import mapped
 from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.shards import mapped
 from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.process import own_name
-from trainer.parallel.activity import CurrentActivity
+from trainer.failure.diagnosis import Diagnosis
+from trainer.failure.errors import EXIT_BAD_INPUT, Failure, print_refusal
+from trainer.failure.heartbeat import CurrentActivity
 from trainer.parallel.devices import device_label
-from trainer.parallel.diagnosis import Diagnosis
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.parallel.meeting import refuse_differences
 
 T = TypeVar("T")

@@ -22,12 +22,12 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from trainer.common.process import to_stderr
+from trainer.failure.diagnosis import GOES_ON
+from trainer.failure.errors import EXIT_RESTART
+from trainer.failure.signals import STOP_SIGNALS, StopRequest, exit_quickly
 from trainer.flags import MultiDeviceFlags
 from trainer.parallel.devices import usable_gpus
-from trainer.parallel.diagnosis import GOES_ON
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_RESTART
-from trainer.parallel.signals import STOP_SIGNALS, StopRequest, exit_quickly
 
 GRACE_PERIOD_S = 10
 SAVES_WITHIN_S = 30

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.parallel.meta_state import mapped
-from trainer.parallel.parts import is_sharded
+from trainer.parallel.shards import is_sharded, mapped
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}

@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.common.errors import UserError, reason
+from trainer.failure.diagnosis import GroupDiagnosis
+from trainer.failure.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
+from trainer.failure.heartbeat import EXCHANGE, HeartbeatMonitor, Neighbours, process_space
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.parallel.activity import EXCHANGE
 from trainer.parallel.devices import usable_gpus
-from trainer.parallel.diagnosis import GroupDiagnosis
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.parallel.group import Group, result_or_refusal
-from trainer.parallel.heartbeat import HeartbeatMonitor
 from trainer.parallel.meeting import ALIKE, join, within
-from trainer.parallel.neighbours import Neighbours, process_space
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ import torch
 
 from trainer.common import forms
 from trainer.config import FlagGroup, flag
+from trainer.failure.signals import STOP_SIGNALS
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.ddp import Replicated
 from trainer.parallel.devices import usable_gpus
@@ -30,7 +31,6 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group
 from trainer.parallel.launch import num_processes
 from trainer.parallel.process_group import ProcessGroup
-from trainer.parallel.signals import STOP_SIGNALS
 from trainer.parallel.strategy import Strategy
 from trainer.profiling.machine import Finding, of_this_machine
 from trainer.profiling.meters import LARGE_BYTES, small_and_large_sum_s

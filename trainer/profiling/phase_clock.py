@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.failure.heartbeat import EXCHANGE, CurrentActivity
 from trainer.loop import memory
 from trainer.loop.run import Run
-from trainer.parallel.activity import EXCHANGE, CurrentActivity
 from trainer.profiling.meters import ms_between, now
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"

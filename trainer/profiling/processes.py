@@ -18,12 +18,12 @@ from trainer.commands.parse import parse
 from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup
+from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESTART, Failure, print_refusal
+from trainer.failure.signals import leave_at_once
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESTART, Failure, print_refusal
 from trainer.parallel.group import Group
 from trainer.parallel.launch import launch
-from trainer.parallel.signals import leave_at_once
 from trainer.parallel.strategy import Strategy
 from trainer.registry import Registry, hand_in, workloads
 

@@ -1,21 +1,26 @@
-"""Heartbeats: what each process of a run is doing, for the others to read when one of them fails or does not come.
+"""What each process of a run is doing, and whether it lives, for the others to learn when one fails or does not come.
 
-They go through the store at which the processes met, which works when their collectives do not.
+Heartbeats go through the store at which the processes met, which works when their collectives do not.
 """
 
 import itertools
 import json
+import os
+import select
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 
-from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.errors import Failure, exit_at_once
-from trainer.parallel.neighbours import Neighbours
+from trainer.common.process import boot_of_kernel
+from trainer.failure.errors import Failure, exit_at_once
+
+EXCHANGE = "the exchange with the other ranks"
 
 TICK_S = 0.5
 TICKS_PER_BEAT = 10
@@ -25,6 +30,37 @@ REPORT_WITHIN_S = 18.0
 LEAVE_WITHIN_S = 5.0
 
 PING, NUM_REPORTERS, END_REPORT = "ping", "number of reporters", "end report"
+ABORTS_WITHIN_S = 0.5
+
+
+def ignore_border(name: str) -> None:
+    """What `CurrentActivity.on_border` is where nobody measures."""
+
+
+class CurrentActivity:
+    """Set by the training thread and read by another one; plain attributes, so that a step hardly notices.
+
+    step: the optimizer step under way, from 1; 0 before the first. name: a noun, such as "forward". since: when it was
+    entered, on the monotonic clock. number: activities entered so far; every process of a run enters the same ones in
+    turn, so the least number is the one that is late.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.name = "start-up"
+        self.since = time.monotonic()
+        self.number = 0
+        self.on_border: Callable[[str], None] = ignore_border
+        """Called where one begins, and where within a backward this process begins to wait for others, or ends."""
+
+    def enter(self, name: str) -> None:
+        self.name = name
+        self.since = time.monotonic()
+        self.number += 1
+        self.on_border(name)
+
+    def __str__(self) -> str:
+        return f"{self.name} at optimizer step {self.step}" if self.step else self.name
 
 
 @dataclass(frozen=True)
@@ -49,7 +85,7 @@ class HeartbeatMonitor:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, activity: CurrentActivity, neighbours: Neighbours
+        self, store: dist.Store, rank: int, world_size: int, activity: CurrentActivity, neighbours: "Neighbours"
     ) -> None:
         self._store = store
         self._rank, self._world_size = rank, world_size
@@ -154,3 +190,58 @@ class HeartbeatMonitor:
         activity = self._activity
         beat = Heartbeat(str(activity), activity.number, time.monotonic() - activity.since, time.time(), is_pinged)
         self._store.set(f"heartbeat {self._rank}", json.dumps(astuple(beat)))
+
+
+# --- processes of this machine -----------------------------------------------------------------------------------
+
+
+def process_space() -> str:
+    """Within which a process id names the same process: this boot of the kernel, and its pid namespace."""
+    try:
+        return f"{boot_of_kernel()}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+class Neighbours:
+    """Holds on to processes while they live, so that no other one with the same id is ever taken for them.
+
+    processes: rank -> process id, within this `process_space`. Where the system has no descriptors of processes, as off
+    Linux, nothing is known of any.
+    """
+
+    def __init__(self, processes: Mapping[int, int]) -> None:
+        self._descriptors: dict[int, int] = {}
+        for rank, process in processes.items():
+            with suppress(OSError, AttributeError):
+                self._descriptors[rank] = os.pidfd_open(process)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether it is known to have ended: then it has let go of its locks."""
+        return self.await_end(rank, 0.0)
+
+    def await_end(self, rank: int, timeout_s: float) -> bool:
+        """Waits until it has ended; False if it is no neighbour, or lives after that time."""
+        if rank not in self._descriptors:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptors[rank], select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
+
+    def end(self, rank: int) -> None:
+        """Ends it if it lives, and if this process may; nothing for one that is no neighbour.
+
+        By SIGABRT, at which a stuck one shows where it is; by SIGKILL, which a stopped one obeys too, if that is not
+        enough.
+        """
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            if rank in self._descriptors and not self.is_gone(rank):
+                with suppress(OSError):
+                    signal.pidfd_send_signal(self._descriptors[rank], number)
+                self.await_end(rank, ABORTS_WITHIN_S)
+
+    def close(self) -> None:
+        """Lets go of them."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()

@@ -1,11 +1,21 @@
-"""Checkpoints as the processes know them that did not read them: the tensors come one by one, where they are loaded."""
+"""Tensors of which this process has a shard, or nothing but the shape."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds a part of it alone."""
+    return hasattr(tensor, "to_local")  # of a DTensor, whose module takes seconds to import
+
+
+def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this process holds of tensors, in the same memory: of sharded ones a part, which may be empty."""
+    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def empty_like(value: Tensor, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
-"""What the processes of a run say to each other through the store at which they met."""
+"""What the processes of a run learn of each other: by the store at which they met, and on one machine by the kernel."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,11 +9,11 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from trainer.parallel import heartbeat
-from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.errors import Failure
-from trainer.parallel.heartbeat import HeartbeatMonitor
-from trainer.parallel.neighbours import Neighbours
+from trainer.failure import heartbeat
+from trainer.failure.errors import Failure
+from trainer.failure.heartbeat import CurrentActivity, HeartbeatMonitor, Neighbours, process_space
+
+needs_descriptors = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs descriptors of processes")
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_for_ever(start, monkeypa
     assert start(Silent(), 0).report_end(lambda: Failure("the sky fell")) is None
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs descriptors of processes")
+@needs_descriptors
 @pytest.mark.parametrize("told_by", [None, "closed 1", heartbeat.END_REPORT])
 def test_a_neighbour_that_ends_without_a_word_is_missed(told_by, start, monkeypatch):
     monkeypatch.setattr(heartbeat, "LEAVE_WITHIN_S", 0.6)
@@ -82,3 +83,61 @@ def test_a_neighbour_that_ends_without_a_word_is_missed(told_by, start, monkeypa
     process.wait()
     time.sleep(2.0)
     assert bool(losses) == (told_by is None)
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def neighbours(sleeper):
+    neighbours = Neighbours({3: sleeper.pid})
+    yield neighbours
+    neighbours.close()
+
+
+@needs_descriptors
+def test_one_that_lives_is_not_gone(neighbours):
+    assert not neighbours.is_gone(3)
+    assert not neighbours.await_end(3, 0.05)
+
+
+@needs_descriptors
+def test_one_that_is_stopped_can_be_ended(neighbours, sleeper):
+    sleeper.send_signal(signal.SIGSTOP)
+    assert not neighbours.is_gone(3)
+    neighbours.end(3)
+    assert neighbours.await_end(3, 10)
+    assert sleeper.wait() < 0
+
+
+@needs_descriptors
+def test_its_number_may_be_taken_by_another_one(neighbours, sleeper):
+    """Which is then neither taken for it nor ended."""
+    sleeper.kill()
+    sleeper.wait()
+    assert neighbours.is_gone(3)
+    neighbours.end(3)
+
+
+@needs_descriptors
+def test_of_others_nothing_is_known(neighbours):
+    neighbours.end(0)
+    assert not neighbours.is_gone(0)
+
+
+@needs_descriptors
+def test_one_that_has_ended_before_is_no_neighbour(sleeper):
+    sleeper.kill()
+    sleeper.wait()
+    assert not Neighbours({0: sleeper.pid}).is_gone(0)
+
+
+def test_processes_of_one_namespace_share_a_space():
+    code = "from trainer.failure.heartbeat import process_space; print(process_space())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == process_space()

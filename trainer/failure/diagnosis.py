@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from trainer.common.errors import UserError, message, reason
 from trainer.common.torch_private import raise_for_ended_worker
-from trainer.parallel.activity import CurrentActivity
-from trainer.parallel.errors import (
+from trainer.failure.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -22,8 +21,8 @@ from trainer.parallel.errors import (
     print_error,
     print_refusal,
 )
-from trainer.parallel.heartbeat import BEAT_S, Heartbeat, HeartbeatMonitor
-from trainer.parallel.signals import LeftAtOnce
+from trainer.failure.heartbeat import BEAT_S, CurrentActivity, Heartbeat, HeartbeatMonitor
+from trainer.failure.signals import LeftAtOnce
 
 GOES_ON = "the same command goes on from the last checkpoint"
 GAVE_UP = "Application timeout caused pair closure"
