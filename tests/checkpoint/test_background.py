@@ -3,26 +3,16 @@
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from tests.checkpoint.conftest import state_at
-from tests.conftest import ROOT, WEIGHTED, assert_same_bits, load, read_metrics
 from trainer.checkpoint.background import THREAD_NAME, BackgroundSaver, snapshot, state_bytes
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import Retention
-from trainer.cli import main
-from trainer.common.errors import UserError
-
-ARGV = ["--task", WEIGHTED, "--num-threads", "1", "--device", "cpu", "--lr", "0.01", "--dropout", "0.1"]
-
 
 # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -102,67 +92,6 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
     saver.finish()
     assert steps_on_disk(directory) == [3, 5]
     assert directory.load_best()["step"] == 3
-
-
-def test_at_the_end_a_full_disk_is_an_error(directory, gate):
-    saver = BackgroundSaver(directory.save)
-    gate.refusal = errno.ENOSPC
-    saver.start(moment(1))
-    with pytest.raises(UserError, match=r"checkpoint_1.pth: No space left on device: .* free some space"):
-        saver.finish()
-    assert not [path for path in directory.path.iterdir() if path.suffix in (".tmp", ".pth")]
-
-
-def test_any_other_error_reaches_whoever_waits(directory, gate):
-    saver = BackgroundSaver(directory.save)
-    gate.refusal = errno.EIO
-    saver.start(moment(1))
-    with pytest.raises(UserError, match=r"checkpoint_1.pth: Input/output error"):
-        saver.wait()
-
-
-# --- in a run ----------------------------------------------------------------------------------------------------
-
-
-def test_saving_often_changes_no_bit(tmp_path, signals_restored):
-    for every in (0, 1):
-        argv = [*ARGV, "--epochs", "2", "--save-every-steps", str(every), "--save-dir", str(tmp_path / str(every))]
-        assert main(argv, several_devices=False) == 0
-    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("0", "1")))
-
-
-WIDE = ["--width", "30000", "--epochs", "2", "--batch-size", "50"]
-
-
-def start_wide(directory, environment):
-    return subprocess.Popen(
-        [sys.executable, "main.py", *ARGV, *WIDE, "--save-every-steps", "1", "--save-dir", str(directory)],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-
-
-@pytest.mark.parametrize("num_starts", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_killed_during_the_write_the_one_before_is_the_newest(num_starts, tmp_path, environment, signals_restored):
-    """Real kills, while the temporary file grows; the metrics are as of the checkpoint that is gone on from."""
-    run, num_kills = tmp_path / "run", 0
-    for _ in range(num_starts):
-        promised = set(run.glob("checkpoint_*.pth"))
-        process = start_wide(run, environment)
-        while process.poll() is None:
-            if set(run.glob("checkpoint_*.pth")) - promised and list(run.glob("checkpoint_*.tmp")):
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            time.sleep(0.001)
-        num_kills += process.returncode == -signal.SIGKILL
-    assert num_kills >= 1
-    for name in (run, tmp_path / "unbroken"):
-        argv = [*ARGV, *WIDE, "--save-every-steps", "1", "--save-dir", str(name)]
-        assert main(argv, several_devices=False) == 0
-    assert_same_bits(load(run / "final.pth"), load(tmp_path / "unbroken" / "final.pth"))
-    assert read_metrics(run, "epoch") == read_metrics(tmp_path / "unbroken", "epoch")
 
 
 # --- the copy that is written -------------------------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 import errno
 import os
-import resource
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from tests.checkpoint.conftest import Crash, checkpoints, names, save
-from tests.conftest import ROOT, TINY, WEIGHTED, assert_messages, assert_same_bits, contents, load
+from tests.conftest import TINY, WEIGHTED, contents, load
 from trainer.cli import main
 from trainer.common.errors import UserError
 
@@ -115,18 +112,6 @@ def test_a_name_is_never_overwritten(opened):
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_files_honour_the_umask(opened):
-    old = os.umask(0o027)
-    try:
-        directory, _ = opened()
-        save(directory, 1)
-        directory.write_json("config.json", {})
-    finally:
-        os.umask(old)
-    for path in directory.path.iterdir():
-        assert path.stat().st_mode & 0o777 == 0o640, path
-
-
 # --- weights that are not finite ---------------------------------------------------------------------------------
 
 
@@ -142,33 +127,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, signals_r
     assert not (tmp_path / "results.json").exists()
 
 
-def test_divergence_names_the_epoch_in_which_it_happened(tmp_path, capsys, signals_restored):
-    """101 samples are one step here: step N is epoch N."""
-    argv = ["--task", WEIGHTED, "--epochs", "3", "--lr", "1e30", "--num-threads", "1", "--batch-size", "101"]
-    assert main([*argv, "--save-dir", str(tmp_path)], several_devices=False) == 2
-    message = capsys.readouterr().err
-    step = int(message.split("optimizer step ")[1].split()[0])
-    assert f"(epoch {step})" in message
-
-
 # --- order of writing --------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_is_on_disk_before_its_name(opened, disk_operations):
-    directory, _ = opened()
-    operations, _ = disk_operations
-    path = save(directory, 1)
-    size = path.stat().st_size
-    order = [(kind, *rest) if kind == "rename" or rest[0] != "run" else (kind, "run") for kind, *rest in operations]
-    assert order[0] == ("fsync", "checkpoint_1.tmp", size)
-    assert order[1][:2] == ("fsync", "manifest.tmp")
-    assert order[2:6] == [
-        ("rename", "manifest.tmp", "manifest.json"),
-        ("fsync", "run"),
-        ("rename", "checkpoint_1.tmp", "checkpoint_1.pth"),
-        ("fsync", "run"),
-    ]
-    assert order[6:] == [("rename", "last.link.tmp", "last.pth"), ("rename", "best.link.tmp", "best.pth")]
 
 
 def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp_path, opened, disk_operations):
@@ -234,31 +193,3 @@ def test_folder_that_cannot_be_written_to(place, more, refused, tmp_path):
     directory = tmp_path / place
     refused([f"--save-dir {directory}: "], *TINY, "--save-dir", directory, *more)
     assert contents(tmp_path) == {"file": b"precious"}
-
-
-def test_full_disk_while_saving(train, tmp_path, environment):
-    """Files may not grow beyond 4 KiB: a checkpoint does, the logs do not."""
-    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    for directory in (broken, unbroken):
-        train(directory)
-    before = contents(broken)
-    goes_on = [*TINY, "--epochs", 2, "--save-dir", broken]
-    done = subprocess.run(
-        [sys.executable, "main.py", *map(str, goes_on)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
-    )
-    assert done.returncode == 2, done.stderr
-    assert_messages(done.stderr.splitlines(), f"--save-dir {broken}: cannot write checkpoint_2.pth: File too large")
-    assert "earlier checkpoints are intact" in done.stderr
-    after = contents(broken)
-    for name in ("checkpoint_1.pth", "last.pth", "best.pth", "manifest.json"):
-        assert after[name] == before[name]
-    assert not [name for name in after if name.endswith(".tmp")]
-    train(broken, "--epochs", 2)
-    train(unbroken, "--epochs", 2)
-    assert_same_bits(load(broken / "final.pth"), load(unbroken / "final.pth"))

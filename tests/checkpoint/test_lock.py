@@ -397,12 +397,3 @@ def test_frozen_machines_never_save_beside_another(num_races, seconds, tmp_path)
         totals.update(takings=takings, freezings=freezings)
     print(dict(totals))
     assert totals["takings"] > 1 and totals["freezings"] > 0
-
-
-@pytest.mark.slow
-def test_races_tell_where_the_lock_is_not_read(tmp_path):
-    for seed in range(20):
-        twice, *_ = outcome(tmp_path / f"{seed}" / "run", seed, 4, 4.0, "unread")
-        if twice:
-            return
-    raise AssertionError("no race found it")

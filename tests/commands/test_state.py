@@ -128,12 +128,6 @@ def test_failed_by_a_second_ctrl_c(happening, run_here, tmp_path):
     assert (state["state"], state["signal"]) == ("failed", signal.SIGINT)
 
 
-@pytest.mark.slow
-def test_a_kill_leaves_it_running(happening, command, tmp_path):
-    command("main.py", *happening("os.kill(os.getpid(), signal.SIGKILL)"), status=-signal.SIGKILL)
-    assert state_of(tmp_path / "run")["state"] == "running"
-
-
 def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path, monkeypatch):
     monkeypatch.setattr(Lock, "temporary", Lock.temporary)  # so that it is put back
     lock = "__import__('trainer.checkpoint.lock').checkpoint.lock.Lock"

@@ -2,17 +2,13 @@
 
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from errno import EIO
 from functools import partial
 
 import pytest
 
-from tests.conftest import ROOT, load
 from tests.faults.disk import kill_points
 from tests.faults.faulty_group import FAULTY, PROCESS, TRACEBACK, assert_one_message, assert_started_again
 from tests.faults.lives import Life, Recipe, assert_as_unbroken
@@ -181,27 +177,3 @@ def test_a_clock_that_goes_back(forked, environment, unbroken, tmp_path):
     assert life.statuses == [0], job.output
     assert_as_unbroken(life, unbroken(ALONE, 1), same_bits=True)
     assert "-" not in "".join(re.findall(r"[^ ]+ samples/s", job.output))
-
-
-# --- two runs at once --------------------------------------------------------------------------------------------
-
-
-@slow
-def test_two_runs_at_once_in_two_pid_namespaces(environment, tmp_path):
-    """Each is process 1 of its own: one trains, the other is refused and changes nothing."""
-    apart = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
-        pytest.skip("this system does not let a user make namespaces")
-    argv = [*apart, sys.executable, "main.py", *ALONE.argv, "--delay-s", 0.2, "--save-dir", tmp_path / "run"]
-    runs = [
-        subprocess.Popen(
-            list(map(str, argv)), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    outputs = [run.communicate(timeout=600)[0] for run in runs]
-    assert sorted(run.returncode for run in runs) == [0, 2], outputs
-    (error,) = errors_of("\n".join(outputs))
-    assert f"--save-dir {tmp_path / 'run'}: in use by process 1 on " in error, outputs
-    assert load(tmp_path / "run" / "final.pth")["step"] == ALONE.num_steps

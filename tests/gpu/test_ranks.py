@@ -25,7 +25,7 @@ FORMS = {
 
 def run_on_ranks(tmp_path, cache_dir, *argv, form=("ddp",)):
     """Two processes, which must end well."""
-    more = ["--multi-gpu", *form, "--backend", "gloo", "--save-dir", tmp_path / "ranks"]
+    more = ["--multi-gpu", *form, "--backend", "gloo", "--lockstep-every", 2, "--save-dir", tmp_path / "ranks"]
     assert run_ranks([*argv, *more, "--cache-dir", cache_dir / "lockstep"], 2, tmp_path / "meeting") == [0, 0]
 
 

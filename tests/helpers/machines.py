@@ -27,17 +27,16 @@ def be_machine(name: str) -> None:
     lock.STALE_S, lock.RENEW_S, lock._LOOK_S = STALE_S, RENEW_S, 0.01
 
 
-def race(folder: Path, seed: int, num_machines: int, seconds: float, mutant: str = "") -> tuple[list[int], int, int]:
+def race(folder: Path, seed: int, num_machines: int, seconds: float) -> tuple[list[int], int, int]:
     """Machines take one directory from each other and save there; (steps promised, takings, freezings).
 
-    They are frozen anywhere, and just before a rename. mutant: "unread", the lock is not read before a rename;
-    "unclaimed", the temporary files of others are left to them.
+    They are frozen anywhere, and just before a rename.
     """
     context = multiprocessing.get_context("fork")
     folder.parent.mkdir(parents=True, exist_ok=True)
     promises, takings, freezings = (folder.with_name(f"{folder.name}.{what}") for what in ("saved", "taken", "frozen"))
     until = time.monotonic() + seconds
-    arguments = (folder, seed, until, mutant, (promises, takings, freezings))
+    arguments = (folder, seed, until, (promises, takings, freezings))
     processes = [context.Process(target=_live, args=(f"machine-{i}", *arguments)) for i in range(num_machines)]
     for process in processes:
         process.start()
@@ -57,12 +56,8 @@ def race(folder: Path, seed: int, num_machines: int, seconds: float, mutant: str
     return [int(step) for step in read[0]], len(read[1]), len(read[2])
 
 
-def _live(name: str, folder: Path, seed: int, until: float, mutant: str, notes: tuple[Path, Path, Path]) -> None:
+def _live(name: str, folder: Path, seed: int, until: float, notes: tuple[Path, Path, Path]) -> None:
     be_machine(name)
-    if mutant == "unread":
-        trainer.checkpoint.lock.Lock.require = lambda self: None  # type: ignore[method-assign]
-    elif mutant == "unclaimed":
-        trainer.checkpoint.directory.claim_temporary_files = lambda folder, writer: None
     draw = random.Random(f"{seed} {name}")
     rename = Path.rename
 

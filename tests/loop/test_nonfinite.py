@@ -9,7 +9,6 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
-from torch import nn
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
 from tests.helpers.replicas import ReplicasOnCpu
@@ -17,8 +16,6 @@ from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
 from trainer.loading.order import EpochOrder, Position
 from trainer.logs.run_log import SilentLog
-from trainer.loop.buffers import Buffers
-from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.outcomes import StepOutcomes
 from trainer.loop.plan import PlannedStep, ShuffledOrder
 from trainer.loop.precision import SCALE_FLOOR, Precision
@@ -164,12 +161,6 @@ def test_running_statistics_of_a_skipped_step_are_undone(trained, without_the_ba
     assert_same_run(directory, without_the_batch(more=more), skipped=1)
 
 
-def test_skipping_gives_up_when_nothing_but_bad_batches_comes(trained):
-    _, output, error = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
-    assert output.count("Skipped: ") == 100
-    assert "so were the 100 before it" in error
-
-
 def test_stops_and_starts_do_not_keep_it_from_giving_up(trained, tmp_path):
     directory, _, _ = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
@@ -304,20 +295,6 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_
     assert not any(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
 
 
-def test_found_inf_leaves_everything_to_the_fused_kernel():
-    """How a step is left out where the host does not know the norm, on this machine's own kernel."""
-    weight = torch.ones(5, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    weight.grad = torch.ones(5)
-    optimizer.step()
-    before = [v.clone() for v in (weight.detach(), *optimizer.state[weight].values())]
-    weight.grad = torch.full((5,), math.nan)
-    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
-    optimizer.step()
-    after = [weight.detach(), *optimizer.state[weight].values()]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-
-
 def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)
@@ -365,24 +342,6 @@ def test_a_step_without_gradients_asks_nothing_of_the_scaler():
     assert precision.step([optimizer], [weight], 1.0).applied
 
 
-@pytest.mark.parametrize("without_waiting", [False, True])
-def test_the_average_advances_on_applied_steps_only(without_waiting):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, dtype=torch.float64)
-    average, expected = ExponentialMovingAverage(model, 0.4), ExponentialMovingAverage(model, 0.4)
-    for applied in map(torch.tensor, (True, False, True, False, *[True] * 10)):
-        with torch.no_grad():
-            model.weight.add_(torch.randn_like(model.weight))
-        average.update(applied if without_waiting else bool(applied), "train", list(model.parameters()))
-        if applied:
-            expected.update(True, "train", list(model.parameters()))
-    states = [{"model": model.state_dict()} for _ in range(2)]
-    for state, each in zip(states, (average, expected), strict=True):
-        each.put_into(state, SingleDevice(torch.device("cpu")).full_weights)
-    assert states[0]["average_updates"] == states[1]["average_updates"] == {"train": 12}
-    torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-14, atol=0)
-
-
 def test_sums_of_steps_that_do_not_count_are_left_out():
     """More than are folded at once, of several shapes and types."""
     totals, expected = Totals(), Totals()
@@ -397,19 +356,6 @@ def test_sums_of_steps_that_do_not_count_are_left_out():
     assert {name: value.tolist() for name, value in totals._sums.items()} == {
         name: value.tolist() for name, value in expected._sums.items()
     }
-
-
-def test_running_statistics_are_undone():
-    norm = nn.BatchNorm1d(2)
-    statistics = Buffers(nn.Sequential(norm))
-    norm(torch.randn(8, 2))
-    good = norm.running_mean.clone()
-    statistics.keep()
-    norm(torch.full((8, 2), math.nan))
-    assert norm.running_mean.isnan().all()
-    statistics.undo_unless(torch.tensor(False))
-    assert torch.equal(norm.running_mean, good)
-    assert int(norm.num_batches_tracked) == 1
 
 
 def record(step, alarm):

@@ -23,29 +23,6 @@ def test_no_warm_up_and_nothing_but_warm_up():
     assert lr_factor(2.5, warmup=5, total=5, floor=0) == 0.5
 
 
-def test_factor_rises_then_falls():
-    curve = [lr_factor(i / 100, 1.5, 10, 0.0) for i in range(1001)]
-    peak = curve.index(max(curve))
-    assert curve[: peak + 1] == sorted(curve[: peak + 1])
-    assert curve[peak:] == sorted(curve[peak:], reverse=True)
-    assert all(math.isfinite(value) and 0 <= value <= 1 for value in curve)
-
-
-def test_learning_rate_runs_between_peak_and_floor():
-    rate = LearningRate(peak=0.4, floor=0.1, warmup=0, total=2)
-    assert rate.at(0) == pytest.approx(0.4)
-    assert rate.at(2) == pytest.approx(0.1)
-
-
-def test_schedules_after_warm_up():
-    """Warm-up is the first of ten epochs; wsd comes down over the last two."""
-    at = {name: [lr_factor(p, 1, 10, 0.2, name) for p in (0.5, 1, 5.5, 8, 8.5, 10)] for name in SCHEDULES}
-    assert at["constant"] == [0.5, 1, 1, 1, 1, 1]
-    assert at["linear"] == pytest.approx([0.5, 1, 0.6, 1 - 0.8 * 7 / 9, 1 - 0.8 * 7.5 / 9, 0.2])
-    assert at["wsd"] == pytest.approx([0.5, 1, 1, 1, 0.6, 0.2])
-    assert at["cosine"] == [lr_factor(p, 1, 10, 0.2) for p in (0.5, 1, 5.5, 8, 8.5, 10)]
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1.5, 9, 10])
 def test_every_schedule_rises_then_falls(schedule, warmup):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import assert_same_bits, largest_difference
+from tests.conftest import largest_difference
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.parallel.data_parallel import DataParallel
 from trainer.parallel.strategy import SingleDevice
@@ -33,9 +33,3 @@ def test_real_data_parallel_equals_one_gpu(tmp_path):
     one, _ = trained(SingleDevice(torch.device("cuda", 0)), tmp_path / "one", *same_batch)
     two, _ = trained(DataParallel([torch.device("cuda", i) for i in (0, 1)]), tmp_path / "two", *same_batch)
     assert largest_difference(one, two) < 1e-9
-
-
-def test_double_on_one_replica_is_the_identity(tmp_path):
-    one, _ = trained(SingleDevice(torch.device("cpu")), tmp_path / "one")
-    same, _ = trained(ReplicasOnCpu(1), tmp_path / "same")
-    assert_same_bits({"model": one["model"]}, {"model": same["model"]})

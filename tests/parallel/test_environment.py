@@ -74,24 +74,6 @@ def test_contradicting_rank_variables_are_named(changes, local_rank, message):
 # --- as a command line -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variables", "parts"),
-    [
-        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1", ["RANK=2 must be below WORLD_SIZE=2"]),
-        ("RANK=0 WORLD_SIZE=two MASTER_ADDR=127.0.0.1 MASTER_PORT=1", ["WORLD_SIZE=two"]),
-        (
-            "RANK=0",
-            ["WORLD_SIZE is not set", "MASTER_ADDR is not set", "MASTER_PORT is not set"],
-        ),
-    ],
-)
-def test_rank_variables_that_contradict_themselves(variables, parts, refused, tmp_path, monkeypatch):
-    for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
-    refused(parts, *TINY, "--multi-gpu", "ddp", "--save-dir", tmp_path / "run", several_devices=True)
-    assert not contents(tmp_path)
-
-
 def test_launcher_of_several_processes_for_a_run_of_one(refused, tmp_path, monkeypatch):
     """`torchrun --nproc_per_node=2 main.py`"""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
