@@ -269,7 +269,7 @@ def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp
     for write in (lambda: old.save(state_at(3)), lambda: old.write_json("state.json", {}), old.mark_final):
         with pytest.raises(LockTaken, match=f"was taken over by {who} while this one gave no sign of life"):
             write()
-    assert old.is_lost and not new.is_lost
+    assert old.lock.is_lost and not new.lock.is_lost
     old.release()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     new.save(state_at(4))
