@@ -1,6 +1,7 @@
 """Loggers of a user's own: told everything, in order; and whatever they do, it is not the run's business."""
 
 import errno
+import importlib
 import json
 import subprocess
 import sys
@@ -292,8 +293,8 @@ def test_mistakes_are_shown_with_those_of_other_flags(refused, tmp_path):
     refused(parts, *TINY, "--save-dir", tmp_path / "run", "--logger", "x", "no.py:A", "--lr", 0)
 
 
-def test_what_stands_beside_it_does_not_hide_what_others_import(refused, tmp_path):
+def test_what_stands_beside_it_does_not_hide_what_others_import(run_here, tmp_path):
     """A file that is named like a library is told apart from it."""
-    (tmp_path / "tensorboard.py").write_text("")
-    refused(["another module named tensorboard"], *TINY, "--save-dir", tmp_path / "run", "--logger",
-            f"{tmp_path / 'tensorboard.py'}:Mine")  # fmt: skip
+    (tmp_path / "tensorboard.py").write_text(FILE.read_text())
+    run_here(*TINY, "--save-dir", tmp_path / "run", "--logger", f"{tmp_path / 'tensorboard.py'}:Recording")
+    assert importlib.import_module("tensorboard").__file__ != str(tmp_path / "tensorboard.py")

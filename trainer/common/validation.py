@@ -1,13 +1,21 @@
 """Texts, paths and classes that a user gives."""
 
-import importlib
+import importlib.util
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
+
+_put_first: list[str] = []
+"""Folders of classes at the beginning of `sys.path`."""
 
 
 def checked_path(text: str) -> Path:
@@ -76,17 +84,54 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
     return path, class_name
 
 
-def _import_file(path: Path, given: str, comes_first: bool) -> object:
-    """Imports a file as a module of its own name, so that data-loading processes find it again by that name."""
-    folder = str(path.parent.resolve())
+def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
+    """The file as a module; where another one has its name already, that one stays what others import."""
+    path = path.resolve()
+    folder = str(path.parent)
     if comes_first and sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
+        _put_first.append(folder)
     elif folder not in sys.path:
         sys.path.append(folder)
     try:
-        module = importlib.import_module(path.stem)
+        name = _module_name(path)
+        return sys.modules[name] if name in sys.modules else _execute(path, name)
     except (ImportError, SyntaxError, SystemExit) as error:
         raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
-    if Path(getattr(module, "__file__", None) or "").resolve() != path.resolve():
-        raise UserError(f"{given}: there is another module named {path.stem}; rename the file")
+
+
+def _module_name(path: Path) -> str:
+    """The name by which Python finds the file, if it does; otherwise one made of its whole path."""
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(path.stem)
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+            return path.stem
+    return "file" + re.sub(r"\W", "_", str(path))
+
+
+def _execute(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, str(path)))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+@contextmanager
+def without_folders_of_classes() -> Iterator[None]:
+    """Within it the folders that `find_class` has put first are not on Python's path.
+
+    A process that starts then imports the trainer and its libraries before anything of the user can hide them.
+    """
+    path = list(sys.path)
+    for folder in _put_first:
+        with suppress(ValueError):  # someone has taken it off
+            sys.path.remove(folder)
+    try:
+        yield
+    finally:
+        sys.path[:] = path

@@ -22,6 +22,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from trainer.common.process import to_stderr
+from trainer.common.validation import without_folders_of_classes
 from trainer.failure.diagnosis import GOES_ON
 from trainer.failure.errors import EXIT_RESTART
 from trainer.failure.signals import STOP_SIGNALS, StopRequest, exit_quickly
@@ -90,7 +91,8 @@ class Launcher:
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            process.start()
+            with without_folders_of_classes():
+                process.start()
             self.running.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
