@@ -13,6 +13,7 @@ import pytest
 
 from data import files as module
 from data.files import DataFile, Source, shown, source_at
+from tests.helpers.archives import zipped
 from trainer.common.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -33,10 +34,7 @@ def write_folder(path: Path, members: dict[str, bytes]) -> Path:
 
 def write_zip(path: Path, members: dict[str, bytes]) -> Path:
     path = path.with_suffix(".zip")
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a/", b"")
-        for name, content in members.items():
-            archive.writestr(name, content)
+    path.write_bytes(zipped({"a/": b"", **members}))
     return path
 
 

@@ -4,12 +4,10 @@ import gzip
 import os
 import resource
 import shutil
-import tarfile
 import threading
 import time
 import tracemalloc
 import zipfile
-from io import BytesIO
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from data.tabular.reader import read_table
 from models.speech.language_model import read_arpa
 from tests.checkpoint.conftest import state_at
 from tests.conftest import TINY, load
+from tests.helpers.archives import tarred, zipped
 from trainer.checkpoint.file import read_checkpoint
 from trainer.common.errors import UserError
 
@@ -225,22 +224,6 @@ def test_views_of_one_tensor_are_no_more_than_their_file(tmp_path):
 # --- members of archives -----------------------------------------------------------------------------------------
 
 
-def zipped(content):
-    file = BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("train.txt", content)
-    return file.getvalue()
-
-
-def tarred(content, name="train.txt"):
-    file = BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as archive:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        archive.addfile(member, BytesIO(content))
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "gz in tar.gz", "folder"])
 def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(data.files, "MOST_WHOLE", 1 << 20)
@@ -249,10 +232,10 @@ def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
         (tmp_path / "train.txt.gz").write_bytes(gzip.compress(content))
         source = data.files.Folder(tmp_path)
     elif kind == "zip":
-        (tmp_path / "x.zip").write_bytes(zipped(content))
+        (tmp_path / "x.zip").write_bytes(zipped({"train.txt": content}))
         source = Zip(tmp_path / "x.zip")
     else:
-        packed = tarred(gzip.compress(content), "train.txt.gz") if "gz in" in kind else tarred(content)
+        packed = tarred({"train.txt.gz": gzip.compress(content)} if "gz in" in kind else {"train.txt": content})
         (tmp_path / "x.tar.gz").write_bytes(packed)
         source = TarGz(tmp_path / "x.tar.gz")
     with pytest.raises(UserError, match="is larger than 1 MiB, the most that is read of such a file"):
@@ -263,20 +246,9 @@ def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
 
 def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
     monkeypatch.setattr(data.speech.sources, "MOST_SOUND", 1 << 20)
-    for name in ("x.zip", "x.tar"):
-        file = BytesIO()
-        content = bytes((1 << 20) + 1)
-        if name == "x.zip":
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr("a.wav", content)
-                archive.writestr("a.txt", "zero")
-        else:
-            with tarfile.open(fileobj=file, mode="w") as archive:
-                for member_name, member_content in {"a.wav": content, "a.txt": b"zero"}.items():
-                    member = tarfile.TarInfo(member_name)
-                    member.size = len(member_content)
-                    archive.addfile(member, BytesIO(member_content))
-        (tmp_path / name).write_bytes(file.getvalue())
+    for name in ("x.zip", "x.tar.gz"):
+        pack = zipped if name == "x.zip" else tarred
+        (tmp_path / name).write_bytes(pack({"a.wav": bytes((1 << 20) + 1), "a.txt": b"zero"}))
         with pytest.raises(UserError, match="is larger than 1 MiB"):
             load_corpus(tmp_path / name, tmp_path, unreadable="refuse")
 

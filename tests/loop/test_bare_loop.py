@@ -20,6 +20,7 @@ from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.token_task import NUM_TRAIN, Classifier, Samples
+from tests.helpers.weights import difference
 from trainer.cli import main
 from trainer.loading.order import EpochOrder
 from trainer.parallel.launch import launch
@@ -182,11 +183,6 @@ def learnt(case, bad_sample=-1):
             found.average = [decay * a + (1 - decay) * p.detach() for a, p in zip(found.average, params, strict=True)]
             num_updates += 1
     return found
-
-
-def difference(weights, expected):
-    assert weights.keys() == expected.keys()
-    return max(float((weights[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
 # --- the same by the trainer -------------------------------------------------------------------------------------

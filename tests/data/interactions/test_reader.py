@@ -1,9 +1,7 @@
 """Interactions: every form of a file, every mistake in it, the order in time, the k-core, the cache."""
 
 import gzip
-import io
 import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from data.interactions import table as module
 from data.interactions.columns import ColumnChoice
 from data.interactions.reader import Interactions, load_interactions
-from tests.helpers.tar_archives import tarred
+from tests.helpers.archives import tarred, zipped
 from trainer.common.errors import UserError
 
 # User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
@@ -102,8 +100,8 @@ def test_one_log_in_any_spelling_is_read_as_the_same(load, form, draw) -> None:
         line = separator.join(str(values[role]) for role in order)
         lines += [line] * rng.integers(1, 3)
     content = ["", "\ufeff"][rng.integers(2)] + rng.choice(["\n", "\r\n"]).join([*lines, ""])
-    zipped = gzip.compress if rng.random() < 0.3 else bytes
-    interactions = load(zipped(content.encode()), f"log.csv{'.gz' * (zipped is gzip.compress)}")
+    packed = gzip.compress if rng.random() < 0.3 else bytes
+    interactions = load(packed(content.encode()), f"log.csv{'.gz' * (packed is gzip.compress)}")
     ordered = sorted(DAYS, key=lambda line: (line[0], line[2]))
     assert interactions.items.tolist() == [item for _, item, _ in ordered]  # items 1, 2, ... all occur
     assert interactions.times.tolist() == [86400 * day for _, _, day in ordered]
@@ -285,14 +283,6 @@ def test_equal_times_keep_the_order_of_the_file(load) -> None:
     interactions = load("user item time\n" + "".join(f"{u} {i} {t}\n" for u, i, t in lines))
     expected = [[i for u, i, t in sorted(lines, key=lambda line: line[2]) if u == user] for user in range(5)]
     assert by_user(interactions, interactions.items) == expected
-
-
-def zipped(members: dict[str, str | bytes]) -> bytes:
-    memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return memory.getvalue()
 
 
 def test_gzip(load) -> None:

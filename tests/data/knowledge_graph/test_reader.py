@@ -3,7 +3,6 @@
 import gzip
 import io
 import os
-import zipfile
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.numbers import LARGEST_ID
 from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.splits import VAL_STREAM, hold_out
-from tests.helpers.tar_archives import tarred
+from tests.helpers.archives import tarred, zipped
 from trainer.common.errors import UserError
 
 KGAT = {
@@ -48,14 +47,6 @@ def npy(array: np.ndarray) -> bytes:
 
 def encoded(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
-
-
-def zipped(files: dict[str, str]) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, encoded(content))
-    return file.getvalue()
 
 
 @pytest.fixture

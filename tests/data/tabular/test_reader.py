@@ -12,6 +12,7 @@ import pytest
 from data.tabular import reader as module
 from data.tabular.reader import read_table
 from data.tabular.table import Column, Table
+from tests.helpers.archives import zipped
 from trainer.common.errors import UserError
 
 PLAIN = "age,town,y\n31,Rome,a\n42,Oslo,b\n,Rome,a\n"
@@ -189,13 +190,6 @@ def test_arrays_that_are_no_table(read_arrays, arrays, message) -> None:
     assert "\n" not in str(caught.value)
 
 
-def zipped(name: str, content: bytes) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(name, content)
-    return file.getvalue()
-
-
 def test_damaged_arrays(read, tmp_path) -> None:
     np.savez(tmp_path / "whole.npz", X=np.arange(1000.0).reshape(10, 100))
     whole = (tmp_path / "whole.npz").read_bytes()
@@ -205,7 +199,7 @@ def test_damaged_arrays(read, tmp_path) -> None:
     np.save(single, np.zeros(3))
     for content, message in {
         b"": "is no .npz",
-        zipped("X", b"text"): r"is damaged \(X is no array\)",
+        zipped({"X": b"text"}): r"is damaged \(X is no array\)",
         b"text": "is no .npz",
         whole[:500]: "",
         bytes(flipped): "",

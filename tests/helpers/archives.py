@@ -1,12 +1,20 @@
-"""Archives as `tar -czf` makes them."""
+"""Archives as `zip` and `tar -czf` make them, of files by name."""
 
 import io
 import tarfile
+import zipfile
 from collections.abc import Mapping
 
 
+def zipped(members: Mapping[str, str | bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
 def tarred(members: Mapping[str, str | bytes]) -> bytes:
-    """A .tar.gz with these files."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name, content in members.items():
