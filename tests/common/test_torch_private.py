@@ -100,7 +100,7 @@ def test_backward(is_hidden, without):
     weight, seen = torch.ones(2, requires_grad=True), []
     weight.register_hook(lambda _: private.after_first_gradients(lambda: seen.append("queued")))
     weight.register_hook(lambda _: seen.append(private.is_in_backward()))
-    private.run_backward((weight * 2).sum(), torch.tensor(3.0))
+    private.run_backward(((weight * 2).sum(),), (torch.tensor(3.0),))
     assert weight.grad.tolist() == [6.0, 6.0]
     assert seen == [not is_hidden, "queued"] and not private.is_in_backward()
 

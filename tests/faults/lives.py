@@ -98,7 +98,7 @@ class Life:
 def unbroken_life(base: Path, recipe: Recipe, start: StartJob, world_size: int) -> Life:
     life = Life(base / "run", recipe)
     job = life.attempt(start, world_size)
-    assert set(life.statuses) == {0}, job.output
+    assert set(life.statuses) == {0}, f"{life.statuses}:\n{job.output}"
     assert len(life.batches) == recipe.num_steps
     return life
 
@@ -132,7 +132,7 @@ def broken_life(
         job = life.attempt(start, world_size, strike)
         if set(life.statuses) == {0}:
             return life
-        assert life.kills.total() > 0, job.output
+        assert life.kills.total() > 0, f"{life.statuses}:\n{job.output}"
     raise AssertionError(f"not through after {i} attempts")
 
 

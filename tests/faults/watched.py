@@ -120,7 +120,7 @@ def killed_at(base, point, forked, mutant=None):
     life = Life(base / "run", RECIPE)
     kill_in(life, point, forked, mutant)
     job = life.attempt(partial(forked, prepare=Prepared(mutant)), 1)
-    assert life.statuses == [0], f"{point}\n{job.output}"
+    assert life.statuses == [0], f"{life.statuses} after {point}\n{job.output}"
     return life
 
 
@@ -137,7 +137,7 @@ def restarted_without_power(base, watched, draw, unbroken, forked, mutant=None):
     for name, content in files.items():
         (life.directory / name).write_bytes(content)
     job = life.attempt(partial(forked, prepare=Prepared(mutant)), 1)
-    context = f"after {moment} operations, the last {past[-3:]}, with {sorted(files)}:\n{job.output}"
+    context = f"{life.statuses} after {moment} operations, the last {past[-3:]}, with {sorted(files)}:\n{job.output}"
     assert life.statuses == [0], context
     promised = max((op.detail for op in past if op.kind == "saved"), default=watched.step)
     first = RECIPE.num_steps - len(life.batches)

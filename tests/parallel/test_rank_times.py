@@ -16,6 +16,7 @@ from trainer.logs.run_log import SilentLog
 from trainer.loop import rank_times
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import NUM_REPORTS, OWN, REPORT_EVERY, SENT, RankTimes, slow_ranks
+from trainer.parallel import ddp
 from trainer.parallel.group import Group
 
 RUN = [
@@ -32,6 +33,11 @@ def report_often():
     """In a process of its own: the rest of a test's time would be spent on steps."""
     rank_times.REPORT_EVERY = 4
     return lambda: None
+
+
+def report_often_and_overlap():
+    ddp.OVERLAP_BYTES = 0
+    return report_often()
 
 
 @pytest.fixture
@@ -72,10 +78,10 @@ def test_a_rank_that_loads_slowly_is_named(trained, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("width", [16, 20_000])
-def test_a_rank_that_computes_slowly_is_named(phase, width, trained):
-    """By gradients that go directly and by DistributedDataParallel's own exchange, within which the others wait."""
-    assert_named(trained(f"{phase} 0 {LONG}", "--max-steps", 24, "--width", width), 0, phase)
+@pytest.mark.parametrize("prepare", [report_often, report_often_and_overlap])
+def test_a_rank_that_computes_slowly_is_named(phase, prepare, trained):
+    """By gradients that travel after the backward, and by DistributedDataParallel, within which the others wait."""
+    assert_named(trained(f"{phase} 0 {LONG}", "--max-steps", 24, prepare=prepare), 0, phase)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,13 +117,15 @@ class SeesConversions(nn.Module):
 # --- backward and step -------------------------------------------------------------------------------------------
 
 
-def run_backward(loss: Tensor, start: Tensor) -> None:
-    """Does what loss.backward(start) does, without importing sympy for its checks."""
-    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run is None:
-        loss.backward(start)
-    else:
-        run((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+def _run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor], **_: Any) -> None:
+    torch.autograd.backward(tensors, grad_tensors)
+
+
+run_backward: Callable[..., None] = partial(
+    getattr(torch.autograd.graph, "_engine_run_backward", _run_backward),
+    keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True,
+)  # fmt: skip
+"""Does what torch.autograd.backward does with two tuples, without importing sympy for its checks."""
 
 
 def is_in_backward() -> bool:

@@ -33,10 +33,6 @@ PING, NUM_REPORTERS, END_REPORT = "ping", "number of reporters", "end report"
 ABORTS_WITHIN_S = 0.5
 
 
-def ignore_border(name: str) -> None:
-    """What `CurrentActivity.on_border` is where nobody measures."""
-
-
 class CurrentActivity:
     """Set by the training thread and read by another one; plain attributes, so that a step hardly notices.
 
@@ -50,14 +46,20 @@ class CurrentActivity:
         self.name = "start-up"
         self.since = time.monotonic()
         self.number = 0
-        self.on_border: Callable[[str], None] = ignore_border
-        """Called where one begins, and where within a backward this process begins to wait for others, or ends."""
+        self.on_border: Callable[[str], None] | None = None
+        """Called where one begins, and where within a backward this process begins to wait for others."""
 
     def enter(self, name: str) -> None:
         self.name = name
         self.since = time.monotonic()
         self.number += 1
-        self.on_border(name)
+        if self.on_border is not None:
+            self.on_border(name)
+
+    def wait_for_others(self) -> None:
+        """Within a backward, which then ends with waiting."""
+        if self.on_border is not None:
+            self.on_border(EXCHANGE)
 
     def __str__(self) -> str:
         return f"{self.name} at optimizer step {self.step}" if self.step else self.name

@@ -84,7 +84,7 @@ class Precision:
         start = self.scaler.scale(coefficient).to(loss.dtype)
         # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
         # with, would take a hundredth of a step of 2 ms.
-        run_backward(loss, start)
+        run_backward((loss,), (start,))
 
     def step(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.failure.heartbeat import EXCHANGE, ignore_border
+from trainer.failure.heartbeat import EXCHANGE
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.device_queue import queue_of
@@ -52,7 +52,7 @@ class RankTimes(Watch):
     def pause(self) -> None:
         if self._is_on:
             self._enter("")
-            self._group.activity.on_border = ignore_border
+            self._group.activity.on_border = None
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         if not self._is_on:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -174,7 +173,7 @@ class Replicated(Distributed):
             gradient_as_bucket_view=True,
             find_unused_parameters=self._finds_unused,
         )
-        wrapped.before_exchange = partial(self.group.activity.on_border, EXCHANGE)
+        wrapped.before_exchange = self.group.activity.wait_for_others
         return wrapped
 
     @torch.no_grad()
