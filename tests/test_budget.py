@@ -13,7 +13,7 @@ LINES_AND_FILES = {
     "loading": (940, 7),
     "logs": (740, 6),
     "loop": (4250, 24),
-    "parallel": (3055, 16),
+    "parallel": (3035, 16),
     "trainer": (2250, 8),
 }
 """Of each room of trainer/ but tasks, estimators and profiling; "trainer" is the files in none."""

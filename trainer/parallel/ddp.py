@@ -163,7 +163,9 @@ class Replicated(Distributed):
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         self._send_buffers_of_main(dict(net.named_buffers()))
         if not self._overlaps:
-            self._send_parameters_of_main(net)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.copy_(self.from_main(parameter))
             return net
         # Its exchange refuses some types of buffers. They are agreed above, and before evaluating and saving.
         leave_buffers_alone(OverlappingExchange, net)
@@ -175,11 +177,6 @@ class Replicated(Distributed):
         )
         wrapped.before_exchange = self.group.activity.wait_for_others
         return wrapped
-
-    @torch.no_grad()
-    def _send_parameters_of_main(self, net: nn.Module) -> None:
-        for parameter in net.parameters():
-            parameter.copy_(self.from_main(parameter))
 
     def build_buckets(self, net: nn.Module) -> None:
         # The next forward would do it, and wait for a rank that finds no room for its batch.

@@ -6,7 +6,7 @@ is a unit or two. Importing this takes seconds, so it is imported where it is us
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -155,7 +155,7 @@ class Sharded(Distributed):
 
     def exchange(self, params: Sequence[Tensor]) -> None:
         """Gradients have travelled after every backward: until then they are as large as the model."""
-        self._left_out.agree(params, self.group.sum)
+        self._left_out.agree(params, self.group)
 
     def global_norm(self, own: Tensor) -> Tensor:
         norms = [torch.empty_like(own) for _ in range(self.shard_size)]
@@ -181,21 +181,8 @@ class Sharded(Distributed):
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
-    def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
-        weights = model.state_dict(keep_vars=True)
-        gathered: dict[Tensor, Tensor] = {}  # a tied one stays one
-        for name, own in weights.items():
-            value = (instead or {}).get(own, own)
-            if value not in gathered:
-                gathered[value] = self._gathered(value.detach())
-            weights[name] = gathered[value]
-        return weights
-
-    def full_moments(self, state: dict[str, Any]) -> dict[str, Any]:
-        return mapped(state, self._gathered)
-
-    def _gathered(self, value: Tensor) -> Tensor:
-        """Whole, in the main process's host memory. One at a time is whole on a device."""
+    def whole(self, value: Tensor) -> Tensor:
+        """In rank 0's host memory. One at a time is whole on a device."""
         if not isinstance(value, DTensor):
             return value
         whole = value.full_tensor()

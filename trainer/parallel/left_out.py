@@ -21,6 +21,8 @@ from trainer.common.torch_private import (
     tree_unflatten,
     unsharded,
 )
+from trainer.failure.heartbeat import EXCHANGE
+from trainer.parallel.group import Group
 from trainer.task import Objective
 
 
@@ -39,6 +41,7 @@ class LeftOut:
         self._in_forward = False
         self._made_to_need_gradient: list[list[bool]] = [[] for _ in blocks]
         self._used: set[Tensor] = set()
+        self._numbers: Callable[[], Sequence[float]] = tuple
         for number, block in enumerate(blocks):
             catch_up = torch.compiler.disable(partial(self._catch_up, number))
             block.register_forward_pre_hook(catch_up, prepend=True, with_kwargs=True)
@@ -54,15 +57,21 @@ class LeftOut:
         """After a backward that is no part of a step."""
         self._used.clear()
 
-    def agree(self, params: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+    def agree(self, params: Sequence[Tensor], group: Group) -> None:
         """After the last backward of a step: a parameter has a gradient where any process had one.
 
-        params: trained in the step. total: the sum over processes of a tensor in host memory.
+        Every process says which ones it has, and only one that lacks a gradient waits for the others to say so.
+
+        params: trained in the step.
         """
-        numbers = total(torch.tensor([float(parameter in self._used) for parameter in params])).tolist()
-        for parameter, number in zip(params, numbers, strict=True):
-            if not number:
-                parameter.grad = None
+        own = [float(parameter in self._used) for parameter in params]
+        self._numbers = group.start_sum(own)  # kept until the next one: no thread of gloo is the last to hold it
+        if all(own):
+            group.activity.enter(EXCHANGE)  # as on a process that waits: all enter the same activities
+        else:
+            for parameter, number in zip(params, self._numbers(), strict=True):
+                if not number:
+                    parameter.grad = None
         self.forget()
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -80,15 +89,9 @@ class LeftOut:
             return None
         due = [*self._until(number), block]
         self._num_done += 1
-        has_gradient = any(
-            isinstance(value, Tensor) and value.requires_grad for value in args
-        )  # the usual case, quickly
-        needs = (
-            not has_gradient
-            and torch.is_grad_enabled()
-            and any(map(_is_trained, due))
-            and not _has_gradient((args, kwargs))
-        )
+        # Of its positional inputs the usual one is seen quickly.
+        has_gradient = any(map(_needs_gradient, args)) or any(map(_needs_gradient, tree_flatten((args, kwargs))[0]))
+        needs = not has_gradient and torch.is_grad_enabled() and any(map(_is_trained, due))
         calls.append(needs)
         if not needs and len(due) == 1:
             return None
@@ -136,8 +139,8 @@ def _is_trained(block: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in block.parameters())
 
 
-def _has_gradient(values: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _needing_gradient(values: Any) -> Any:

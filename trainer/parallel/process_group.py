@@ -136,7 +136,12 @@ class ProcessGroup(Group):
 
         def meet() -> tuple[dist.Store, list[Member]]:
             store = join(environment, timeout_s)
-            self._make_groups(store, backend)
+            timeout, limit = timedelta(seconds=timeout_s), timedelta(seconds=self.device_timeout_s)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the
+            # main process does for all, which may take long.
+            self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+            self._step_group = dist.new_group(backend="gloo", timeout=timeout)
             return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
 
         try:
@@ -146,15 +151,6 @@ class ProcessGroup(Group):
                 f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
                 f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
             ) from None
-
-    def _make_groups(self, store: dist.Store, backend: str) -> None:
-        timeout = timedelta(seconds=self._timeout_s)
-        limit = timedelta(seconds=self.device_timeout_s)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
-        # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the main
-        # process does for all, which may take long.
-        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        self._step_group = dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def device_timeout_s(self) -> float:

@@ -23,6 +23,7 @@ from trainer.parallel.optimizer_states import (
     state_of,
     with_settings_of,
 )
+from trainer.parallel.shards import mapped
 from trainer.task import Objective
 
 T = TypeVar("T")
@@ -190,8 +191,12 @@ class Strategy:
         instead: other tensors for some of its parameters.
         """
         weights = model.state_dict(keep_vars=True)
-        for name, value in weights.items():
-            weights[name] = (instead or {}).get(value, value).detach()
+        found: dict[Tensor, Tensor] = {}  # a tied one stays one
+        for name, own in weights.items():
+            value = (instead or {}).get(own, own)
+            if value not in found:
+                found[value] = self.whole(value.detach())
+            weights[name] = found[value]
         return weights
 
     def full_state(
@@ -201,16 +206,16 @@ class Strategy:
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
-                phase: [self.full_moments(state_of(each)) for each in several] for phase, several in optimizers.items()
+                phase: [mapped(state_of(each), self.whole) for each in several] for phase, several in optimizers.items()
             },
         }
 
-    def full_moments(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of an optimizer, whole on rank 0."""
-        return state
+    def whole(self, value: Tensor) -> Tensor:
+        """A tensor of a state, whole on rank 0. All processes call it."""
+        return value
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What an optimizer of this process takes of `full_moments`."""
+        """What an optimizer of this process takes of its state in a `full_state`."""
         return state
 
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
