@@ -16,12 +16,12 @@ from tests.helpers.weights import difference
 from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.weights import TrainedRun
 from trainer.common.errors import UserError
+from trainer.common.tensors import with_shapes_of
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loop.precision import Precision
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.fsdp import Sharded, built_as_outline, meta_state_of, refuse_what_cannot_be_cut
 from trainer.parallel.process_group import ProcessGroup
-from trainer.parallel.shards import with_shapes_of
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
@@ -391,7 +391,7 @@ def watch_memory():
         return whole
 
     def counting_place(self, build, blocks, complete):
-        seen["before"], seen["is_main"] = live_bytes(), self.is_main
+        seen["before"], seen["is_main"] = live_bytes(), self.group.is_main
         objective = place(self, build, blocks, complete)
         units = [sum(p.numel() * p.itemsize for p in block.parameters()) for block in blocks(objective.model)]
         units.append(sum(p.numel() * p.itemsize for p in objective.parameters()) - sum(units))

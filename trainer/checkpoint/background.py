@@ -1,19 +1,17 @@
 """Saving while training goes on: the state is copied in memory, and a thread of its own writes the copy."""
 
-import copy
 import threading
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.common.errors import DiskError
+from trainer.common.tensors import map_tensors
 
 THREAD_NAME = "save"
-PLAIN_MAPPINGS = (dict, OrderedDict, Counter)
 """Mappings that can be read from a file without executing anything."""
 
 
@@ -42,7 +40,7 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page
             copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copies[key]
 
-    copied = with_tensors_replaced(state, copy_tensor)
+    copied = map_tensors(state, copy_tensor)
     for device in {device for device, *_ in copies}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -59,7 +57,7 @@ def _new_buffer(tensor: Tensor, page_locked: bool) -> Tensor:
 def tensors_of(state: Any) -> list[Tensor]:
     """The tensors of a state; one under two names counts once."""
     found: dict[int, Tensor] = {}
-    with_tensors_replaced(state, lambda tensor: found.setdefault(id(tensor), tensor))
+    map_tensors(state, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
 
 
@@ -71,20 +69,6 @@ def state_bytes(state: Any) -> int:
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors must have in common to be copied into each other's memory."""
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None
-
-
-def with_tensors_replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested mappings, lists and tuples, with another tensor in the place of each."""
-    if isinstance(value, Tensor):
-        return replace(value)
-    if type(value) in PLAIN_MAPPINGS:
-        replaced = copy.copy(value)  # a state dict carries attributes too
-        for name, item in value.items():
-            replaced[name] = with_tensors_replaced(item, replace)
-        return replaced
-    if type(value) in (list, tuple):
-        return type(value)(with_tensors_replaced(item, replace) for item in value)
-    return value.item() if isinstance(value, np.generic) else value
 
 
 class NoRoom(DiskError):

@@ -15,7 +15,6 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.background import with_tensors_replaced
 from trainer.checkpoint.format import (
     FORMAT_VERSION,
     brief,
@@ -30,6 +29,7 @@ from trainer.checkpoint.format import (
 from trainer.checkpoint.manifest import IF_UNREADABLE, MANIFEST, Entry, read_manifest
 from trainer.common.errors import DiskError, UnfitState, UserError, reason
 from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
+from trainer.common.tensors import map_tensors
 from trainer.common.torch_private import sparse_parts
 
 FOLDER_ATTRIBUTE = 0x10
@@ -309,7 +309,7 @@ def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
             return value
         return empty.setdefault(value.dtype, torch.empty(0, dtype=value.dtype))
 
-    outline: dict[str, Any] = with_tensors_replaced(state, outlined)
+    outline: dict[str, Any] = map_tensors(state, outlined)
     return outline
 
 

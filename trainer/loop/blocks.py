@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.common.errors import UserError
 from trainer.common.torch_private import own_buffers, set_up_compiler
 from trainer.flags import BlockFlags
-from trainer.parallel.module_state import (
+from trainer.loop.module_state import (
     ABSENT,
     Change,
     Copies,

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import foreach_copy_, names_not_persistent, own_buffers
-from trainer.parallel.group import Group
-from trainer.parallel.module_state import (
+from trainer.loop.module_state import (
     ABSENT,
     Change,
     Entry,
@@ -21,6 +20,7 @@ from trainer.parallel.module_state import (
     is_plain,
     named_modules,
 )
+from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 
 

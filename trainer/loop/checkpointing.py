@@ -10,14 +10,15 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.file import error_of_saving, meta_state_of
 from trainer.checkpoint.format import not_finite, read_progress
 from trainer.common.errors import UnfitState
+from trainer.common.tensors import local_shards
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
+from trainer.loop.module_state import persistent_buffers
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.group import Group
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
-from trainer.parallel.shards import local_shards
 from trainer.parallel.strategy import Strategy
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -36,7 +37,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         watch.before_save(progress.step, run.log)
     progress.read_clock()
     progress.last_save = progress.step
-    strategy.sync_buffers(learner.objective)
+    strategy.sync_buffers(persistent_buffers(learner.objective))
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     # As after a resume, so that an unbroken run adds up in the same order.
     _share(strategy.group, progress, totals)

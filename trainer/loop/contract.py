@@ -15,15 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.file import error_of_model
 from trainer.common.errors import UserError, printable
+from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import BATCH_NORMS, num_writes
 from trainer.loading.batches import Batch
 from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
+from trainer.loop.module_state import Change, leaving_no_trace
 from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
 from trainer.loop.totals import require_sums, training_forward
 from trainer.parallel.group import Group
-from trainer.parallel.module_state import Change, leaving_no_trace
-from trainer.parallel.shards import is_sharded
 from trainer.parallel.strategy import Strategy
 from trainer.task import PerSample, Task, validation_sets
 

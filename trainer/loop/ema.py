@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import local_shards
 from trainer.common.torch_private import foreach_add_, foreach_mul_, foreach_sub
-from trainer.parallel.shards import local_shards
 
 
 class ExponentialMovingAverage:

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import is_sharded
 from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import check_outputs, checked_metrics
 from trainer.loop.learner import Learner
+from trainer.loop.module_state import persistent_buffers
 from trainer.loop.precision import Precision, of_dtype
 from trainer.loop.run import Run
 from trainer.loop.totals import PerSampleOutputs, Totals, without_counting
 from trainer.loop.windows import agree_ahead, evaluation_batches
 from trainer.parallel.group import Group
-from trainer.parallel.shards import is_sharded
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Picture, Sums, Task, validation_sets
 
@@ -41,7 +42,7 @@ def evaluate(run: Run, split: str) -> Sums:
     Raises StopRequested if the run was asked to stop meanwhile; UserError for outputs that cannot be put together.
     """
     learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
-    run.strategy.sync_buffers(learner.objective)
+    run.strategy.sync_buffers(persistent_buffers(learner.objective))
     net = run.strategy.evaluation_module(learner.net)
     num_samples, size = len(run.task.splits()[split]), run.settings.eval_batch_size
     batches = evaluation_batches(run.loaders[split], num_samples, size * run.strategy.num_replicas, run.group)

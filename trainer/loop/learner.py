@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from trainer.common.tensors import is_sharded, local_shards
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
-from trainer.parallel.shards import is_sharded, local_shards
 from trainer.task import Objective
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.common.errors import UnfitState
+from trainer.common.tensors import local_shards
 from trainer.common.torch_private import num_writes
+from trainer.loop.module_state import persistent_buffers
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.device_queue import queue_of
-from trainer.parallel.module_state import persistent_buffers
-from trainer.parallel.shards import local_shards
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4

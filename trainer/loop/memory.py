@@ -18,14 +18,14 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import first_schema_error, optional, record, text, whole
 from trainer.checkpoint.manifest import read_json
 from trainer.common.errors import UserError
+from trainer.common.tensors import local_shards
 from trainer.failure.errors import RestartNeeded
 from trainer.loading.batches import WeightedBatch, gathered, weighted
 from trainer.loading.order import SampleKeys
 from trainer.loop.learner import Learner
+from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.loop.torch_optimizers import moments_of
-from trainer.parallel.module_state import leaving_no_trace
-from trainer.parallel.shards import local_shards
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import is_sharded
 from trainer.flags import LearningFlags
 from trainer.loop.ema import keeps_average
 from trainer.loop.torch_optimizers import ZeroStartSGD, without_compiler
 from trainer.parallel.optimizer_states import remember_settings
-from trainer.parallel.shards import is_sharded
 from trainer.task import Objective, ParamGroup, Task, sparse_parameters
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError, reason
+from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_norm, reads_found_inf, run_backward
 from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
-from trainer.parallel.shards import is_sharded
 from trainer.task import Objective, Outputs
 
 M = TypeVar("M", bound=nn.Module)

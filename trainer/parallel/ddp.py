@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import empty_like, map_tensors, with_shapes_of
 from trainer.common.torch_private import (
     WithoutCompiler,
     after_first_gradients,
@@ -18,9 +19,7 @@ from trainer.common.torch_private import (
 from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.devices import device_label
 from trainer.parallel.flat_gradients import FlatGradients
-from trainer.parallel.module_state import persistent_buffers
 from trainer.parallel.process_group import ProcessGroup
-from trainer.parallel.shards import empty_like, mapped, with_shapes_of
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, sparse_parameters
 
@@ -62,11 +61,7 @@ class Distributed(Strategy):
         kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
         return f"{self.name} over {self.group.backend}{places}: {kinds}"
 
-    def sync_buffers(self, objective: nn.Module) -> None:
-        self._send_buffers_of_main(persistent_buffers(objective))
-
-    def _send_buffers_of_main(self, buffers: Mapping[str, Tensor]) -> None:
-        """Into the buffers of the others. Raises UserError on all processes where one has others."""
+    def sync_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         # Of sparse ones NCCL refuses to send the numbers, and gloo sends other ones.
         dense = {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
         self._refuse_other_buffers(dense)
@@ -120,7 +115,7 @@ class Distributed(Strategy):
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # Numbers of steps have no dimension, and every process was given them.
-        return mapped(state, lambda value: self.from_main(value) if value.dim() else value)
+        return map_tensors(state, lambda value: self.from_main(value) if value.dim() else value)
 
 
 class Replicated(Distributed):
@@ -161,7 +156,7 @@ class Replicated(Distributed):
     def wrap(self, net: nn.Module) -> nn.Module:
         if self._sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        self._send_buffers_of_main(dict(net.named_buffers()))
+        self.sync_buffers(dict(net.named_buffers()))
         if not self._overlaps:
             with torch.no_grad():
                 for parameter in net.parameters():

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.jit import RecursiveScriptModule
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import map_tensors
 from trainer.common.torch_private import TorchDispatchMode, has_hooks, make_outermost, set_timeout, tree_flatten
 from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.ddp import Distributed
 from trainer.parallel.left_out import LeftOut
 from trainer.parallel.process_group import ProcessGroup
-from trainer.parallel.shards import mapped
 from trainer.task import Objective, sparse_parameters
 
 T = TypeVar("T")
@@ -192,11 +192,9 @@ class Sharded(Distributed):
         return _part_like(whole, own) if isinstance(own, DTensor) else whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        of_number = dict(zip(numbers, params, strict=True))
+        of_number = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
         moments = {
-            number: mapped(kept, partial(self._own_moment, parameter=of_number[number]))
+            number: map_tensors(kept, partial(self._own_moment, parameter=of_number[number]))
             if number in of_number
             else kept
             for number, kept in state.get("state", {}).items()

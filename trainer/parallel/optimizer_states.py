@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.parallel.shards import is_sharded, mapped
+from trainer.common.tensors import is_sharded, map_tensors
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
@@ -89,7 +89,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype
     optimizer.load_state_dict(loaded)
     _keep_types(optimizer, loaded.get("state", {}), dtype)
     for parameter, name, value in later:
-        on_device = mapped(value, partial(Tensor.to, device=parameter.device))
+        on_device = map_tensors(value, partial(Tensor.to, device=parameter.device))
         optimizer.state[parameter][name] = decoded(on_device)
 
 

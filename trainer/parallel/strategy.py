@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError, reason
+from trainer.common.tensors import map_tensors
 from trainer.loading.batches import Batch
 from trainer.parallel.devices import device_label
 from trainer.parallel.group import Group
@@ -23,7 +24,6 @@ from trainer.parallel.optimizer_states import (
     state_of,
     with_settings_of,
 )
-from trainer.parallel.shards import mapped
 from trainer.task import Objective
 
 T = TypeVar("T")
@@ -178,8 +178,11 @@ class Strategy:
         """Rank 0's value on this process's device, contiguous. Only the shape and type of the others' count."""
         return value
 
-    def sync_buffers(self, objective: nn.Module) -> None:
-        """Gives every process the persistent buffers of rank 0, before evaluating and saving. All call it."""
+    def sync_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Gives every process the buffers of rank 0, before evaluating and saving. All processes call it.
+
+        Raises UserError on all of them where one has buffers of other names, shapes or types.
+        """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
         """As `Group.on_main`, for checkpoints: of the entries named large the others get only the shapes of tensors."""
@@ -206,7 +209,8 @@ class Strategy:
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
-                phase: [mapped(state_of(each), self.whole) for each in several] for phase, several in optimizers.items()
+                phase: [map_tensors(state_of(each), self.whole) for each in several]
+                for phase, several in optimizers.items()
             },
         }
 

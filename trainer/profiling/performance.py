@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.loop.memory import lacks_memory
+from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.precision import AMP_DTYPES
-from trainer.parallel.module_state import leaving_no_trace
 from trainer.profiling.meters import MIB, Timer, forget_peak, peak_memory_mib, spread
 from trainer.profiling.report import require_writable, write_json
 

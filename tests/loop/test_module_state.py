@@ -12,7 +12,7 @@ from tests.conftest import assert_same_bits
 from tests.helpers.stateful_task import KINDS, WIDTH, build
 from trainer.common.errors import UserError
 from trainer.loop.buffers import ForwardState
-from trainer.parallel.module_state import WholeState, leaving_no_trace, persistent_buffers
+from trainer.loop.module_state import WholeState, leaving_no_trace, persistent_buffers
 from trainer.parallel.strategy import SingleDevice
 from trainer.profiling.performance import _untouched as untouched
 

@@ -1,9 +1,12 @@
-"""Tensors of which this process has a shard, or nothing but the shape."""
+"""Tensors in states, and those of which this process has a shard or nothing but the shape."""
 
+import copy
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,13 +26,18 @@ def empty_like(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same with another tensor for each."""
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested mappings, lists and tuples, with another tensor in the place of each."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, dict):
-        return {name: mapped(item, function) for name, item in value.items()}
-    return type(value)(mapped(item, function) for item in value) if type(value) in (list, tuple) else value
+    if type(value) in (dict, OrderedDict, Counter):
+        replaced = copy.copy(value)  # a state dict carries attributes too
+        for name, item in value.items():
+            replaced[name] = map_tensors(item, function)
+        return replaced
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
@@ -42,7 +50,7 @@ def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
         return replace(loaded, **parts)
     if not isinstance(loaded, dict):
         return loaded
-    return {name: mapped(item, _outline) if name in large else item for name, item in loaded.items()}
+    return {name: map_tensors(item, _outline) if name in large else item for name, item in loaded.items()}
 
 
 def _outline(value: Tensor) -> Tensor:
