@@ -187,7 +187,7 @@ class GroupDiagnosis(Diagnosis):
             self._report_missed(lambda: self._loss(silent_s, "silence"))
 
     def consider_loss(self) -> None:
-        """The same where a process of this machine has ended and nobody has noticed in what he was doing."""
+        """Reports a process of this machine that has ended while no exchange has missed it."""
         self._report_missed(lambda: self._loss(None, "a process has ended"))
 
     def _report_missed(self, compose: Callable[[], Failure]) -> None:
@@ -206,6 +206,7 @@ class GroupDiagnosis(Diagnosis):
         return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
+        """Of other ranks, which all are asked first; see `diagnose`."""
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
 
@@ -242,7 +243,7 @@ class GroupDiagnosis(Diagnosis):
         return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
-        """The same when the store itself is gone: it was kept by rank 0, unless the launcher keeps it."""
+        """One sentence where the store itself is gone: rank 0 kept it, unless the launcher does."""
         lost = f"{self._account_of_silent(0, waited_s)}, and with it the notes about the others"
         return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[GOES_ON] * self.has_checkpoints])
 

@@ -17,8 +17,6 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESTART = 75
 """Of a run that can go on in new processes: with less memory, or after it lost one; EX_TEMPFAIL of sysexits.h."""
-
-
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """The task's code raised a KeyboardInterrupt, which stops a run as Ctrl-C does."""
 

@@ -163,7 +163,8 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
             _of_open_mpi,
             ("mpirun", "$OMPI_COMM_WORLD_RANK", "$OMPI_COMM_WORLD_SIZE", "$OMPI_COMM_WORLD_LOCAL_RANK"),
         ),
-        ("PMI_SIZE", _of_mpich, ("mpiexec", "$PMI_RANK", "$PMI_SIZE", "$MPI_LOCALRANKID")),
+        # MPICH gives each kind of its launcher other numbers, and no place to meet.
+        ("PMI_SIZE", lambda _: {}, ("mpiexec", "$PMI_RANK", "$PMI_SIZE", "$MPI_LOCALRANKID")),
     ):
         if environ.get(size, "1") == "1":
             continue
@@ -190,11 +191,6 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
     }
     job = environ.get("SLURM_JOB_ID")
     return found | {"MASTER_PORT": _port(f"{job}.{environ.get('SLURM_STEP_ID')}") if job else ""}
-
-
-def _of_mpich(environ: Mapping[str, str]) -> dict[str, str]:
-    """Another number for each kind of it, and no place to meet."""
-    return {}
 
 
 def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ is a unit or two. Importing this takes seconds, so it is imported where it is us
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -77,14 +77,13 @@ class Sharded(Distributed):
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        self.group.together(
-            lambda: refuse_what_cannot_be_cut(objective, its_blocks)
-        )  # `complete` is for one of them alone
+        # Not within `_built`, which completes the model on rank 0 alone.
+        self.group.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))
         objective.call_equally()
         for unit in [*its_blocks, objective]:
-            self._send_parameters(unit)
+            self._send(unit, nn.Module.named_parameters)
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))
-        self._send_buffers(objective)
+        self._send(objective, nn.Module.named_buffers)
         # Or the first unit that runs would take itself for the outermost one, as in `Objective.start_evaluation`.
         make_outermost(objective)
         objective.register_forward_hook(self._free_after_evaluation)
@@ -106,24 +105,20 @@ class Sharded(Distributed):
         outline = self.group.on_main(build_whole)
         return built[0] if self.group.is_main else built_as_outline(build, outline)
 
-    def _send_parameters(self, unit: nn.Module) -> None:
-        """Gives every process the main one's parameters of a unit, but for those that are cut already."""
-        sent: dict[Tensor, nn.Parameter] = {}  # a tied one stays one
-        for module in unit.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if isinstance(parameter, DTensor):
-                    continue
-                if parameter not in sent:
-                    sent[parameter] = nn.Parameter(self.from_main(parameter.detach()), parameter.requires_grad)
-                setattr(module, name, sent[parameter])
+    def _send(self, unit: nn.Module, tensors_of: Callable[..., Iterable[tuple[str, Tensor]]]) -> None:
+        """Gives every process rank 0's parameters or buffers of a unit, but for those that are cut already.
 
-    def _send_buffers(self, objective: nn.Module) -> None:
-        sent: dict[Tensor, Tensor] = {}
-        for module in objective.modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if buffer not in sent:
-                    sent[buffer] = self.from_main(buffer)
-                setattr(module, name, sent[buffer])
+        tensors_of: `nn.Module.named_parameters` or `nn.Module.named_buffers`.
+        """
+        sent: dict[Tensor, Tensor] = {}  # a tied one stays one
+        for module in unit.modules():
+            for name, own in tensors_of(module, recurse=False, remove_duplicate=False):
+                if isinstance(own, DTensor):
+                    continue
+                if own not in sent:
+                    whole = self.from_main(own.detach())
+                    sent[own] = nn.Parameter(whole, own.requires_grad) if isinstance(own, nn.Parameter) else whole
+                setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
         """There are none, but the backward has left traces."""
