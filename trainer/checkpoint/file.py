@@ -27,7 +27,7 @@ from trainer.checkpoint.format import (
     schema_error_of_weights,
 )
 from trainer.checkpoint.manifest import IF_UNREADABLE, MANIFEST, Entry, read_manifest
-from trainer.common.errors import DiskError, UnfitState, UserError, reason
+from trainer.common.errors import DiskError, UnfitState, UserError
 from trainer.common.files import opened, read_again, refusing_disk_errors, require_regular, stamp
 from trainer.common.tensors import map_tensors
 from trainer.common.torch_private import sparse_parts
@@ -50,7 +50,9 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     damaged, holds anything else, lacks what is needed, or has an entry that no run writes; NewerFormat; DiskError when
     it cannot be read.
     """
-    state = _loaded(path, label, verified)
+    with refusing_disk_errors(label):
+        require_regular(path)
+        state = read_again(partial(_load, path, label, verified))
     if only_weights and _are_weights(state):
         state = {"model": state}
     if not isinstance(state, dict):
@@ -79,13 +81,6 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     if wrong is not None:
         raise UserError(f"{label}: is damaged: {wrong}")
     return state
-
-
-def _loaded(path: Path, label: str, verified: bool) -> Any:
-    """Content of a file of any kind. Raises UserError; DiskError when it cannot be read."""
-    with refusing_disk_errors(label):
-        require_regular(path)
-        return read_again(partial(_load, path, label, verified))
 
 
 def _load(path: Path, label: str, verified: bool) -> Any:
@@ -285,12 +280,12 @@ def error_of_model(weights: Mapping[str, Any]) -> str | None:
 def _unreadable(state: Mapping[str, Any]) -> str | None:
     name = ""
     value: Any = meta_state_of(state)
-    if _error_of_reading(value) is None:
+    if _comes_back(value):
         return None
     while isinstance(value, dict | list | tuple):
         named = {f".{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
         parts = named or {f"[{index}]": item for index, item in enumerate(value)}
-        refused = next((part for part, item in parts.items() if _error_of_reading(item) is not None), None)
+        refused = next((part for part, item in parts.items() if not _comes_back(item)), None)
         if refused is None:
             break  # it is a name in a mapping, or the container itself
         name, value = name + refused, parts[refused]
@@ -313,15 +308,15 @@ def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return outline
 
 
-def _error_of_reading(value: Any) -> str | None:
+def _comes_back(value: Any) -> bool:
     file = BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except Exception as error:  # whatever a class does that is asked to be stored
-        return reason(error)
-    return None
+    except Exception:  # whatever a class does that is asked to be stored
+        return False
+    return True
 
 
 # --- the files of one folder -------------------------------------------------------------------------------------

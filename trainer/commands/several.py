@@ -83,11 +83,6 @@ class Job:
         """Whether it needs no process. One with other flags does: it may have to go on, which is for the run to say."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether it has used up its time before it was through."""
-        return read_state(self.directory) == "paused"
-
     def refuse_another_run(self) -> None:
         """Raises UserError when the folder holds a run with another seed, or one that holds out something else."""
         for name, values in self.changed.items():
@@ -297,7 +292,7 @@ class SeveralRuns:
         with closing(Progress(len(self.jobs) * length, num_done(), unit)) as progress:
             for running, ended in run_jobs(launcher, unfinished, self.slots.variables):
                 for job, status in ended:
-                    if status == 0 and not job.is_paused:
+                    if status == 0 and read_state(job.directory) != "paused":
                         unfinished.remove(job)
                         table.run(job.entry())
                         job.tell_changes()
