@@ -13,7 +13,7 @@ LINES_AND_FILES = {
     "loading": (940, 7),
     "logs": (740, 6),
     "loop": (4570, 24),
-    "parallel": (2635, 14),
+    "parallel": (2680, 14),
     "trainer": (2250, 8),
 }
 """Of each room of trainer/ but tasks, estimators and profiling; "trainer" is the files in none."""

@@ -68,6 +68,55 @@ def test_a_step_leaves_nothing_to_the_next():
     assert params[0].grad is None and torch.equal(params[1].grad, torch.ones_like(params[1]))
 
 
+# --- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """The gradient of the embedding's output is that of the linear layer's too, and lies in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.embedding = nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True)
+        self.unseen = nn.Embedding(3, 2, sparse=True)
+
+    def forward(self, batch):
+        x, rows = batch
+        hidden = self.linear(x) if rows is None else self.linear(x) + self.embedding(rows)
+        return {"loss": (hidden.square() * x).sum()}
+
+
+def gradients_of_rows(environment):
+    """Exit status 0 where two processes, of which one may see no row, have the gradients of one that sees all."""
+    x = torch.arange(1.0, 9.0).view(4, 2)
+    group = ProcessGroup(environment, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
+    wrong = 0
+    for bytes_that_overlap in (0, 2**20):
+        for rows in ([torch.tensor([1, 3]), torch.tensor([3, 4])], [torch.tensor([1, 1]), None]):
+            ddp.OVERLAP_BYTES = bytes_that_overlap
+            strategy = Replicated(group)
+            own = strategy.place(Rows, lambda model: [], lambda objective: None)
+            net, single = strategy.wrap(own), Rows()
+            batches = [*zip(x.split(2), rows, strict=True)]
+            for batch in batches:
+                single(batch)["loss"].backward()
+            with strategy.gradient_sync(net, enabled=True):
+                (net(batches[group.rank])["loss"] * strategy.gradient_divisor).backward()
+            strategy.exchange([*own.parameters()])
+            wrong += own.unseen.weight.grad is not None
+            for parameter, expected in zip(own.parameters(), single.parameters(), strict=True):
+                if expected.grad is not None:
+                    same_layout = parameter.grad.layout == expected.grad.layout
+                    wrong += not same_layout or not torch.allclose(parameter.grad.to_dense(), expected.grad.to_dense())
+    group.close()
+    return 4 if wrong else 0
+
+
+@pytest.mark.slow
+def test_sparse_gradients_are_the_sum_and_change_no_others():
+    assert launch(gradients_of_rows, 2) == 0
+
+
 # --- DistributedDataParallel, of larger models -----------------------------------------------------------------------
 
 

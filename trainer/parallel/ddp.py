@@ -18,7 +18,7 @@ from trainer.common.torch_private import (
 )
 from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.devices import device_label
-from trainer.parallel.flat_gradients import FlatGradients
+from trainer.parallel.flat_gradients import FlatGradients, sum_sparse
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, sparse_parameters
@@ -121,9 +121,10 @@ class Distributed(Strategy):
 class Replicated(Distributed):
     """Every process has the whole model, and its gradients are summed over the processes.
 
-    A small model's gradients travel after the last backward, in one piece (`FlatGradients`). In larger models, and
-    where a gradient is sparse, DistributedDataParallel sends them while the backward goes on; it divides them by the
-    number of processes, and waits for every parameter unless `finds_unused` has it search.
+    A small model's gradients travel after the last backward, in one piece (`FlatGradients`). In larger models
+    DistributedDataParallel sends them while the backward goes on; it divides them by the number of processes, and waits
+    for every parameter unless `finds_unused` has it search. Sparse gradients always travel after the backward: while
+    it goes on they may lie in the memory of a gradient that is still needed, which DistributedDataParallel divides.
 
     sync_bn: whether batch norm goes over the samples of all processes.
     """
@@ -134,6 +135,7 @@ class Replicated(Distributed):
         super().__init__(group)
         self._sync_bn, self._finds_unused = sync_bn, finds_unused
         self._overlaps = False
+        self._sparse: set[Tensor] = set()
         self._flat: dict[tuple[int, ...], FlatGradients] = {}
 
     def place(
@@ -143,13 +145,13 @@ class Replicated(Distributed):
         complete: Callable[[Objective], None],
     ) -> Objective:
         objective = super().place(build, blocks, complete)
-        has_sparse = bool(sparse_parameters(objective))
-        if has_sparse and self.group.backend == "nccl":
+        self._sparse = set(sparse_parameters(objective))
+        if self._sparse and self.group.backend == "nccl":
             raise UserError(
                 "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
                 "--backend gloo, or build those embeddings without sparse=True"
             )
-        self._overlaps = has_sparse or sum(p.nbytes for p in objective.parameters()) > OVERLAP_BYTES
+        self._overlaps = sum(p.nbytes for p in objective.parameters() if p not in self._sparse) > OVERLAP_BYTES
         self.gradient_divisor = self.group.world_size if self._overlaps else 1
         return objective
 
@@ -157,11 +159,14 @@ class Replicated(Distributed):
         if self._sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         self.sync_buffers(dict(net.named_buffers()))
-        if not self._overlaps:
+        sparse = [p for p in net.parameters() if p in self._sparse and p.requires_grad]
+        if not self._overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.copy_(self.from_main(parameter))
             return net
+        for parameter in sparse:  # it exchanges what requires a gradient as it begins
+            parameter.requires_grad_(False)
         # Its exchange refuses some types of buffers. They are agreed above, and before evaluating and saving.
         leave_buffers_alone(OverlappingExchange, net)
         wrapped = OverlappingExchange(
@@ -170,6 +175,8 @@ class Replicated(Distributed):
             gradient_as_bucket_view=True,
             find_unused_parameters=self._finds_unused,
         )
+        for parameter in sparse:
+            parameter.requires_grad_(True)
         wrapped.before_exchange = self.group.activity.wait_for_others
         return wrapped
 
@@ -180,17 +187,22 @@ class Replicated(Distributed):
                 rebuild_buckets(net)
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not self._overlaps:
+        if not isinstance(net, OverlappingExchange):
             return nullcontext()
-        return _naming_left_out() if enabled else net.no_sync()  # type: ignore[operator]
+        return _naming_left_out() if enabled else net.no_sync()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        if self._overlaps:
+        if self._overlaps and not self._sparse:
             return
         self.group.activity.enter(EXCHANGE)
+        for parameter in params if self._sparse else ():
+            if parameter in self._sparse:
+                sum_sparse(parameter, self.group.sum_gradients, self.gradient_divisor)
+        if self._overlaps:
+            return
         key = tuple(map(id, params))
         if key not in self._flat:
-            self._flat[key] = FlatGradients(params)
+            self._flat[key] = FlatGradients([p for p in params if p not in self._sparse])
         self._flat[key].sum(self.group.sum_gradients)
 
 

@@ -1,4 +1,4 @@
-"""Gradients as flat buffers, one for each type of number, which travel in one piece."""
+"""Gradients that travel after the backward: as flat buffers, one for each type of number, and sparse ones by rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,6 +28,22 @@ class FlatGradients:
         """
         for buffer in self._buffers:
             buffer.sum(sum_in_place)
+
+
+@torch.no_grad()
+def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
+    """Makes a sparse gradient the sum over processes, divided, with the rows that any of them has; None for no rows.
+
+    parameter: (rows, ...). sum_in_place: sums a sparse tensor over the processes, each of which calls it.
+    """
+    if parameter.grad is None:
+        no_rows = parameter.new_empty((1, 0), dtype=torch.int64), parameter.new_empty((0, *parameter.shape[1:]))
+        total = torch.sparse_coo_tensor(*no_rows, parameter.shape, check_invariants=False)
+    else:
+        total = parameter.grad.coalesce()
+    sum_in_place(total)
+    total = total.coalesce().div_(divisor)
+    parameter.grad = total if len(total.values()) else None
 
 
 class _Buffer:

@@ -208,9 +208,10 @@ class ProcessGroup(Group):
     def sum_gradients(self, values: Tensor) -> None:
         """Sum over processes of a tensor on this process's device, in place; the same bits on every process.
 
-        On a GPU the host does not wait for it. A small one on a CPU goes from each process to every other.
+        On a GPU the host does not wait for it, unless it is sparse. A small one on a CPU goes from each process to
+        every other.
         """
-        if values.is_cpu and values.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+        if values.is_cpu and not values.is_sparse and values.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
             sum_directly(values, self.rank, self.world_size, timedelta(seconds=self._timeout_s))
         else:
             dist.all_reduce(values)
