@@ -337,7 +337,6 @@ def assemble_run(
     facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
     facts["phase_sizes"] = plan.phase_sizes
     directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
-    learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
     learner = build_learner(flags, task, strategy, is_new)
     model = learner.objective.model
     limit = MemoryLimit(strategy.device_kind, flags.batch.batch_size)
