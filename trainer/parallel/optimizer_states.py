@@ -1,7 +1,7 @@
 """States of optimizers: what a checkpoint holds of them, and what an optimizer takes of a checkpoint."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, reason
 from trainer.common.tensors import is_sharded, map_tensors
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
@@ -61,7 +61,40 @@ def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
     return kept | ({CHANGED: changed} if changed else {})
 
 
-def with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def load_states(
+    phase: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    saved: Sequence[Mapping[str, Any]],
+    own_moments: Callable[[dict[str, Any], torch.optim.Optimizer], dict[str, Any]],
+    dtype: torch.dtype,
+) -> None:
+    """Gives the optimizers of a phase their states in a checkpoint. Raises UserError for those that they cannot take.
+
+    saved: what `state_of` has made of the state of each. own_moments: the part of a state that an optimizer of this
+    process takes. dtype: of the parameters when they were saved.
+    """
+    own = [optimizer.state_dict() for optimizer in optimizers]
+    if _sizes(saved) != _sizes(own):
+        raise UserError(
+            f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, and those of "
+            f"the checkpoint {_sizes(saved)}: undo what changed the parameter groups or the optimizers, or "
+            "begin with its weights alone by --init-from"
+        )
+    for optimizer, its_saved, its_own in zip(optimizers, saved, own, strict=True):
+        _refuse_other_entries(phase, its_saved, its_own, optimizer)
+        moments = own_moments(_with_settings_of(its_own, its_saved), optimizer)
+        try:
+            _load_state(optimizer, moments, dtype)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "
+                f"{reason(error)}; undo what changed the optimizers, or begin with the weights alone by "
+                "--init-from"
+            ) from None
+        _lay_out_as_parameters(optimizer)
+
+
+def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state in a checkpoint, but weight decay and the like from this command line."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
@@ -70,7 +103,7 @@ def with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
     return {**saved, "param_groups": groups}
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
+def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Gives an optimizer what `state_of` has made of its state. dtype: of the parameters when it was saved.
 
     torch brings tensors and numbers of a parameter to its device, and spoils other things on the way: a text
@@ -201,7 +234,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def refuse_other_entries(
+def _refuse_other_entries(
     phase: str, saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
     """Raises UserError for a state in a checkpoint that an optimizer cannot take.
@@ -241,7 +274,7 @@ def refuse_other_entries(
                 )
 
 
-def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Fused optimizers go through parameter and moments by their place in memory: both are to have the same strides."""
     moments = {key: kept for key, kept in optimizer.state.items() if isinstance(key, Tensor) and not is_sharded(key)}
     for parameter, kept in moments.items():
@@ -251,6 +284,6 @@ def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def sizes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def _sizes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Of each optimizer's state: how many parameters are in each of its groups."""
     return [[len(group["params"]) for group in state.get("param_groups", ())] for state in optimizers]

@@ -11,19 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import UserError, reason
 from trainer.common.tensors import map_tensors
 from trainer.loading.batches import Batch
 from trainer.parallel.devices import device_label
 from trainer.parallel.group import Group
-from trainer.parallel.optimizer_states import (
-    lay_out_as_parameters,
-    load_state,
-    refuse_other_entries,
-    sizes,
-    state_of,
-    with_settings_of,
-)
+from trainer.parallel.optimizer_states import load_states, state_of
 from trainer.task import Objective
 
 T = TypeVar("T")
@@ -237,26 +229,7 @@ class Strategy:
         dtype: of the parameters when it was saved.
         """
         for phase, several in optimizers.items():
-            saved = state.get(phase, [])
-            own = [optimizer.state_dict() for optimizer in several]
-            if sizes(saved) != sizes(own):
-                raise UserError(
-                    f"the optimizers of phase {phase!r} have parameter groups of {sizes(own)} tensors, and those of "
-                    f"the checkpoint {sizes(saved)}: undo what changed the parameter groups or the optimizers, or "
-                    "begin with its weights alone by --init-from"
-                )
-            for optimizer, its_saved, its_own in zip(several, saved, own, strict=True):
-                refuse_other_entries(phase, its_saved, its_own, optimizer)
-                moments = self.own_moments(with_settings_of(its_own, its_saved), optimizer)
-                try:
-                    load_state(optimizer, moments, dtype)
-                except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                    raise UserError(
-                        f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "
-                        f"{reason(error)}; undo what changed the optimizers, or begin with the weights alone by "
-                        "--init-from"
-                    ) from None
-                lay_out_as_parameters(optimizer)
+            load_states(phase, several, state.get(phase, []), self.own_moments, dtype)
 
 
 class SingleDevice(Strategy):
