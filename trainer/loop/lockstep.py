@@ -15,12 +15,11 @@ from trainer.loop.module_state import persistent_buffers
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.device_queue import queue_of
+from trainer.parallel.devices import arithmetic_of, numbers_at_once
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
 """Ranks that hold the same."""
-BLOCK, BLOCK_IN_CACHE = 2**20, 2**15
-"""Words that are multiplied at once: on a GPU, where it takes 20 MiB beside the model, and on the CPU."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
 """Any odd number would do; this one is Knuth's for a generator modulo 2^64."""
 
@@ -35,7 +34,7 @@ class Fingerprint:
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         """num_words: of the tensors together."""
-        size = min(num_words, BLOCK_IN_CACHE if device.type == "cpu" else BLOCK)
+        size = min(num_words, numbers_at_once(device))
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
 
@@ -155,7 +154,7 @@ class Lockstep(Watch):
         names, tensors = zip(*self._tensors().items(), strict=True)
         hashes = [int(self._fingerprint.of([tensor])) for tensor in tensors]
         group = self._strategy.group
-        accounts = group.gather(Account(group.describe_own(), _kind(group.device), hashes, self._changed()))
+        accounts = group.gather(Account(group.describe_own(), arithmetic_of(group.device), hashes, self._changed()))
         of_tensor = zip(*(account.hashes for account in accounts), strict=True)
         different = {name: found for name, own in zip(names, of_tensor, strict=True) if (found := self._sides(own))}
         may_differ = different.keys() & set().union(*(account.changed for account in accounts))
@@ -214,9 +213,3 @@ def _side(ranks: Sequence[int], members: Sequence[str]) -> str:
     if len(ranks) > MOST_NAMED:
         return f"{len(ranks)} ranks"
     return " and ".join(f"rank {rank} ({members[rank]})" for rank in ranks)
-
-
-def _kind(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} thread(s)"

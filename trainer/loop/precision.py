@@ -14,6 +14,8 @@ from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_norm, reads_found_inf, run_backward
 from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
+from trainer.parallel.device_queue import queue_of
+from trainer.parallel.devices import half_precision
 from trainer.task import Objective, Outputs
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,19 +23,6 @@ M = TypeVar("M", bound=nn.Module)
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_FLOOR = 1.0
 """The gradient scaler goes no lower; at the floor an overflow is no longer the scale's fault."""
-
-
-def resolve_amp(amp: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What `--amp auto` means here: "bf16", "fp16" or "off".
-
-    bf16 only on GPUs that have it in hardware; fp16 with a gradient scaler on older GPUs; off on CPUs, where bf16
-    without its instructions is about ten times slower than float32, and in float64.
-    """
-    if amp != "auto":
-        return amp
-    if device.type != "cuda" or dtype == torch.float64:
-        return "off"
-    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
 _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
@@ -55,6 +44,8 @@ class Precision:
         self.amp = amp
         self.dtype = dtype
         self.autocast_dtype = AMP_DTYPES.get(amp)
+        self._knows_at_once = queue_of(device).lag == 0
+        """Whether the host can look at a result without waiting."""
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
 
     def __str__(self) -> str:
@@ -77,7 +68,7 @@ class Precision:
                 "there is nothing to learn from, return one that does, as logits.sum() * 0"
             )
         dtype = torch.promote_types(loss.dtype, torch.float32)
-        if loss.is_cpu:
+        if self._knows_at_once:
             coefficient = torch.full((), factor if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
             coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
@@ -114,7 +105,7 @@ class Precision:
         grads = shards(grads)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
         grad_norm = global_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
-        step = _step_on_host if grad_norm.is_cpu else _step_on_device
+        step = _step_on_host if self._knows_at_once else _step_on_device
         applied, alarm = step(optimizers, grads, grad_norm, max_grad_norm)
         if is_scaled:
             alarm = self._update_scale(grad_norm).logical_not() & alarm
@@ -211,8 +202,8 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
     """What the flags mean on a device."""
     dtype = getattr(torch, flags.dtype)
-    amp = resolve_amp(flags.amp, device, dtype)
-    return Precision(amp, dtype, device)
+    automatic = "off" if dtype == torch.float64 else half_precision(device)
+    return Precision(automatic if flags.amp == "auto" else flags.amp, dtype, device)
 
 
 def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -58,6 +58,29 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def half_precision(device: torch.device) -> str:
+    """The half precision in which a device is fast: "bf16", "fp16" or, where none is, "off".
+
+    GPUs have bf16 in hardware from compute capability 8.0 on, and fp16 before. A CPU without instructions for bf16 is
+    about ten times slower in it than in float32.
+    """
+    if device.type != "cuda":
+        return "off"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def numbers_at_once(device: torch.device) -> int:
+    """The length of a vector for one operation: on a CPU it stays in the cache, on a GPU its launch hardly counts."""
+    return 2**15 if device.type == "cpu" else 2**20
+
+
+def arithmetic_of(device: torch.device) -> str:
+    """What decides about the last bits of a result: devices for which it is the same compute the same."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} thread(s)"
+
+
 def device_label(device: torch.device) -> str:
     """A device as the user knows it."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
