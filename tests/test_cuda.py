@@ -8,10 +8,7 @@ import torch
 
 from tests.conftest import ROOT
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")]
 RIGHT_OR_WRONG = ("exact", "poisoned", "snapshot", "resumed", "scarce", "ranks", "profiled")
 
 

@@ -62,10 +62,7 @@ def test_exact_tells_other_weights(setting, monkeypatch):
 
     monkeypatch.setattr(exact, "run", with_another_seed)
     names = [each["name"] for each in wrong(found_by(exact.measure, setting))]
-    assert names == [
-        "kg-lightgcn, weights",
-        "kg-lightgcn, scores",
-    ]
+    assert names == ["kg-lightgcn, weights", "kg-lightgcn, scores"]
 
 
 def test_poisoned_tells_a_step_that_was_applied(setting, monkeypatch):

@@ -30,29 +30,12 @@ WORKLOADS = {
     "har": lambda folder: ["--data-dir", write_layout(folder / "uci"), "--num-val-subjects", 1, "--epochs", 3],
     "kgat": lambda folder: ["--epochs", 5, "--embed-dim", 8],
     "seqrec": lambda folder: [
-        "--data-dir",
-        write_interactions(folder / "interactions.txt"),
-        "--k-core",
-        0,
-        "--epochs",
-        16,
+        *("--data-dir", write_interactions(folder / "interactions.txt"), "--k-core", 0, "--epochs", 16)
     ],
     "speech": lambda folder: ["--epochs", 10, "--hidden-size", 16, "--num-layers", 1, "--num-heads", 2],
     "tabular": lambda folder: [
-        *(
-            "--epochs",
-            5,
-            "--width",
-            8,
-            "--num-tables",
-            256,
-            "--num-val-tables",
-            4,
-            "--max-rows",
-            64,
-            "--max-features",
-            3,
-        )
+        *("--epochs", 5, "--width", 8, "--num-tables", 256, "--num-val-tables", 4),
+        *("--max-rows", 64, "--max-features", 3),
     ],
 }
 """What writes a small data set of each into a folder, and says how it is read; no more epochs than its warm-up."""

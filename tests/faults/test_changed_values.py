@@ -202,24 +202,23 @@ def test_moments_are_numbered(state):
     assert "must number its parameters from 0" in schema_error_of_checkpoint(state, resumable=True)
 
 
-def test_moments_in_another_shape_are_refused(state, run_in, tmp_path):
-    """torch would take them, and fail or broadcast in the first step."""
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda moment: moment[:1], "optimizers.train.state.0.exp_avg of the checkpoint has shape (1, 6)"),
+        (None, "keeps other moments of some parameters than of others"),
+    ],
+    ids=["in another shape", "missing of one parameter"],
+)
+def test_moments_that_torch_would_take_and_fail_in_the_first_step_are_refused(change, told, state, run_in, tmp_path):
     (own,) = state["optimizers"]["train"]
-    own["state"][0]["exp_avg"] = own["state"][0]["exp_avg"][:1]
+    moment = own["state"][0].pop("exp_avg")
+    if change is not None:
+        own["state"][0]["exp_avg"] = change(moment)
     torch.save(state, tmp_path / "other.pth")
     status, _, err = run_in(tmp_path / "new", "--resume-from", tmp_path / "other.pth")
     assert status == 2
-    assert len(err) == 1 and "optimizers.train.state.0.exp_avg of the checkpoint has shape (1, 6)" in err[0]
-
-
-def test_a_moment_of_one_parameter_alone_that_is_missing_is_refused(state, run_in, tmp_path):
-    """torch would fail in the first step."""
-    (own,) = state["optimizers"]["train"]
-    del own["state"][0]["exp_avg"]
-    torch.save(state, tmp_path / "other.pth")
-    status, _, err = run_in(tmp_path / "new", "--resume-from", tmp_path / "other.pth")
-    assert status == 2
-    assert len(err) == 1 and "keeps other moments of some parameters than of others" in err[0]
+    assert len(err) == 1 and told in err[0]
 
 
 @pytest.mark.parametrize("num", [100, pytest.param(4000, marks=pytest.mark.slow)])

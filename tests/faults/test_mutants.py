@@ -5,14 +5,7 @@ import random
 import pytest
 
 from tests.faults.lives import Life, assert_as_unbroken
-from tests.faults.watched import (
-    RECIPE,
-    assert_durable_order,
-    killed_at,
-    named_points,
-    restarted_without_power,
-    watch,
-)
+from tests.faults.watched import RECIPE, assert_durable_order, killed_at, named_points, restarted_without_power, watch
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,7 @@ def assert_same_as_by_hand(directory, argv, seed, cli):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["main.py"],
-        ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"],
-    ],
-)
+@pytest.mark.parametrize("launcher", [["main.py"], ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"]])
 def test_killed_parent_leaves_no_process_and_nothing_unsaved(launcher, start, tmp_path):
     argv = [*SLOWLY, "--device", "cpu", "--seeds", 2, "--save-dir", tmp_path]
     parent = start(*launcher, *argv, LOCKSTEP_TEST_MARK=str(tmp_path))

@@ -9,10 +9,7 @@ import numpy as np
 from data.har.windows import SIGNALS, HarRecordings
 
 # Subject and label of each window.
-LAYOUT = {
-    "train": ([1, 1, 3, 3, 5, 6], [1, 2, 3, 4, 5, 6]),
-    "test": ([2, 2, 4], [6, 1, 2]),
-}
+LAYOUT = {"train": ([1, 1, 3, 3, 5, 6], [1, 2, 3, 4, 5, 6]), "test": ([2, 2, 4], [6, 1, 2])}
 
 
 def raw_windows(part: str) -> np.ndarray:

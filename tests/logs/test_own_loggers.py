@@ -208,12 +208,6 @@ def test_a_failure_is_told_once_and_the_rest_goes_on_without_it(method, run_with
     assert len(read_metrics(tmp_path, "epoch")) == 3
 
 
-def test_a_failure_in_a_run(train, tmp_path):
-    out = train(tmp_path, *named("FailsInMetrics"))
-    assert out.count("metrics() failed: ConnectionError: the server is gone; the run goes on without it") == 1
-    assert (tmp_path / "results.json").exists()
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_one_that_blocks_for_ever_is_left_behind(method, hurried, run_with, tmp_path, capsys):
     started = time.monotonic()

@@ -197,11 +197,7 @@ def argv_of(name, accumulation, world_size, directory):
 
 def run_all(environment, keys, folder):
     """What each process of a world does: each case and accumulation, and it again from the middle of an epoch."""
-    with (
-        (folder / f"rank{environment.rank}.txt").open("w") as out,
-        redirect_stdout(out),
-        redirect_stderr(out),
-    ):
+    with (folder / f"rank{environment.rank}.txt").open("w") as out, redirect_stdout(out), redirect_stderr(out):
         return max(run_twice(environment, *key, folder / name_of(*key)) for key in keys)
 
 

@@ -129,12 +129,7 @@ def test_one_device_learns_what_a_bare_loop_does(case, batch_size, run_here, tmp
 @pytest.mark.parametrize(
     ("case", "world", "batch_size"),
     [
-        pytest.param(
-            case,
-            world,
-            size,
-            marks=[] if (case, world, size) == ("gan", 2, 2) else pytest.mark.slow,
-        )
+        pytest.param(case, world, size, marks=[] if (case, world, size) == ("gan", 2, 2) else pytest.mark.slow)
         for case, world, size in product(CASES, (2, 3), (6, 1, 2))
     ],
 )

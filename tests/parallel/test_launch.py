@@ -17,14 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, WEIGHTED, assert_messages, largest_difference, launcher, load
-from tests.helpers.processes import (
-    NO_GPU,
-    end_session,
-    free_port,
-    left_of_session,
-    num_training_ranks,
-    session_members,
-)
+from tests.helpers.processes import NO_GPU, end_session, free_port, left_of_session, num_training_ranks, session_members
 from trainer.failure.errors import EXIT_RESTART
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel import launch as launching

@@ -228,11 +228,7 @@ def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
 
 
 def evict(
-    folder: Path,
-    entries: Sequence[Entry],
-    retention: Retention,
-    is_intact: Callable[[Entry], bool],
-    writer: Writer,
+    folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool], writer: Writer
 ) -> list[Entry]:
     """Deletes the files that need not stay; returns the entries that do. entries: oldest first.
 

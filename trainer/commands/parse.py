@@ -11,15 +11,7 @@ from trainer.commands.flags import Flags, FromRun, contradictions
 from trainer.commands.weights import find_record, ships_weights
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
-from trainer.flags import (
-    GROUPS,
-    RETIRED,
-    TRAINER_GROUPS,
-    CheckpointFlags,
-    ConfigFlags,
-    MultiDeviceFlags,
-    RunFlags,
-)
+from trainer.flags import GROUPS, RETIRED, TRAINER_GROUPS, CheckpointFlags, ConfigFlags, MultiDeviceFlags, RunFlags
 from trainer.registry import default_task, find_task, is_same_task, known_task, workloads
 from trainer.task import Task
 

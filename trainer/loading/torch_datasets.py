@@ -98,11 +98,7 @@ class _KeyedItems:
     """What `from_dataset` returns."""
 
     def __init__(
-        self,
-        dataset: IndexedDataset,
-        collate: Callable[[list[Any]], Any],
-        seed: int,
-        names: Sequence[str] | None,
+        self, dataset: IndexedDataset, collate: Callable[[list[Any]], Any], seed: int, names: Sequence[str] | None
     ) -> None:
         self.dataset = dataset
         self.collate = collate

@@ -96,10 +96,7 @@ def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[
 
 
 def by_flags(
-    learning: LearningFlags,
-    groups: Sequence[ParamGroup],
-    sparse: Collection[Tensor],
-    hidden: Collection[Tensor],
+    learning: LearningFlags, groups: Sequence[ParamGroup], sparse: Collection[Tensor], hidden: Collection[Tensor]
 ) -> list[Optimizer]:
     """What `--optimizer` says, with SparseAdam beside it for the parameters in `sparse`.
 

@@ -134,16 +134,9 @@ def test_a_column_that_no_motion_makes_is_no_channel(load, tmp_path, values, why
 
 
 NO_SIGNALS = [
-    "Battery",
-    "batteryLevel",
-    "lat",
-    "lon",
-    "Longitude (deg)",
-    "GPS Speed",
-    "horizontalAccuracy",
-    "Step count",
+    "Battery", "batteryLevel", "lat", "lon", "Longitude (deg)", "GPS Speed", "horizontalAccuracy", "Step count",
     "device",
-]
+]  # fmt: skip
 
 
 def test_columns_of_a_place_or_a_device_are_no_channels_by_their_names(load, tmp_path):

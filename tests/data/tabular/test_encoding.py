@@ -29,11 +29,7 @@ def standardised(number: float) -> float:
 
 def test_numbers_categories_and_missing_values(read, encoding) -> None:
     assert_rows(
-        encoding.encode(read(TRAIN)),
-        (standardised(1), 0),
-        (standardised(2), 1),
-        (standardised(6), np.nan),
-        (np.nan, 0),
+        encoding.encode(read(TRAIN)), (standardised(1), 0), (standardised(2), 1), (standardised(6), np.nan), (np.nan, 0)
     )
 
 

@@ -201,10 +201,7 @@ def test_autocast_does_not_lower_the_precision() -> None:
     torch.testing.assert_close(inside, plain, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"num_mels": 200}, {"normalise": "batch"}, {"hop_s": 0.03}, {"hop_s": 0.0}],
-)
+@pytest.mark.parametrize("settings", [{"num_mels": 200}, {"normalise": "batch"}, {"hop_s": 0.03}, {"hop_s": 0.0}])
 def test_impossible_settings_are_refused(settings) -> None:
     with pytest.raises(ValueError):
         LogMel(**{"sample_rate": RATE, "num_mels": 40, **settings})

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from models.speech.legendre import (
-    continuous_system,
-    discrete_system,
-    impulse_response,
-    orbit,
-    orthonormal_scale,
-)
+from models.speech.legendre import continuous_system, discrete_system, impulse_response, orbit, orthonormal_scale
 
 
 def delayed_read_out(memory_size: int, delays):

@@ -5,14 +5,7 @@ import pytest
 import torch
 
 from data.tabular.prior.causes import draw_causes
-from data.tabular.prior.columns import (
-    MOST_LEVELS,
-    _missing,
-    _rolled,
-    _with_categories,
-    draw_columns,
-    without_outliers,
-)
+from data.tabular.prior.columns import MOST_LEVELS, _missing, _rolled, _with_categories, draw_columns, without_outliers
 from data.tabular.prior.randomness import TableRandom
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.units import standardise
