@@ -15,6 +15,7 @@ from tests.helpers.scored_task import Points, Scored
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
+from trainer.loading.batches import BatchLoader
 from trainer.loop.evaluate import evaluate
 from trainer.loop.totals import PerSampleOutputs, in_order, joined
 from trainer.parallel.strategy import SingleDevice
@@ -111,35 +112,14 @@ def test_those_of_replicas_are_put_behind_each_other(num_replicas, eval_batch_si
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
 
 
-def test_parts_of_a_batch_that_found_no_room_count_once():
-    sizes = []
-
-    def little_room(run):
-        forward = run.learner.objective.forward
-
-        def tight(batch, phase="train"):
-            sizes.append(len(batch["weight"]))
-            if sizes[-1] > 3 or len(sizes) == 3:  # the second part of the second attempt too
-                raise torch.OutOfMemoryError
-            return forward(batch, phase)
-
-        run.learner.objective.forward = tight
-
-    run, sums = evaluated(SingleDevice(CPU), "--eval-batch-size", "6", change=little_room)
-    _, expected = evaluated(SingleDevice(CPU))
-    assert sizes[:4] == [6, 3, 3, 2]
-    assert run.task.summarise(sums)["auc"] == run.task.summarise(expected)["auc"]
-    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
-
-
 def test_samples_without_loss_terms_count_too():
     """A batch of weight 0 is not a placeholder's for that."""
 
     def weightless(run):
-        collate = run.task.collate
-        run.loaders["val"]._batches.collate = lambda samples, keys: (
-            collate(samples, keys) | {"weight": torch.zeros(len(keys.index))}
-        )
+        def collate(samples, keys):
+            return run.task.collate(samples, keys) | {"weight": torch.zeros(len(keys.index))}
+
+        run.loaders["val"] = BatchLoader(run.task.splits()["val"], collate)
 
     _, sums = evaluated(SingleDevice(CPU), "--eval-batch-size", "2", change=weightless)
     _, expected = evaluated(SingleDevice(CPU))
