@@ -15,8 +15,7 @@ from trainer.commands.parse import parse
 from trainer.config import refuse
 from trainer.parallel.devices import pick_device
 from trainer.parallel.strategy import SingleDevice
-from trainer.profiling.measure import measure as measure_steps
-from trainer.profiling.measure import opened
+from trainer.profiling.measure import MeasuredRun, opened
 from trainer.profiling.phase_clock import DATA
 
 PRECISIONS = {"off": ["--amp", "off"], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"]}
@@ -38,7 +37,7 @@ def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[
     if setting.is_gpu:
         torch.cuda.empty_cache()
     with process_restored(), opened(flags, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
-        found = measure_steps(run, *setting.pick((30, 10), (2, 1)))
+        found = MeasuredRun(run).measure(*setting.pick((30, 10), (2, 1)))
         cut_to = run.memory.limit.batch_size
     data = found["phases"][DATA]
     report.figure(f"{name}, {kind}", {

@@ -1,21 +1,23 @@
 """A few steps of a run: those of the loop, with the phases of a clock that leaves no trace."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.strategy import SingleDevice
 from trainer.profiling import step
-from trainer.profiling.measure import measure, timed_steps, train_steps
-from trainer.profiling.phase_clock import COPY, OPTIMIZER, PHASES, REST, watched
+from trainer.profiling.measure import MeasuredRun
+from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, COPY, OPTIMIZER, PHASES, REST
 
 
 def test_steps_are_those_of_the_loop_and_as_many_as_asked_for(run):
     """40 samples are 3 steps of 16, 16 and 8."""
     weights = [p.clone() for p in run.learner.objective.parameters()]
-    assert train_steps(run, 2) == 32
-    assert train_steps(run, 4) == 40 + 16
+    assert MeasuredRun(run).train(2) == 32
+    assert MeasuredRun(run).train(4) == 40 + 16
     assert run.progress.step == 6
     assert not all(
         torch.equal(p, before) for p, before in zip(run.learner.objective.parameters(), weights, strict=True)
@@ -34,8 +36,8 @@ def test_clock_leaves_the_run_as_it_was(run):
     strategy, plain = run.strategy, run.group.activity
     run.log.start_segment = slow(run.log.start_segment, 0.05)
     started = time.perf_counter()
-    with watched(run) as clock:
-        train_steps(run, 3)
+    with MeasuredRun(run).watched() as clock:
+        MeasuredRun(run).train(3)
         steps = clock.stop()
         wall_ms = 1e3 * (time.perf_counter() - started)
     assert strategy.group.activity is plain and plain.step == 3
@@ -51,7 +53,7 @@ def test_copy_optimizer_and_logging_are_told_apart(run, monkeypatch):
     optimizer.step = slow(optimizer.step, 0.03)
     run.log.advance = slow(run.log.advance, 0.05)
     monkeypatch.setattr(SingleDevice, "to_device", slow(SingleDevice.to_device, 0.01))
-    steps, _ = timed_steps(run, 3)
+    steps, _ = MeasuredRun(run).timed(3)
     total = dict(zip(PHASES, steps.sum(axis=0), strict=True))
     expected = {COPY: 50, OPTIMIZER: 90, REST: 150}
     # Time counts once, so that what is found in its phase is in no other.
@@ -60,20 +62,41 @@ def test_copy_optimizer_and_logging_are_told_apart(run, monkeypatch):
     assert steps.sum() < sum(expected.values()) + 300
 
 
+def test_an_exchange_of_gradients_is_communication_after_the_backward_and_within_it(run, monkeypatch):
+    def exchange(strategy, params):
+        strategy.group.activity.enter(EXCHANGE)
+        time.sleep(0.03)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SingleDevice, "exchange", exchange)
+        after = MeasuredRun(run).measure(3, 1)["phases"]
+    assert after[COMMUNICATION]["ms_mean"] >= 30 > after[BACKWARD]["ms_mean"]
+
+    @contextmanager
+    def sync(strategy, net, enabled):
+        yield
+        time.sleep(0.03 * enabled)
+
+    monkeypatch.setattr(SingleDevice, "overlaps", True)
+    monkeypatch.setattr(SingleDevice, "gradient_sync", sync)
+    within = MeasuredRun(run).measure(3, 1)["phases"]
+    assert within[COMMUNICATION]["ms_mean"] >= 20 > within[BACKWARD]["ms_mean"]
+
+
 def test_accumulated_steps_are_single_steps(run):
-    assert measure(run, 3, 1)["global_batch_size"] == 16
-    assert measure(run, 3, 1)["steps"] == 3
+    assert MeasuredRun(run).measure(3, 1)["global_batch_size"] == 16
+    assert MeasuredRun(run).measure(3, 1)["steps"] == 3
 
 
 def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
     """40 samples are steps of 16, 16 and 8."""
-    result = measure(run, 3, 1)
+    result = MeasuredRun(run).measure(3, 1)
     assert result["samples_per_step"] == pytest.approx(40 / 3)
     assert "3 steps of 13.3 samples on average: " in step.report(result)
     assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
 
 
 def test_phases_of_several_processes_are_told_as_those_of_rank_0(run):
-    result = measure(run, 2, 1)
+    result = MeasuredRun(run).measure(2, 1)
     assert step.report(result).startswith("      ")
     assert step.report({**result, "ranks": 2 * result["ranks"]}).startswith("rank 0 ")

@@ -134,7 +134,6 @@ class Replicated(Distributed):
     def __init__(self, group: ProcessGroup, sync_bn: bool = False, finds_unused: bool = False) -> None:
         super().__init__(group)
         self._sync_bn, self._finds_unused = sync_bn, finds_unused
-        self._overlaps = False
         self._sparse: set[Tensor] = set()
         self._flat: dict[tuple[int, ...], FlatGradients] = {}
 
@@ -151,8 +150,8 @@ class Replicated(Distributed):
                 "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
                 "--backend gloo, or build those embeddings without sparse=True"
             )
-        self._overlaps = sum(p.nbytes for p in objective.parameters() if p not in self._sparse) > OVERLAP_BYTES
-        self.gradient_divisor = self.group.world_size if self._overlaps else 1
+        self.overlaps = sum(p.nbytes for p in objective.parameters() if p not in self._sparse) > OVERLAP_BYTES
+        self.gradient_divisor = self.group.world_size if self.overlaps else 1
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
@@ -160,7 +159,7 @@ class Replicated(Distributed):
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         self.sync_buffers(dict(net.named_buffers()))
         sparse = [p for p in net.parameters() if p in self._sparse and p.requires_grad]
-        if not self._overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
+        if not self.overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.copy_(self.from_main(parameter))
@@ -192,13 +191,13 @@ class Replicated(Distributed):
         return _naming_left_out() if enabled else net.no_sync()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        if self._overlaps and not self._sparse:
+        if self.overlaps and not self._sparse:
             return
         self.group.activity.enter(EXCHANGE)
         for parameter in params if self._sparse else ():
             if parameter in self._sparse:
                 sum_sparse(parameter, self.group.sum_gradients, self.gradient_divisor)
-        if self._overlaps:
+        if self.overlaps:
             return
         key = tuple(map(id, params))
         if key not in self._flat:

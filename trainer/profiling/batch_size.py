@@ -19,7 +19,7 @@ from trainer.commands.flags import Flags
 from trainer.config import flag, names_given
 from trainer.loop.memory import free_memory
 from trainer.parallel.strategy import Strategy
-from trainer.profiling.measure import MeasuringFlags, measure, opened
+from trainer.profiling.measure import MeasuredRun, MeasuringFlags, opened
 from trainer.profiling.report import save_results, table
 from trainer.task import Task
 
@@ -130,7 +130,8 @@ def _measured(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task,
     with opened(flags, argv, strategy, task, quiet=True) as run:
         # On a GPU it is known before the first step.
         memory = run.memory  # its limit has a batch size where the one asked for did not fit
-        found = measure(run, flags.tool.steps, flags.tool.settling_steps) if memory.limit.batch_size is None else None
+        counts = flags.tool.steps, flags.tool.settling_steps
+        found = MeasuredRun(run).measure(*counts) if memory.limit.batch_size is None else None
         if found is None or memory.limit.batch_size is not None:
             return None
     names = ("samples_per_second", "step_ms_median")

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from trainer.loop.train import train_epoch
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.profiling.meters import forget_peak, peak_memory_mib, spread
-from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, replaced, watched
+from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, PhaseClock, replaced, watched
 from trainer.task import Task
 
 NUM_TURNS = 5
@@ -66,105 +66,127 @@ def opened(
         yield run
 
 
-def train_steps(run: Run, num_steps: int) -> int:
-    """Trains for so many optimizer steps, and returns the samples that all processes trained on together.
-
-    It is the shipped loop, over epochs cut short. Of a task with several phases each has so many steps, so that all of
-    them are seen. Raises UserError if training diverges.
-    """
-    whole = run.plan
-    num_samples = num_done = 0
-    while num_done < num_steps:
-        most = [(num_steps - num_done) * order.global_batch_size for order in whole.orders]
-        orders = tuple(map(with_at_most, whole.orders, most))
-        run.plan = replace(whole, orders=orders, epochs=whole.epochs or 1, max_steps=None, eval_every_steps=None)
-        run.progress.position = Position()
-        train_epoch(run)
-        num_samples += run.plan.samples_per_epoch
-        num_done += run.plan.steps_per_epoch
-    run.plan = whole
-    return num_samples
-
-
 def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
     """The order with at most so many samples in an epoch."""
     return replace(order, size=min(order.size, most))
 
 
+@dataclass
+class MeasuredRun:
+    """A run whose steps are measured, and not kept. All processes call each method."""
+
+    run: Run
+
+    def train(self, num_steps: int) -> int:
+        """Trains for so many optimizer steps, and returns the samples that all processes trained on together.
+
+        It is the shipped loop, over epochs cut short. Of a task with several phases each has so many steps, so that all
+        of them are seen. Raises UserError if training diverges.
+        """
+        run = self.run
+        whole = run.plan
+        num_samples = num_done = 0
+        while num_done < num_steps:
+            most = [(num_steps - num_done) * order.global_batch_size for order in whole.orders]
+            orders = tuple(map(with_at_most, whole.orders, most))
+            run.plan = replace(whole, orders=orders, epochs=whole.epochs or 1, max_steps=None, eval_every_steps=None)
+            run.progress.position = Position()
+            train_epoch(run)
+            num_samples += run.plan.samples_per_epoch
+            num_done += run.plan.steps_per_epoch
+        run.plan = whole
+        return num_samples
+
+    def measure(self, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
+        """Trains so many steps, the settling ones first, which do not count.
+
+        Returns `steps` that were measured; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
+        `samples_per_second` of all processes together; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
+        `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, which is smaller than
+        `requested_global_batch_size` where there are no more training samples; `samples_per_step` on average, for the
+        last step of an epoch may be short; and under `ranks` of each process its `step_ms_mean`, `peak_memory_mib` and
+        `phases_ms_mean`. Times at the top are of the main process.
+        """
+        strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
+        self.train(num_settling_steps)
+        forget_peak(*strategy.devices)
+        ms, num_samples = self.timed(num_steps)
+        if strategy.overlaps:
+            exposed = self.exposed_share(len(ms)) * ms[:, PHASES.index(BACKWARD)]
+            ms[:, PHASES.index(BACKWARD)] -= exposed
+            ms[:, PHASES.index(COMMUNICATION)] += exposed
+        step_ms, means = float(ms.sum()) / len(ms), ms.mean(axis=0)
+        return {
+            "steps": len(ms),
+            "step_ms_mean": step_ms,
+            **spread("step_", ms.sum(axis=1)),
+            "samples_per_second": 1e3 * num_samples / float(ms.sum()),
+            "phases": {
+                phase: {"ms_mean": mean, **spread("", durations), "percent": 100 * mean / step_ms}
+                for phase, mean, durations in zip(PHASES, means.tolist(), ms.T, strict=True)
+            },
+            "world_size": group.world_size,
+            "num_devices": strategy.num_devices,
+            "global_batch_size": min(split.global_batch_size, self.run.plan.phase_sizes[0]),
+            "requested_global_batch_size": split.global_batch_size,
+            "samples_per_step": num_samples / len(ms),
+            "ranks": of_every_rank(group, step_ms, means),
+        }
+
+    def timed(self, num_steps: int) -> tuple[np.ndarray, int]:
+        """(steps, PHASES) milliseconds, and the samples of all processes."""
+        with self.watched() as clock:
+            num_samples = self.train(num_steps)
+            return clock.stop(), num_samples
+
+    def exposed_share(self, num_steps: int) -> float:
+        """Which part of backward is due to the exchange of gradients, which overlaps it and is waited for at its end.
+
+        It is what backward takes longer than without any exchange: for that, blocks of steps take turns once more. In
+        those without it every process has its own gradients and moments alone. The learning rate is 0, so that the
+        weights stay the same on all, as what a task computes between epochs must be.
+        """
+        run, size = self.run, max(1, num_steps // NUM_TURNS)
+        sync = run.strategy.gradient_sync
+        together, alone = [], []
+        rate, run.learning_rate = run.learning_rate, replace(run.learning_rate, factor_of_step=lambda *_: 0.0)
+        for _ in range(NUM_TURNS):
+            together.append(self.timed(size)[0])
+            with (
+                replaced(run.strategy, "gradient_sync", lambda net, enabled: sync(net, False)),
+                replaced(run.strategy, "exchange", lambda params: None),
+            ):
+                alone.append(self.timed(size)[0])
+        run.learning_rate = rate
+        together_ms, alone_ms = (median(np.concatenate(ms)[:, PHASES.index(BACKWARD)]) for ms in (together, alone))
+        return max(0.0, 1 - alone_ms / together_ms)
+
+    def trace(self, num_steps: int, folder: Path) -> Path:
+        """Trains a few steps under torch.profiler; returns the file that this process wrote. Raises OSError.
+
+        The phases of the loop are spans of that name in it.
+        """
+        with self.watched(spans=True) as clock, torch.profiler.profile() as profile:
+            self.train(num_steps)
+            clock.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step_rank{self.run.group.rank}.{os.getpid()}.pt.trace.json"
+        profile.export_chrome_trace(str(path))
+        return path
+
+    def watched(self, spans: bool = False) -> AbstractContextManager[PhaseClock]:
+        """A clock of the steps that are trained within it; see `PhaseClock`."""
+        return watched(self.run.strategy, self.run.learner.precision, self.run.log, spans)
+
+
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
-    """What `measure` returns for the run of a command line, with the steps that its `MeasuringFlags` ask for."""
+    """What `MeasuredRun.measure` returns for a command line, with the steps that its `MeasuringFlags` ask for."""
     with opened(flags, argv, strategy, quiet=True) as run:
-        return measure(run, flags.tool.steps, flags.tool.settling_steps)
-
-
-def measure(run: Run, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
-    """Trains so many steps, the settling ones first, which do not count. All processes call it.
-
-    Returns `steps` that were measured; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
-    `samples_per_second` of all processes together; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
-    `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, which is smaller than
-    `requested_global_batch_size` where there are no more training samples; `samples_per_step` on average, for the last
-    step of an epoch may be short; and under `ranks` of each process its `step_ms_mean`, `peak_memory_mib` and
-    `phases_ms_mean`. Times at the top are of the main process.
-    """
-    train_steps(run, num_settling_steps)
-    forget_peak(*run.strategy.devices)
-    ms, num_samples = timed_steps(run, num_steps)
-    if run.group.world_size > 1:
-        exposed = exposed_share(run, len(ms)) * ms[:, PHASES.index(BACKWARD)]
-        ms[:, PHASES.index(BACKWARD)] -= exposed
-        ms[:, PHASES.index(COMMUNICATION)] += exposed
-    step_ms, means = float(ms.sum()) / len(ms), ms.mean(axis=0)
-    return {
-        "steps": len(ms),
-        "step_ms_mean": step_ms,
-        **spread("step_", ms.sum(axis=1)),
-        "samples_per_second": 1e3 * num_samples / float(ms.sum()),
-        "phases": {
-            phase: {"ms_mean": mean, **spread("", durations), "percent": 100 * mean / step_ms}
-            for phase, mean, durations in zip(PHASES, means.tolist(), ms.T, strict=True)
-        },
-        "world_size": run.group.world_size,
-        "num_devices": run.strategy.num_devices,
-        "global_batch_size": min(run.memory.splits[0].global_batch_size, run.plan.phase_sizes[0]),
-        "requested_global_batch_size": run.memory.splits[0].global_batch_size,
-        "samples_per_step": num_samples / len(ms),
-        "ranks": of_every_rank(run.group, step_ms, means),
-    }
-
-
-def timed_steps(run: Run, num_steps: int) -> tuple[np.ndarray, int]:
-    """(steps, PHASES) milliseconds, and the samples of all processes."""
-    with watched(run) as clock:
-        num_samples = train_steps(run, num_steps)
-        return clock.stop(), num_samples
-
-
-def exposed_share(run: Run, num_steps: int) -> float:
-    """Which part of backward is due to the exchange of gradients, which overlaps it and is waited for at its end.
-
-    It is what backward takes longer than without any exchange: for that, blocks of steps take turns once more. In those
-    without it every process has its own gradients and moments alone. The learning rate is 0, so that the weights stay
-    the same on all, as what a task computes between epochs must be.
-    """
-    size = max(1, num_steps // NUM_TURNS)
-    sync = run.strategy.gradient_sync
-    together, alone = [], []
-    rate, run.learning_rate = run.learning_rate, replace(run.learning_rate, factor_of_step=lambda *_: 0.0)
-    for _ in range(NUM_TURNS):
-        together.append(timed_steps(run, size)[0])
-        with (
-            replaced(run.strategy, "gradient_sync", lambda net, enabled: sync(net, False)),
-            replaced(run.strategy, "exchange", lambda params: None),
-        ):
-            alone.append(timed_steps(run, size)[0])
-    run.learning_rate = rate
-    together_ms, alone_ms = (median(np.concatenate(ms)[:, PHASES.index(BACKWARD)]) for ms in (together, alone))
-    return max(0.0, 1 - alone_ms / together_ms)
+        return MeasuredRun(run).measure(flags.tool.steps, flags.tool.settling_steps)
 
 
 def of_every_rank(group: Group, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
-    """What `measure` tells of each process. means: this one's milliseconds by phase."""
+    """What `MeasuredRun.measure` tells of each process. means: this one's milliseconds by phase."""
     rank, world_size = group.rank, group.world_size
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
     table[rank] = torch.tensor([step_ms, peak_memory_mib(*group.devices), *means])

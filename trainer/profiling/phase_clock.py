@@ -11,7 +11,9 @@ import torch
 
 from trainer.failure.heartbeat import EXCHANGE, CurrentActivity
 from trainer.loop import memory
-from trainer.loop.run import Run
+from trainer.loop.precision import Precision
+from trainer.loop.watch import Log
+from trainer.parallel.strategy import Strategy
 from trainer.profiling.meters import ms_between, now
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
@@ -76,25 +78,26 @@ class PhaseClock:
 
 
 @contextmanager
-def watched(run: Run, spans: bool = False) -> Iterator[PhaseClock]:
-    """Puts a clock where the run's loop says where it is, and borders where the loop does not: around the copy to the
-    device, after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
+def watched(strategy: Strategy, precision: Precision, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
+    """Puts a clock where the loop says where it is, and borders where the loop does not: around the copy to the device,
+    after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
     """
-    clock = PhaseClock(run.strategy.device, run.group.activity, spans)
-    enter = run.group.activity.enter
+    group, activity = strategy.group, strategy.group.activity
+    clock = PhaseClock(strategy.device, activity, spans)
+    enter = activity.enter
 
     def entered(phase: str) -> None:
         enter(phase)
         clock.enter(_PHASE_OF.get(phase, REST))
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(run.group.activity, "enter", entered))
+        stack.enter_context(replaced(activity, "enter", entered))
         for owner, name, within, after in (
-            (run.strategy, "seed_dropout", REST, REST),
-            (run.strategy, "to_device", COPY, FORWARD),
-            (run.group, "start_sum", COMMUNICATION if run.group.world_size > 1 else REST, REST),
-            (run.learner.precision, "step", OPTIMIZER, REST),
-            (run.log, "step", REST, REST),
+            (strategy, "seed_dropout", REST, REST),
+            (strategy, "to_device", COPY, FORWARD),
+            (group, "start_sum", COMMUNICATION if group.world_size > 1 else REST, REST),
+            (precision, "step", OPTIMIZER, REST),
+            (log, "step", REST, REST),
         ):
             stack.enter_context(replaced(owner, name, partial(clock.around, within, after, getattr(owner, name))))
         yield clock

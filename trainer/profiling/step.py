@@ -12,20 +12,16 @@ examples:
   torchrun --nproc_per_node=2 profiler.py step --multi-gpu ddp
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.commands.flags import Flags
 from trainer.config import flag
-from trainer.loop.run import Run
 from trainer.parallel.strategy import Strategy
-from trainer.profiling.measure import MeasuringFlags, measure, opened, train_steps
-from trainer.profiling.phase_clock import PHASES, watched
+from trainer.profiling.measure import MeasuredRun, MeasuringFlags, opened
+from trainer.profiling.phase_clock import PHASES
 from trainer.profiling.report import note_of_cut_batch, save_results, table
 
 PEAK = "peak_memory_mib"
@@ -48,11 +44,12 @@ def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
     """One command line on this process's devices; the main process reports. Raises UserError."""
     tool: StepFlags = flags.tool
     with opened(flags, argv, strategy) as run:
-        result = measure(run, tool.steps, tool.settling_steps)
+        measured = MeasuredRun(run)
+        result = measured.measure(tool.steps, tool.settling_steps)
         result["device"] = strategy.describe()
         if strategy.group.is_main:
             print(report(result), flush=True)
-        written = trace(run, tool.trace) if tool.trace is not None else None
+        written = measured.trace(TRACED_STEPS, tool.trace) if tool.trace is not None else None
         if strategy.group.is_main:
             if written is not None:
                 print(f"Trace of {TRACED_STEPS} steps: {written} (open it in {VIEWERS})")
@@ -81,17 +78,3 @@ def report(result: Mapping[str, Any]) -> str:
     columns = [("ms mean", "rank", ""), *((phase, phase, ".3f") for phase in PHASES), ("peak MiB", PEAK, ".0f")]
     rows = [{"rank": f"rank {i}", PEAK: rank[PEAK], **rank["phases_ms_mean"]} for i, rank in enumerate(ranks)]
     return "\n".join([*lines, "", table(columns, rows)])
-
-
-def trace(run: Run, folder: Path) -> Path:
-    """Trains a few steps under torch.profiler; returns the file that this process wrote. Raises OSError.
-
-    The phases of the loop are spans of that name in it.
-    """
-    with watched(run, spans=True) as clock, torch.profiler.profile() as profile:
-        train_steps(run, TRACED_STEPS)
-        clock.stop()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_rank{run.group.rank}.{os.getpid()}.pt.trace.json"
-    profile.export_chrome_trace(str(path))
-    return path
