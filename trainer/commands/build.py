@@ -60,7 +60,7 @@ from trainer.loop.outcomes import StepOutcomes
 from trainer.loop.plan import SampleOrder
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
-from trainer.loop.run import LoopSettings, Run
+from trainer.loop.run import Run
 from trainer.loop.torch_optimizers import moments_of
 from trainer.loop.watch import Watch
 from trainer.parallel.data_parallel import start_data_parallel
@@ -350,7 +350,10 @@ def assemble_run(
         loaders=build_loaders(task, flags.run.num_workers, strategy.group),
         directory=directory,
         saver=BackgroundSaver(directory.save),
-        settings=loop_settings(flags),
+        settings=flags.run,
+        saving=flags.checkpoint,
+        patience=flags.learning.early_stopping_patience,
+        eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
         watches=build_watches(flags, task, learner, strategy, learning_rate.peak),
         model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
         facts=facts,
@@ -375,20 +378,6 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
         "environment": describe_environment(strategy),
         **({} if digest is None else {"data_digest": digest}),
     }
-
-
-def loop_settings(flags: Flags) -> LoopSettings:
-    """What the flags say about the loop itself."""
-    return LoopSettings(
-        seed=flags.run.seed,
-        eval_start=flags.run.eval_start,
-        patience=flags.learning.early_stopping_patience,
-        save_every_steps=flags.checkpoint.save_every_steps,
-        save_every_s=60 * flags.checkpoint.save_every_minutes,
-        max_s=60 * flags.run.max_minutes,
-        log_interval=flags.run.log_interval,
-        eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
-    )
 
 
 def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:

@@ -57,8 +57,8 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 state.run = run
                 state.enter("finished")
                 return EXIT_FINISHED
-            if not run.is_complete and 0 < run.settings.max_s <= run.progress.train_seconds:
-                message = _time_is_up(run.settings.max_s, run.progress)
+            if not run.is_complete and 0 < 60 * flags.run.max_minutes <= run.progress.train_seconds:
+                message = _time_is_up(flags.run.max_minutes, run.progress)
                 if strategy.group.is_main:
                     say(message)
                 state.run = run
@@ -76,7 +76,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 train(run)
                 score(run, not flags.run.no_test)
             except TimeIsUp:
-                message = _time_is_up(run.settings.max_s, run.progress)
+                message = _time_is_up(flags.run.max_minutes, run.progress)
                 state.enter("paused", message)
                 run.log.say(f"{message}. Everything is saved.")
                 return EXIT_FINISHED
@@ -116,10 +116,10 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     return is_finished
 
 
-def _time_is_up(max_s: float, progress: Progress) -> str:
+def _time_is_up(minutes: float, progress: Progress) -> str:
     """What a user reads when `--max-minutes` are used up. progress: of the last checkpoint, which a pause makes."""
     return (
-        f"--max-minutes {max_s / 60:g}: used up, after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
+        f"--max-minutes {minutes:g}: used up, after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
         "optimizer steps of training; to train on raise it or leave it out, to score what there is add --eval-only"
     )
 

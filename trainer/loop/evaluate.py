@@ -44,7 +44,7 @@ def evaluate(run: Run, split: str) -> Sums:
     learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
     run.strategy.sync_buffers(persistent_buffers(learner.objective))
     net = run.strategy.evaluation_module(learner.net)
-    num_samples, size = len(run.task.splits()[split]), run.settings.eval_batch_size
+    num_samples, size = len(run.task.splits()[split]), run.eval_batch_size
     batches = evaluation_batches(run.loaders[split], num_samples, size * run.strategy.num_replicas, run.group)
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):

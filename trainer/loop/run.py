@@ -10,6 +10,7 @@ import torch
 from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.failure.signals import StopRequest
+from trainer.flags import CheckpointFlags, RunFlags
 from trainer.loading.batches import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
@@ -23,24 +24,6 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """What the flags say about the loop itself. patience, save_every_steps, save_every_s, max_s: 0 is off.
-
-    patience: evaluations. save_every_s: seconds from one checkpoint to the next. max_s: seconds of training.
-    eval_batch_size: samples per device per forward in evaluation.
-    """
-
-    seed: int
-    eval_start: bool
-    patience: int
-    save_every_steps: int
-    save_every_s: float
-    max_s: float
-    log_interval: int
-    eval_batch_size: int
-
-
 @dataclass
 class Run:
     """One process's view of a training run.
@@ -48,6 +31,8 @@ class Run:
     memory: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
     a checkpoint records for the next start: flags, versions, batch arithmetic. model_outline: type and shape of each
     weight and buffer of a checkpoint, as the model was built. tried_saving: phases after whose first step it was tried.
+    patience: evaluations without a better score; 0 waits for ever. eval_batch_size: samples per device per forward in
+    evaluation.
     """
 
     task: Task
@@ -59,7 +44,10 @@ class Run:
     loaders: dict[str, BatchLoader]
     directory: RunDirectory
     saver: BackgroundSaver
-    settings: LoopSettings
+    settings: RunFlags
+    saving: CheckpointFlags
+    patience: int
+    eval_batch_size: int
     watches: list[Watch]
     facts: dict[str, Any]
     model_outline: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -88,7 +76,7 @@ class Run:
 
     @property
     def is_out_of_patience(self) -> bool:
-        return 0 < self.settings.patience <= self.progress.evaluations_since_best
+        return 0 < self.patience <= self.progress.evaluations_since_best
 
     def close(self) -> None:
         """Ends workers, a write under way, and the log."""

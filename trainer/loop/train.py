@@ -69,10 +69,10 @@ def train_epoch(run: Run) -> None:
 
     def clock() -> tuple[bool, bool]:
         """Whether `--max-minutes` are used up, and whether a checkpoint is due."""
-        since_save, settings, lock = progress.seconds_since_reading, run.settings, run.directory.lock
+        since_save, lock = progress.seconds_since_reading, run.directory.lock
         is_lost = lock is not None and lock.is_lost  # to another process; a save says so and ends this run
-        saves = is_lost or 0 < settings.save_every_s <= since_save
-        return 0 < settings.max_s <= progress.train_seconds + since_save, saves
+        saves = is_lost or 0 < 60 * run.saving.save_every_minutes <= since_save
+        return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
     sizes = [split.micro_batch_size for split in run.memory.splits]
     windows = training_windows(plan, progress, sizes, run.loaders["train"], run.group, run.log)
@@ -136,7 +136,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     for watch in run.watches:
         watch.after_step(progress, record, run.log)
     run.log.advance(0 if plan.turns and step.phase > 0 else num_samples)  # of phases in turns the first makes the epoch
-    saves = saves_after_step(progress, plan, settings.save_every_steps, agreed.save > 0)
+    saves = saves_after_step(progress, plan, run.saving.save_every_steps, agreed.save > 0)
     if logs or saves:
         settle(run.watches, run.log)
     if logs:
