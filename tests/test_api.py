@@ -216,7 +216,7 @@ def test_history_holds_the_records_in_order(tmp_path):
 def test_all_mistakes_are_told_together(capsys, tmp_path):
     wrong = {
         "lrr": 1, "num_trian": 3, "epochs": 0, "lr": "fast", "fresh": "yes", "gpu_ids": [], "seeds": 2,
-        "predict": "x.csv", "resume_from": tmp_path / "none.pth",
+        "predict": "x.csv", "resume_from": tmp_path / "none.pth", "hang_timeout_s": 5,
     }  # fmt: skip
     with pytest.raises(trainer.UserError) as refusal:
         trainer.fit(Weighted, save_dir=tmp_path / "run", **wrong)
@@ -224,7 +224,7 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
         "lrr: no such setting; did you mean lr?", "num_trian: no such setting; did you mean num_train?",
         "--fresh 'yes': must be True or False", "--gpu-ids: needs at least one value", "seeds: fit trains one run",
         "predict: fit trains one run", "--epochs 0: must be at least 1", "--lr fast: must be a number",
-        "--multi-gpu: needs a value", "none.pth: does not exist",
+        "--multi-gpu: needs a value", "none.pth: does not exist", "hang_timeout_s: is no flag any more",
     ]  # fmt: skip
     lines = str(refusal.value).splitlines()
     assert len(lines) == len(expected) and all(any(part in line for line in lines) for part in expected), lines

@@ -165,8 +165,8 @@ def test_mistakes_across_groups_and_in_the_task_are_found_together():
 def test_help_names_every_task(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], several_devices=False)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"Workloads: {', '.join(TASKS)}." in shown and "or a task of your own" in shown
+    shown = capsys.readouterr().out
+    assert f"\nWorkloads: {', '.join(TASKS)}.\n" in shown and "a task of your own" in shown
 
 
 @pytest.mark.parametrize(("task", "says"), [("har", True), ("seqrec", False)])

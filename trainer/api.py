@@ -34,7 +34,7 @@ from trainer.common.files import with_nan
 from trainer.config import arguments_of, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure
 from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
-from trainer.flags import TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
+from trainer.flags import RETIRED, TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
 from trainer.registry import name_of, source_file
@@ -166,7 +166,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
     if is_launched(os.environ):
         given = {"multi_gpu": forms.USUAL, **given}
     elsewhere = [name for name in NOT_OF_ONE_RUN if given.pop(name, None) is not None]
-    argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given)
+    argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given, RETIRED)
     problems += [f"{name}: {ONE_RUN}" for name in elsewhere]
     several_devices = any(field.name in given for field in fields(MultiDeviceFlags))
     several_devices = several_devices or files_ask_for_several_devices(argv)

@@ -321,10 +321,13 @@ def _stated(option: Option, value: Any, convert: Callable[[Any], Any]) -> Any:
         raise ValueError(f"{option.name} {shown(value)}: {error}") from None
 
 
-def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def arguments_of(
+    group_types: Sequence[type], settings: Mapping[str, Any], elsewhere: Mapping[str, str] = {}
+) -> tuple[list[str], list[str]]:
     """The command line that gives settings by field name, and what is wrong with them before it is read.
 
     A switch is True or False as its field is, a list also a tuple or a range; None leaves a flag at its default.
+    elsewhere: see `parse_flags`.
     """
     known = options(*group_types)
     settings = with_new_names(settings, known)
@@ -332,7 +335,8 @@ def arguments_of(group_types: Sequence[type], settings: Mapping[str, Any]) -> tu
     for field, value in settings.items():
         if field not in known or known[field].is_of_launcher:
             visible = [name for name, option in known.items() if not option.hidden]
-            problems.append(f"{field}: no such setting; {hint(field, visible)}")
+            unknown = f"no such setting; {hint(field, visible)}"
+            problems.append(f"{field}: {elsewhere.get(flag_name(field), unknown)}")
         elif value is not None:
             try:
                 argv += known[field].argument(value)

@@ -80,7 +80,7 @@ def parse(
     problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type else given.keys())
     elsewhere = _flags_of_others(argv, group_types, task_name)
     description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
-    about = f"{description} Workloads: {', '.join(workloads())}.", examples
+    about = f"{description}\nWorkloads: {', '.join(workloads())}.", examples
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     origins = layers.origins_of_flags(argv)
