@@ -256,3 +256,7 @@ def read_metrics(directory: Path, event: str) -> list[dict]:
     """The records of metrics.jsonl, without wall times."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k not in TIMES} for r in records if r["event"] == event]
+
+
+def results_of(directory: Path) -> dict:
+    return json.loads((directory / "results.json").read_text())

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load
+from tests.conftest import WEIGHTED, assert_same_bits, cut_back, load, results_of
 from tests.faults.damage import spoil
 from tests.faults.lives import FIRST_SEED
 from trainer.cli import main
@@ -212,7 +212,3 @@ def test_results_say_that_other_weights_than_the_best_were_scored(originals, run
     path.write_bytes(whole)
     assert run_in(finished)[::2] == (0, 0)
     assert {**results_of(finished), "train_seconds": 0} == {**before, "train_seconds": 0}
-
-
-def results_of(directory):
-    return json.loads((directory / "results.json").read_text())

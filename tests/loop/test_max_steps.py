@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tasks import TASKS
-from tests.conftest import ROOT, WEIGHTED, assert_same_bits, cut_back, load, read_metrics
+from tests.conftest import ROOT, WEIGHTED, assert_same_bits, cut_back, load, read_metrics, results_of
 from tests.helpers.weighted_task import Weighted
 from trainer.commands.build import open_run
 from trainer.loop.progress import Progress
@@ -46,10 +46,6 @@ class Interrupted(Weighted):
 
 def entries_of(directory):
     return json.loads((directory / "manifest.json").read_text())["checkpoints"]
-
-
-def results_of(directory):
-    return json.loads((directory / "results.json").read_text())
 
 
 def steps_of(directory, event):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tasks import TASKS
-from tests.conftest import ROOT, assert_same_bits, cut_back, launcher, load, read_metrics
+from tests.conftest import ROOT, assert_same_bits, cut_back, launcher, load, read_metrics, results_of
 from tests.helpers.scored_task import Points, area_under_curve
 from tests.helpers.shifted_task import SIZES, Shifted
 from trainer.task import validation_sets
@@ -30,10 +30,6 @@ def expected(model, num, seed):
     scores = torch.stack([F.linear(point, model["weight"], model["bias"])[0] for point in points])
     losses = [F.softplus(-score if label else score) for score, label in zip(scores, labels, strict=True)]
     return {"loss": float(sum(losses)) / num, "auc": area_under_curve(scores, labels)}
-
-
-def results_of(directory):
-    return json.loads((directory / "results.json").read_text())
 
 
 def check_scores(directory):

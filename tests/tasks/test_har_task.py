@@ -12,7 +12,7 @@ from data.har.windows import CLASSES
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
 from tasks.har import HarFlags, HarObjective, HarTask
-from tests.conftest import load, read_metrics
+from tests.conftest import load, read_metrics, results_of
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.loading.order import SampleKeys
@@ -110,10 +110,6 @@ def test_eval_only_repeats_the_test_score(default_run, command):
 SMALL = (
     "--mode", "first", "--hidden-dims", 8, "--epochs", 2, "--batch-size", 128, "--num-threads", 1, "--no-augmentation"
 )  # fmt: skip
-
-
-def results_of(directory):
-    return json.loads((directory / "results.json").read_text())
 
 
 def test_refit_trains_on_everyone_and_scores_the_last_weights(run_here, cache_dir, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.speech.text import Alphabet
-from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
+from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics, results_of
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_speech import (
     DIGITS,
@@ -48,10 +48,6 @@ def weights(directory):
     return load(directory / "final.pth")["model"]
 
 
-def results(directory):
-    return json.loads((directory / "results.json").read_text())
-
-
 ERROR_RATES = ("test/wer", "test/cer", "test/string_error_rate")
 
 
@@ -72,12 +68,12 @@ def assert_close(one, other):
     """Weights and losses nearly, and errors exactly: they are whole numbers over whole numbers."""
     for name, value in weights(one).items():
         torch.testing.assert_close(weights(other)[name], value, rtol=1e-9, atol=1e-11)
-    assert results(other)["metrics"] == pytest.approx(results(one)["metrics"], rel=1e-9)
-    assert [results(other)["metrics"][name] for name in ERROR_RATES] == [
-        results(one)["metrics"][name] for name in ERROR_RATES
+    assert results_of(other)["metrics"] == pytest.approx(results_of(one)["metrics"], rel=1e-9)
+    assert [results_of(other)["metrics"][name] for name in ERROR_RATES] == [
+        results_of(one)["metrics"][name] for name in ERROR_RATES
     ]
-    assert [results(other)[name] for name in ("errors", "worst")] == [
-        results(one)[name] for name in ("errors", "worst")
+    assert [results_of(other)[name] for name in ("errors", "worst")] == [
+        results_of(one)[name] for name in ("errors", "worst")
     ]
 
 
@@ -101,7 +97,7 @@ def test_any_number_of_processes_learns_the_same(nproc, digits, run_here, comman
     assert "Data: 46 train, 2 val, 24 test samples" in out
     several = [*launcher(nproc), *argv, "--device", "cpu", "--batch-size", 2, "--eval-batch-size", 3]
     command(*several, "--save-dir", tmp_path / "several")
-    assert results(tmp_path / "several")["world_size"] == nproc
+    assert results_of(tmp_path / "several")["world_size"] == nproc
     assert_close(tmp_path / "one", tmp_path / "several")
 
 
@@ -205,7 +201,7 @@ def test_error_rates_are_those_of_the_transcripts_that_it_writes(sentences, run_
     said, heard = test.transcripts(index), [" ".join(written[name].split()) for name in names_of(test, index)]
     words = [edits(one.split(), other.split()) for one, other in zip(said, heard, strict=True)]
     characters = [edits(one, other) for one, other in zip(said, heard, strict=True)]
-    found = results(tmp_path / "run")
+    found = results_of(tmp_path / "run")
     assert [found["metrics"][name] for name in ERROR_RATES] == [
         sum(words) / sum(len(text.split()) for text in said),
         sum(characters) / sum(map(len, said)),
@@ -441,7 +437,7 @@ def test_transcripts_too_long_for_their_sound_are_left_out(with_a_long_one, run_
     out, _ = run_here(*RUN, "--data-dir", with_a_long_one, "--save-dir", tmp_path / "run")
     assert "Data: 17 train, 3 val, 3 test samples" in out
     assert "\nLeft out (1): too short for its transcript, such as train/20.wav, 1" in out
-    ((reason, count),) = results(tmp_path / "run")["left_out"].items()
+    ((reason, count),) = results_of(tmp_path / "run")["left_out"].items()
     assert count == 1 and reason.startswith("too short for its transcript, such as train/20.wav, 1")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics
+from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metrics, results_of
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
 from trainer.common.errors import UserError
@@ -20,14 +20,10 @@ TASK = ["--task", "tabular", "--num-threads", 1]
 PRIOR = [*TASK, "--dtype", "float64", "--epochs", 2, *SMALL_PRIOR, *SMALL_MODEL, "--global-batch-size", 16]
 
 
-def results(directory):
-    return json.loads((directory / "results.json").read_text())
-
-
 def assert_close(one, other):
     for name, value in load(one / "final.pth")["model"].items():
         torch.testing.assert_close(load(other / "final.pth")["model"][name], value, rtol=1e-9, atol=1e-11)
-    assert results(other)["metrics"] == pytest.approx(results(one)["metrics"], rel=1e-9)
+    assert results_of(other)["metrics"] == pytest.approx(results_of(one)["metrics"], rel=1e-9)
 
 
 # --- any number of devices ---------------------------------------------------------------------------------------
@@ -44,7 +40,7 @@ def test_any_micro_batches_learn_the_same(run_here, tmp_path):
 def test_any_number_of_processes_learns_the_same(nproc, run_here, command, tmp_path):
     run_here(*PRIOR, "--batch-size", 16, "--save-dir", tmp_path / "one")
     command(*launcher(nproc), *PRIOR, "--device", "cpu", "--batch-size", 2, "--save-dir", tmp_path / "several")
-    assert results(tmp_path / "several")["world_size"] == nproc
+    assert results_of(tmp_path / "several")["world_size"] == nproc
     assert_close(tmp_path / "one", tmp_path / "several")
 
 
@@ -155,7 +151,7 @@ def test_tuning_changes_what_it_says_and_keeps_what_is_better(tune, table, new_r
     assert len(changed) > 0.9 * len(adapters if tune == "lora" else start)
     assert changed <= adapters if tune == "lora" else not adapters
     losses = [record["val/loss"] for record in read_metrics(tmp_path / "run", "epoch")]
-    assert results(tmp_path / "run")["best"]["value"] == min(losses) and len(losses) == 3
+    assert results_of(tmp_path / "run")["best"]["value"] == min(losses) and len(losses) == 3
     rows = run_here(*TASK, "--predict", new_rows, "--save-dir", tmp_path / "run")[0].splitlines()
     assert len(rows) == 201
 
@@ -169,7 +165,7 @@ def sorted_checkpoints(directory):
 def test_weights_that_tuning_spoils_are_not_used(table, run_here, tmp_path):
     argv = [*TASK, "--data-dir", table, "--label", "kind", "--tune", "base", "--num-episodes", 4, "--epochs", 1]
     run_here(*argv, "--lr", 30, "--num-estimators", 2, "--save-dir", tmp_path / "run")
-    assert results(tmp_path / "run")["best"]["step"] == 0
+    assert results_of(tmp_path / "run")["best"]["step"] == 0
 
 
 def test_a_run_begins_with_what_was_understood_of_the_table(new_rows, run_here, tmp_path):
