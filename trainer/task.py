@@ -459,6 +459,6 @@ def validation_sets(splits: Iterable[str]) -> list[str]:
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:
-    """Those whose gradients are sparse: of embeddings built with sparse=True, unless they are frozen."""
+    """Those whose gradients are sparse, if they get any: of embeddings built with sparse=True."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
-    return [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
+    return [embedding.weight for embedding in embeddings]

@@ -139,6 +139,16 @@ def test_sparse_embeddings_are_sparse_adams():
         assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in optimizer.param_groups)
 
 
+def test_sparse_embeddings_of_a_phase_that_waits_are_sparse_adams():
+    """They are frozen while other phases train."""
+    task = Sparse(TokenFlags(), seed=0, cache_dir=None)
+    objective, learning = task.build_objective(), LearningFlags()
+    groups = completed_groups(task, objective, "train", learning.weight_decay)
+    objective.requires_grad_(False)
+    optimizers = build_optimizers(learning, task, objective, "train", groups)
+    assert [type(optimizer).__name__ for optimizer in optimizers] == ["AdamW", "SparseAdam"]
+
+
 @needs_muon
 def test_muon_trains_hidden_matrices_and_adamw_the_rest():
     (muon, adamw), model = built(Tokens, optimizer="muon", momentum=0.8, betas=(0.5, 0.6), weight_decay=0.3)

@@ -144,7 +144,7 @@ class Replicated(Distributed):
         complete: Callable[[Objective], None],
     ) -> Objective:
         objective = super().place(build, blocks, complete)
-        self._sparse = set(sparse_parameters(objective))
+        self._sparse = {p for p in sparse_parameters(objective) if p.requires_grad}
         if self._sparse and self.group.backend == "nccl":
             raise UserError(
                 "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "

@@ -211,7 +211,7 @@ def _units(objective: nn.Module) -> list[FSDPModule]:
 
 def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module]) -> None:
     """Raises UserError."""
-    if sparse_parameters(objective):
+    if any(p.requires_grad for p in sparse_parameters(objective)):
         raise UserError(
             "--multi-gpu fsdp: carries no sparse gradients, as those of nn.Embedding(sparse=True); take --multi-gpu "
             "ddp, or build those embeddings without sparse=True"
