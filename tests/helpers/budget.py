@@ -13,9 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "trainer"
-NOT_CORE = ("tasks", "estimators", "profiling")
 TRAINER_PREFIX = f"{TRAINER}/"
-WORKLOADS = tuple(f"{ROOT}/{folder}/" for folder in ("tasks", "models", "data", "trainer/tasks", "trainer/estimators"))
+WORKLOADS = tuple(f"{ROOT}/{folder}/" for folder in ("tasks", "models", "data"))
 GLOBAL_BATCH = 32
 FIRST_STEP, LAST_STEP = 3, 8
 """Optimizer steps that `step_of_har` looks at; none of them logs."""
@@ -36,7 +35,7 @@ def lines_and_files_of_rooms() -> dict[str, tuple[int, int]]:
     for path in sources(TRAINER):
         inside = path.relative_to(TRAINER)
         room = inside.parts[0] if len(inside.parts) > 1 else "trainer"
-        if room not in NOT_CORE and path.read_text().strip():
+        if room != "profiling" and path.read_text().strip():
             found.setdefault(room, []).append(path)
     return {room: (num_lines(paths), len(paths)) for room, paths in sorted(found.items())}
 
