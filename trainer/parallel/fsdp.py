@@ -43,7 +43,7 @@ class Sharded(Distributed):
     """
 
     name = "Fully sharded"
-    overlaps = exchanges_in_forward = True
+    exchanges_in_forward = True
     has_full_state = False
 
     def __init__(self, group: ProcessGroup, shard_size: int | None = None, reshards: bool = True) -> None:

@@ -33,11 +33,12 @@ class Strategy:
     that has it.
 
     group: the processes of the run. gradient_divisor: what the exchange divides summed gradients by, and the loss is
-    multiplied by before. overlaps: whether gradients travel while a backward goes on. exchanges_in_forward: whether
-    every forward waits for the other processes, so that all must make equally many. shard_size: processes of
-    consecutive ranks that have one copy of the parameters between them. has_full_state: whether this process has all
-    that a checkpoint holds, and can save after a failure without others. draws_on_host: whether forwards draw from the
-    generators of Python or numpy, as some do that leave out layers or mask their inputs.
+    multiplied by before. overlaps: whether gradients travel while the last backward of a step goes on, unless
+    `gradient_sync` is disabled. exchanges_in_forward: whether every forward waits for the other processes, so that all
+    must make equally many. shard_size: processes of consecutive ranks that have one copy of the parameters between
+    them. has_full_state: whether this process has all that a checkpoint holds, and can save after a failure without
+    others. draws_on_host: whether forwards draw from the generators of Python or numpy, as some do that leave out
+    layers or mask their inputs.
     """
 
     gradient_divisor: int = 1
