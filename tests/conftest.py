@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +45,14 @@ def no_stop_signal_is_ignored():
 
 
 @pytest.fixture(autouse=True)
+def same_numbers_in_every_run():
+    """Tests draw the same numbers in every run, in whatever order and on whatever worker they stand."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def leaves_nothing_behind():
     """A test that changes the environment, or leaves threads or a process group, fails."""
     environment = dict(os.environ)
@@ -57,8 +67,7 @@ def leaves_nothing_behind():
 
 @pytest.fixture
 def double_precision():
-    """Tensors are float64 unless told otherwise, and random ones the same in every run."""
-    torch.manual_seed(0)
+    """Tensors are float64 unless told otherwise."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

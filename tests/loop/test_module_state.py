@@ -200,7 +200,7 @@ def test_a_list_of_parameters_is_left_to_who_keeps_it_up_to_date():
 
 
 class Shifted(nn.Module):
-    """It takes away a running mean, and is written to be compiled by TorchScript."""
+    """Takes a running mean away from what is normalised; TorchScript can compile it."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class Shifted(nn.Module):
 
     def forward(self, x):
         self.mean.add_(x.detach().mean(0))
-        return self.norm(x - self.mean)
+        return self.norm(x) - self.mean
 
 
 class Replacing(Shifted):
