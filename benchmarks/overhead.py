@@ -36,7 +36,7 @@ from tasks.har import HarObjective, HarTask
 from trainer import Batch, Sums
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.order import EpochOrder, SampleKeys
-from trainer.loop.torch_optimizers import without_compiler
+from trainer.loop.optimizers import without_compiler
 from trainer.loop.train import train
 
 BATCH_SIZE = 16

@@ -12,8 +12,8 @@ LINES_AND_FILES = {
     "failure": (680, 4),
     "loading": (910, 6),
     "logs": (720, 5),
-    "loop": (4570, 24),
-    "parallel": (2710, 14),
+    "loop": (4560, 23),
+    "parallel": (2700, 13),
     "trainer": (2150, 7),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""

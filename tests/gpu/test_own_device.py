@@ -8,7 +8,7 @@ def test_what_is_fetched_is_waited_for_on_its_own_gpu():
     """A copy that has not arrived holds other numbers."""
     import torch
 
-    from trainer.parallel.device_queue import queue_of
+    from trainer.parallel.devices import queue_of
 
     assert torch.cuda.current_device() == 0
     arrived = queue_of(torch.device("cuda", 1)).fetch(torch.tensor([False, True], device="cuda:1"))

@@ -9,7 +9,7 @@ from tests.helpers.imagined_gpu import on_imagined_gpus
 from trainer.logs.run_log import SilentLog
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import REPORT_EVERY, SENT, RankTimes
-from trainer.parallel.device_queue import GROUP_SIZE
+from trainer.parallel.devices import GROUP_SIZE
 from trainer.parallel.strategy import SingleDevice
 
 

@@ -7,7 +7,7 @@ from trainer.logs.run_log import SilentLog
 from trainer.loop import rescue
 from trainer.loop.progress import Progress
 from trainer.loop.rescue import LastStep
-from trainer.parallel.device_queue import GROUP_SIZE, CudaQueue, DeviceQueue
+from trainer.parallel.devices import GROUP_SIZE, CudaQueue, DeviceQueue
 
 LOG = SilentLog()
 

@@ -22,7 +22,7 @@ from trainer.loop.precision import SCALE_FLOOR, Precision
 from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
 from trainer.loop.watch import StepRecord, StepResult
-from trainer.parallel.device_queue import GROUP_SIZE, DeviceQueue
+from trainer.parallel.devices import GROUP_SIZE, DeviceQueue
 from trainer.parallel.launch import launch
 from trainer.parallel.strategy import SingleDevice
 

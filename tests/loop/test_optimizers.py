@@ -11,9 +11,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
 from trainer.common.errors import UserError
 from trainer.flags import LearningFlags
-from trainer.loop.optimizers import build_optimizers, completed_groups, hidden_matrices
+from trainer.loop.optimizers import (
+    ZeroStartSGD,
+    build_optimizers,
+    completed_groups,
+    hidden_matrices,
+    moments_of,
+    without_compiler,
+)
 from trainer.loop.precision import Precision, _step_on_device
-from trainer.loop.torch_optimizers import ZeroStartSGD, moments_of, without_compiler
 from trainer.parallel.ddp import Replicated
 from trainer.parallel.group import Group
 

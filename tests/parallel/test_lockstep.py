@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.logs.run_log import SilentLog
 from trainer.loop.lockstep import Fingerprint, Lockstep, num_words
 from trainer.loop.progress import Progress
-from trainer.parallel.device_queue import GROUP_SIZE, DeviceQueue
+from trainer.parallel.devices import GROUP_SIZE, DeviceQueue
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 

@@ -55,13 +55,12 @@ from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import MemoryGuard, MemoryLimit
-from trainer.loop.optimizers import build_optimizers, completed_groups
+from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
 from trainer.loop.outcomes import StepOutcomes
 from trainer.loop.plan import SampleOrder
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import Run
-from trainer.loop.torch_optimizers import moments_of
 from trainer.loop.watch import Watch
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Replicated

@@ -29,7 +29,7 @@ from trainer.loop.rescue import LastStep, rescue
 from trainer.loop.run import Run
 from trainer.loop.train import train
 from trainer.loop.windows import StopRequested, TimeIsUp
-from trainer.parallel.device_queue import queue_of
+from trainer.parallel.devices import queue_of
 from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task

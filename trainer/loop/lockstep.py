@@ -14,8 +14,7 @@ from trainer.common.torch_private import num_writes
 from trainer.loop.module_state import persistent_buffers
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.device_queue import queue_of
-from trainer.parallel.devices import arithmetic_of, numbers_at_once
+from trainer.parallel.devices import arithmetic_of, numbers_at_once, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4

@@ -24,8 +24,8 @@ from trainer.loading.batches import WeightedBatch, gathered, weighted
 from trainer.loading.order import SampleKeys
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import leaving_no_trace
+from trainer.loop.optimizers import moments_of
 from trainer.loop.plan import BatchSplit, Plan, split_batch
-from trainer.loop.torch_optimizers import moments_of
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task
 

@@ -11,7 +11,7 @@ import torch
 from trainer.common.errors import UnfitState
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.device_queue import GROUP_SIZE, queue_of
+from trainer.parallel.devices import GROUP_SIZE, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_SKIPPED_IN_A_ROW = 100

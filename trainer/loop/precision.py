@@ -14,8 +14,7 @@ from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_norm, reads_found_inf, run_backward
 from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
-from trainer.parallel.device_queue import queue_of
-from trainer.parallel.devices import half_precision
+from trainer.parallel.devices import half_precision, queue_of
 from trainer.task import Objective, Outputs
 
 M = TypeVar("M", bound=nn.Module)

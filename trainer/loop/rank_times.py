@@ -10,7 +10,7 @@ import numpy as np
 from trainer.failure.heartbeat import EXCHANGE
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.device_queue import queue_of
+from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group
 
 OWN = ("data loading", "forward", "backward")

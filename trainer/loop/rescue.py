@@ -29,7 +29,7 @@ from trainer.loop.learner import Learner
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.watch import Log, Place, StepRecord, Watch
-from trainer.parallel.device_queue import DeviceQueue
+from trainer.parallel.devices import DeviceQueue
 from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
-from trainer.parallel.device_queue import queue_of
+from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group, require_shape
 from trainer.task import Outputs, PerSample, Sums
 
