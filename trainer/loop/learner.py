@@ -1,16 +1,20 @@
 """The model with its loss, and everything that an optimizer step reads or changes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from trainer.common.tensors import is_sharded, local_shards
+from trainer.loading.batches import WeightedBatch
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
-from trainer.task import Objective
+from trainer.loop.totals import require_sums, without_counting
+from trainer.parallel.strategy import Strategy
+from trainer.task import Objective, Sums
 
 
 @dataclass
@@ -72,17 +76,48 @@ class Learner:
         for net in self.nets.values():
             net.train()
 
+    def accumulate(
+        self,
+        strategy: Strategy,
+        phase: str,
+        micro_batch: WeightedBatch,
+        factor: float,
+        is_first: bool,
+        is_last: bool,
+    ) -> Sums:
+        """Adds the gradient of a micro-batch's loss * factor; returns the sums of its samples, with their graph.
+
+        is_first, is_last: among the micro-batches of a step.
+        """
+        net, activity = self.enter(phase), strategy.group.activity
+        batch, _, num_samples = micro_batch
+        within = self.buffers.of_samples(num_samples) if self.buffers.is_active else nullcontext()
+        with strategy.gradient_sync(net, enabled=is_last), within:
+            activity.enter("forward")
+            outputs = net(strategy.to_device(batch), phase)
+            require_sums(outputs, self.objective, phase)
+            sums = outputs if num_samples > 0 else without_counting(outputs)
+            if is_last and self.buffers.is_active:
+                self.buffers.start_agreement(strategy.group)
+            activity.enter("backward")
+            self.precision.backward(sums["loss"], factor)
+        return sums
+
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
         """A step of the phase's optimizers with the gradients that are there, and what follows from it.
 
         learning_rate: before each group's own factor on it. global_norm: see `Strategy.global_norm`.
         """
-        optimizers, params = self.optimizers[phase], self.params[phase]
         # Not before, for a rescue saves the rate with the weights.
-        for optimizer in optimizers:
+        for optimizer in self.optimizers[phase]:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * group.get("lr_scale", 1.0)
-        outcome = self.precision.step(optimizers, params, self.max_grad_norm, global_norm, self._shards)
+                group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
+        return self.apply_gradients(phase, global_norm)
+
+    def apply_gradients(self, phase: str, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
+        """The part of `update` that follows once the optimizers have their rates."""
+        params = self.params[phase]
+        outcome = self.precision.step(self.optimizers[phase], params, self.max_grad_norm, global_norm, self._shards)
         if self.buffers.is_active:
             self.buffers.undo_unless(outcome.applied)
         if outcome.applied is not False and type(self.objective).after_step is not Objective.after_step:

@@ -181,8 +181,6 @@ class MemoryGuard:
         size = sum(tensor.numel() * tensor.itemsize for tensor in held)
         readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2g} MiB"
         activity = self._strategy.group.activity
-        activity = self._strategy.group.activity
-        activity = self._strategy.group.activity
         return UserError(
             f"{where}out of memory in {activity} {what}: {advice}; parameters, gradients and moments of "
             f"this model take {readable} of each device; --multi-gpu fsdp divides them, --grad-checkpointing keeps "

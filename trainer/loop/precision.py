@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from ctypes import c_float
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -55,8 +56,12 @@ class Precision:
         """The context in which forwards run."""
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
-    def backward(self, loss: Tensor, factor: float) -> None:
-        """Adds the gradient of loss * factor. loss: a scalar.
+    def rate(self, learning_rate: float) -> float:
+        """A learning rate as an optimizer takes it: in float32 where it may lie in the memory of a GPU."""
+        return learning_rate if self._knows_at_once or self.dtype == torch.float64 else c_float(learning_rate).value
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+        """Adds the gradient of loss * factor. loss: a scalar. factor: a number, or a scalar on the device of the loss.
 
         Where the loss is not finite, the gradient is NaN, although it might be finite: so the exchange of gradients
         tells every process. Raises UserError for a loss without a gradient.
@@ -68,9 +73,9 @@ class Precision:
             )
         dtype = torch.promote_types(loss.dtype, torch.float32)
         if self._knows_at_once:
-            coefficient = torch.full((), factor if math.isfinite(loss.item()) else math.nan, dtype=dtype)
+            coefficient = torch.full((), float(factor) if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
-            coefficient = loss.detach().to(dtype) * 0 + factor  # without waiting for the loss
+            coefficient = (loss.detach().to(dtype) * 0).add_(factor)  # without waiting for the loss
         start = self.scaler.scale(coefficient).to(loss.dtype)
         # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
         # with, would take a hundredth of a step of 2 ms.

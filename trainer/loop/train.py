@@ -5,7 +5,6 @@ It does not know which task it trains, on how many devices, or in which precisio
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from trainer.loop.memory import OPTIMIZER
 from trainer.loop.plan import Plan
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
-from trainer.loop.totals import add_sums, require_sums, without_counting
+from trainer.loop.totals import add_sums
 from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
 from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
 from trainer.parallel.group import Group
@@ -178,31 +177,20 @@ def train_step(
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
     """
     sums: Sums = {}
-    group, params = strategy.group, learner.params[phase]
-    net, same_masks = learner.enter(phase), learner.objective.same_masks
     buffers = learner.buffers if learner.buffers.is_active else None
     if buffers is not None:
         buffers.keep()
     for watch in watches:
         watch.at("forward")
-    for i, (batch, _, num_samples) in enumerate(window):
+    same_masks, factor = learner.objective.same_masks, strategy.gradient_divisor / total_weight
+    for i, micro_batch in enumerate(window):
         strategy.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
-        is_last = i == len(window) - 1
-        within = buffers.of_samples(num_samples) if buffers is not None else nullcontext()
-        with strategy.gradient_sync(net, enabled=is_last), within:
-            group.activity.enter("forward")
-            outputs = net(strategy.to_device(batch), phase)
-            require_sums(outputs, learner.objective, phase)
-            part = outputs if num_samples > 0 else without_counting(outputs)
-            if is_last and buffers is not None:
-                buffers.start_agreement(group)
-            group.activity.enter("backward")
-            learner.precision.backward(part["loss"], strategy.gradient_divisor / total_weight)
-        add_sums(sums, part)
+        is_first, is_last = i == 0, i == len(window) - 1
+        add_sums(sums, learner.accumulate(strategy, phase, micro_batch, factor, is_first, is_last))
     if buffers is not None:
         buffers.agree(strategy)
-    strategy.exchange(params)
-    group.activity.enter(OPTIMIZER)
+    strategy.exchange(learner.params[phase])
+    strategy.group.activity.enter(OPTIMIZER)
     for watch in watches:
         watch.at("update")
     return StepResult(sums, *learner.update(phase, learning_rate, strategy.global_norm))
