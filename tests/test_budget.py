@@ -10,7 +10,7 @@ LINES_AND_FILES = {
     "commands": (2890, 13),
     "common": (960, 7),
     "failure": (680, 4),
-    "loading": (910, 6),
+    "loading": (922, 6),
     "logs": (720, 5),
     "loop": (4560, 23),
     "parallel": (2700, 13),

@@ -1,6 +1,6 @@
 """Data sets over interactions, with negative items: histories to train on, and held-out items with what came before.
 
-Rows of a batch are left-aligned, padded with item 0 behind, and as wide as the longest of them.
+Rows of a batch are left-aligned, padded with item 0 behind to `SampleKeys.padded_length`.
 
 Everything random is a function of seed, epoch and user (or sample), never of the batch.
 """
@@ -25,6 +25,8 @@ NUM_EVALUATION_NEGATIVES = 100
 _FORMAT_VERSION = 2
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
+_SEEN_STEP = 128
+"""Items seen are padded to multiples of this on a GPU: unlike a history they cost next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class TrainSequences:
         self._split = split
         self._seed = seed
         self._negatives = negatives
+        self._maxlen = maxlen
         num_samples = -(-np.maximum(split.num_train - 1, 0) // maxlen)
         self.users, sample = _numbered(num_samples if whole_histories else np.minimum(num_samples, 1))
         self._stop = split.num_train[self.users] - sample * maxlen
@@ -105,20 +108,23 @@ class TrainSequences:
         """
         users, length = self.users[keys.index], self._lengths[keys.index]
         end = self._interactions.offsets[users] + self._stop[keys.index]
+        width = _width(keys, length, self._maxlen)
         batch: Arrays = {
-            "items": ragged(self._interactions.items, end - 1 - length, length).astype(np.int64),
-            "targets": ragged(self._interactions.items, end - length, length).astype(np.int64),
+            "items": ragged(self._interactions.items, end - 1 - length, length, width).astype(np.int64),
+            "targets": ragged(self._interactions.items, end - length, length, width).astype(np.int64),
             "length": length,
         }
         if self._split.scaled_times is not None:
-            batch["times"] = ragged(self._split.scaled_times, end - 1 - length, length)
+            batch["times"] = ragged(self._split.scaled_times, end - 1 - length, length, width)
         if self._negatives is not None:
-            batch["negatives"] = self._draw(keys, users, length, self._negatives)
+            batch["negatives"] = self._draw(keys, users, length, width, self._negatives)
         return batch
 
-    def _draw(self, keys: SampleKeys, users: np.ndarray, length: np.ndarray, negatives: Negatives) -> np.ndarray:
+    def _draw(
+        self, keys: SampleKeys, users: np.ndarray, length: np.ndarray, width: int, negatives: Negatives
+    ) -> np.ndarray:
         # Counters go position by position, so that the draws of one do not depend on the padding behind it.
-        width = length.max(initial=0) if negatives.per_position else 1
+        width = width if negatives.per_position else 1
         bits = random_bits(self._seed, keys.epoch, keys.index, width * negatives.num, _TRAIN_STREAM)
         num_others = self._split.items.num_others(users)
         items = self._split.items.others(users, below(bits, num_others))
@@ -196,18 +202,26 @@ class EvaluationSequences:
         start = self._interactions.offsets[users]
         target = start + self._position[keys.index]
         length = np.minimum(target - start, self._maxlen)
+        width = _width(keys, length, self._maxlen)
         batch: Arrays = {
-            "items": ragged(self._interactions.items, target - length, length).astype(np.int64),
+            "items": ragged(self._interactions.items, target - length, length, width).astype(np.int64),
             "length": length,
             "target": self._interactions.items[target].astype(np.int64),
             "candidates": self._candidates.draw(users, self._turn[keys.index]),
         }
         if self._split.scaled_times is not None:
-            batch["times"] = ragged(self._split.scaled_times, target - length, length)
+            batch["times"] = ragged(self._split.scaled_times, target - length, length, width)
         if self._mask_seen:
-            history = ragged(self._interactions.items, start, target - start).astype(np.int64)
+            num_seen = target - start
+            most = keys.padded_length(num_seen.max(initial=0), _SEEN_STEP)
+            history = ragged(self._interactions.items, start, num_seen, most).astype(np.int64)
             batch["seen"] = np.where(history == batch["target"][:, None], 0, history)
         return batch
+
+
+def _width(keys: SampleKeys, length: np.ndarray, maxlen: int) -> int:
+    """How wide rows of these lengths (B,), each at most maxlen, are with their padding."""
+    return min(keys.padded_length(length.max(initial=0)), maxlen)
 
 
 def split_interactions(

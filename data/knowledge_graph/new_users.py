@@ -67,4 +67,4 @@ class Recommendations:
         """
         row, place = np.divmod(keys.index, self.num_places)
         users = self.users[row]
-        return {"user": users, "place": place, "seen": padded(self._seen, users, self._padding)}
+        return {"user": users, "place": place, "seen": padded(self._seen, users, self._padding, keys)}

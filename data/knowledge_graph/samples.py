@@ -19,6 +19,8 @@ from trainer.loading.order import SampleKeys
 
 _USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)
 """Those before belong to splits.py."""
+_STEP = 128
+"""Lists of items are padded to multiples of this on a GPU: beside the scores of all items they cost next to nothing."""
 
 
 class BprSamples:
@@ -139,8 +141,8 @@ class UsersToRank:
         users = self.users[keys.index]
         return {
             "user": users,
-            "positives": padded(self._positives, users, self._padding),
-            "seen": padded(self._seen, users, self._padding),
+            "positives": padded(self._positives, users, self._padding, keys),
+            "seen": padded(self._seen, users, self._padding, keys),
         }
 
 
@@ -151,11 +153,11 @@ def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSet
     return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
 
 
-def padded(lists: ItemLists, users: np.ndarray, padding: int) -> np.ndarray:
-    """The items of the users (B,): (B, as many as any of them has) int64, rows padded behind."""
+def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) -> np.ndarray:
+    """The items of the users (B,): (B, as many as any of them has, or `keys.padded_length`) int64, padded behind."""
     start = lists.offsets[users]
     length = lists.offsets[users + 1] - start
-    items = ragged(lists.items, start, length).astype(np.int64)
+    items = ragged(lists.items, start, length, keys.padded_length(length.max(initial=0), _STEP)).astype(np.int64)
     return np.where(is_real(length, items.shape[1]), items, padding)
 
 

@@ -1,10 +1,15 @@
 """Each workload that comes with the trainer, on one imagined GPU, on the second one, and on three."""
 
 import pytest
+import torch
 
 from tests.gpu.runs import EXACT, assert_same, run
 from tests.helpers import small_catalogue, small_seqrec, small_speech, small_table
 from tests.helpers.imagined_gpu import on_imagined_gpus
+from trainer.commands.build import build_loaders, build_task
+from trainer.commands.parse import parse
+from trainer.loading.order import evaluation_keys
+from trainer.parallel.strategy import SingleDevice
 
 SEQREC = ["--task", "seqrec", *small_seqrec.SMALL, "--k-core", 0, "--dropout", 0, "--max-steps", 3]
 KGAT = ["--task", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout", 0, "--embed-dim", 8,
@@ -60,6 +65,20 @@ def assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, forms):
 @on_imagined_gpus(3)
 def test_workloads(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["second", "three"])
+
+
+@on_imagined_gpus(1)
+def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
+    flags, problems = parse(["--task", "seqrec", "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
+    assert problems == []
+    task, device = build_task(flags), torch.device("cuda")
+    widths = {}
+    for num_workers in (0, 1):
+        loader = build_loaders(task, num_workers, SingleDevice(device).group)["val"]
+        own = [batch["items"].shape[1] for batch in loader(evaluation_keys(len(task.splits()["val"]), (0, 1), 16))]
+        widths[num_workers] = [*own, loader.one(next(evaluation_keys(1, (0, 1), 1)))["items"].shape[1]]
+        loader.close()
+    assert widths[0] == widths[1] and set(widths[0]) <= set(range(16, 129, 16))
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import multiprocessing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_evaluation_counts_every_sample_once(world_size):
         counted = [i for rank in ranks for keys in rank if not keys.placeholder for i in keys.index]
         assert sorted(counted) == list(range(size))
         assert len({len(rank) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("step", [1, 16, 2000])
+def test_padded_lengths_are_few_and_little_longer(step):
+    keys = SampleKeys(np.arange(2), 0)
+    on_gpu = replace(keys, few_lengths=True)
+    assert on_gpu.padded_length(0, step) == 0
+    for steps in range(1, 300):
+        for longest in edges(steps * step):
+            padded = on_gpu.padded_length(np.int64(longest), step)
+            assert padded % step == 0 and type(padded) is int
+            assert longest <= padded < longest + max(step, longest / 8)
+            assert on_gpu.padded_length(padded, step) == padded
+            assert keys.padded_length(np.int64(longest), step) == longest
+    for octave in (8, 16, 32):
+        found = {on_gpu.padded_length(longest, step) for longest in range(octave * step + 1, 2 * octave * step + 1)}
+        assert len(found) == 8
 
 
 class Squares:

@@ -306,7 +306,7 @@ def prepare_training(
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
     for index, phase in enumerate(task.phases):
         per_forward = min(2, memory.splits[index].batch_size)
-        example = example_batch(task, index, per_forward * strategy.num_replicas)
+        example = example_batch(task, index, per_forward * strategy.num_replicas, strategy.device.type == "cuda")
         strategy.group.activity.enter("the first forward and backward")
         with memory.refusing_lack(per_forward, "--batch-size 1 tries a single one"):
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
@@ -423,7 +423,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
 def build_loaders(task: Task, num_workers: int, group: Group) -> dict[str, BatchLoader]:
     """Of each data set. Evaluation has workers of its own: those of training hold what is loaded ahead."""
-    training, evaluation = (Workers(num_workers, pin_memory=group.device.type == "cuda") for _ in range(2))
+    training, evaluation = (Workers(num_workers, for_gpu=group.device.type == "cuda") for _ in range(2))
     phases = PhaseDatasets([task.training_data(phase) for phase in task.phases])
     evaluated = {name: dataset for name, dataset in task.splits().items() if name != "train"}
     return {
@@ -432,10 +432,11 @@ def build_loaders(task: Task, num_workers: int, group: Group) -> dict[str, Batch
     }
 
 
-def example_batch(task: Task, phase: int, size: int) -> Batch:
+def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:
     """A checked batch of a phase, of so many samples if there are, that does not count."""
     dataset = task.training_data(task.phases[phase])
-    keys = SampleKeys(np.arange(min(size, len(dataset))), epoch=0, phase=phase, placeholder=True)
+    index = np.arange(min(size, len(dataset)))
+    keys = SampleKeys(index, epoch=0, phase=phase, placeholder=True, few_lengths=for_gpu)
     batch = task.collate(dataset.__getitems__(keys), keys)
     check_batch(task, batch, len(keys.index))
     return batch | {"weight": torch.zeros_like(batch["weight"])}

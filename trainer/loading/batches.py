@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, Protocol
 
@@ -111,11 +112,12 @@ class Workers:
 
     num_workers: 0 gathers in this process, which is fastest for what is only gathered from memory; otherwise this
         number of processes, which start when they are first needed.
-    pin_memory: put batches into page-locked memory, so that copies to a GPU do not wait.
+    for_gpu: batches are put into page-locked memory, so that copies to a GPU do not wait, and have few lengths; see
+        `SampleKeys.padded_length`.
     """
 
-    def __init__(self, num_workers: int = 0, pin_memory: bool = False) -> None:
-        self._pin_memory = pin_memory
+    def __init__(self, num_workers: int = 0, for_gpu: bool = False) -> None:
+        self._for_gpu = for_gpu
         self._batches = _NumberedBatches()
         self._requests: Iterable[Request] = ()
         self._processes: DataLoader[Batch | UserError] | None = None
@@ -125,7 +127,7 @@ class Workers:
                 batch_size=None,
                 sampler=self,
                 num_workers=num_workers,
-                pin_memory=pin_memory,
+                pin_memory=for_gpu,
                 persistent_workers=True,
                 worker_init_fn=_depend_on_the_trainer,
                 # A forked worker starts at once and shares the data; a spawned one imports torch and copies it.
@@ -147,9 +149,10 @@ class Workers:
 
     def load(self, number: int, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         """The batches that keys name of one data set, in order. What an earlier call has not yielded yet is lost."""
+        keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
             batches = (gathered(*self._batches.sources[number], key) for key in keys)
-            if not self._pin_memory:
+            if not self._for_gpu:
                 return batches
             return ({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)
         self._requests = ((number, key) for key in keys)
@@ -160,6 +163,10 @@ class Workers:
             for worker in set(multiprocessing.active_children()) - others:  # `close` would not know of them
                 worker.kill()
             raise
+
+    def completed(self, keys: SampleKeys) -> SampleKeys:
+        """The keys, with what depends on the device."""
+        return replace(keys, few_lengths=True) if self._for_gpu else keys
 
     def close(self) -> None:
         """Ends the processes, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM.
@@ -182,7 +189,7 @@ class BatchLoader:
 
     def one(self, keys: SampleKeys) -> Batch:
         """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""
-        return gathered(self._dataset, self._collate, keys)
+        return gathered(self._dataset, self._collate, self._workers.completed(keys))
 
     def close(self) -> None:
         """Ends its workers; see `Workers.close`."""

@@ -245,7 +245,8 @@ class MemoryGuard:
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # where samples have grown, if ever
         index = task.largest_samples(name, last_epoch, self.splits[phase].micro_batch_size)
-        batch = gathered(task.training_data(name), task.collate, SampleKeys(index, last_epoch, phase))
+        keys = SampleKeys(index, last_epoch, phase, few_lengths=self._strategy.device.type == "cuda")
+        batch = gathered(task.training_data(name), task.collate, keys)
         net = learner.enter(name)
         net.train()
         for _ in range(2):
