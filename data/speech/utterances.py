@@ -6,6 +6,8 @@ A batch is what `__getitems__` returns:
     targets: (B, U) int64 symbols, 0 behind the end of each; target_length: (B,) int64. Absent without an alphabet.
     warp, freq_masks, time_masks, masking_db: see `Augmenter.for_front_end`. Absent without augmentation.
 
+Audio and targets are padded to `SampleKeys.padded_length`.
+
 Everything random is a function of seed, epoch and sample, never of the batch.
 """
 
@@ -28,6 +30,8 @@ STRING_SNR_DB = (25.0, 40.0)
 """White noise of a string: the string's power over its own is uniform between these, in dB."""
 
 _FULL_SCALE = np.float32(2.0**-15)
+_STEPS_PER_SECOND, _TARGET_STEP = 4, 32
+"""What audio and targets are padded to multiples of on a GPU; targets coarsely, since they cost next to nothing."""
 _STRING_STREAM = 16  # beside those of augmentation, which has the same keys
 
 
@@ -58,7 +62,9 @@ class Utterances:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """See the top of this file."""
         audio = [self.corpus.utterance(i) * _FULL_SCALE for i in self.indices[keys.index]]
-        batch = _batch(audio, self.transcripts(keys.index), self._alphabet, self._augmenter, keys)
+        batch = _batch(
+            audio, self.transcripts(keys.index), self.corpus.sample_rate, self._alphabet, self._augmenter, keys
+        )
         return batch | {"recordings": self.indices[keys.index, None]}
 
 
@@ -141,7 +147,7 @@ class Strings:
         plan = self._plan(keys.epoch, keys.index)
         rows = (_Plan(*row) for row in zip(*plan, strict=True))
         audio = [self._string(row, keys.epoch, i) for row, i in zip(rows, keys.index, strict=True)]
-        batch = _batch(audio, self._joined(plan), self._alphabet, self._augmenter, keys)
+        batch = _batch(audio, self._joined(plan), self.corpus.sample_rate, self._alphabet, self._augmenter, keys)
         return batch | {"recordings": np.where(plan.is_word, plan.recordings, -1)}
 
     def _plan(self, epoch: int, index: np.ndarray) -> _Plan:
@@ -197,6 +203,7 @@ class Strings:
 def _batch(
     utterances: list[np.ndarray],
     transcripts: list[str],
+    sample_rate: int,
     alphabet: Alphabet | None,
     augmenter: Augmenter | None,
     keys: SampleKeys,
@@ -206,17 +213,18 @@ def _batch(
     if augmenter is not None:
         utterances = augmenter.audio(utterances, keys.epoch, keys.index)
         batch |= augmenter.for_front_end(keys.epoch, keys.index)
-    batch["audio"], batch["num_samples"] = _padded(utterances, np.dtype(np.float32))
+    step = sample_rate // _STEPS_PER_SECOND
+    batch["audio"], batch["num_samples"] = _padded(utterances, np.dtype(np.float32), keys, step)
     if alphabet is not None:
         symbols = [alphabet.encode(text) for text in transcripts]
-        batch["targets"], batch["target_length"] = _padded(symbols, np.dtype(np.int64))
+        batch["targets"], batch["target_length"] = _padded(symbols, np.dtype(np.int64), keys, _TARGET_STEP)
     return batch
 
 
-def _padded(rows: list[np.ndarray], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (length,) as one array (n, largest length), zeros behind the end of each; and the lengths (n,) int64."""
+def _padded(rows: list[np.ndarray], dtype: np.dtype, keys: SampleKeys, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (length,) as one array (n, padded length), zeros behind the end of each; and the lengths (n,) int64."""
     lengths = np.array([len(row) for row in rows])
-    padded = np.zeros((len(rows), lengths.max(initial=0)), dtype)
+    padded = np.zeros((len(rows), keys.padded_length(lengths.max(initial=0), step)), dtype)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return padded, lengths

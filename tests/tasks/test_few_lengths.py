@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.small_speech import SMALL, SMALL_LMU
 from trainer.loading.batches import gathered
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys
 from trainer.loop.precision import module_in_dtype, of_dtype
@@ -13,6 +14,7 @@ from trainer.task import PerSample
 
 SEQREC = ["--task", "seqrec", "--dropout", 0, "--hidden-units", 8, "--time-span", 9]
 KGAT = ["--task", "kgat", "--dropout", 0, "--embed-dim", 8, "--layer-dims", 8, "--relation-dim", 8]
+SPEECH = ["--task", "speech", "--dropout", 0]
 TASKS = {
     "sasrec": [*SEQREC, "--no-time", "--norm", "pre"],
     "tisasrec": [*SEQREC, "--maxlen", 90],
@@ -20,8 +22,13 @@ TASKS = {
     "sasrec, bce": [*SEQREC, "--no-time", "--loss", "bce"],
     "sasrec, gbce": [*SEQREC, "--no-time", "--loss", "gbce", "--num-negatives", 20],
     "kgat": KGAT,
+    "plmu": [*SPEECH, *SMALL],
+    "plmu, by transforms": [*SPEECH, *SMALL, "--memory-size", 40],
+    "plmu, streaming": [*SPEECH, *SMALL, "--streaming"],
+    "plmu, consistency": [*SPEECH, *SMALL, "--consistency", 0.2],
+    "lmu": [*SPEECH, *SMALL_LMU],
 }
-MOST_SHAPES = {"seqrec": 7, "kgat": 2}
+MOST_SHAPES = {"seqrec": 7, "kgat": 2, "speech": 9}
 """Of the batches of an epoch, or of an evaluation, of the data that a task generates; the last batch has its own."""
 
 
