@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.overview import overview
@@ -46,6 +47,9 @@ _QUERY_SHARE = 0.25
 """Of the rows of an episode."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
 """Training takes about 12 KiB for a cell: of wide tables an episode has fewer rows."""
+_ROW_STEP, _COLUMN_STEP = 64, 4
+"""Rows and columns of synthetic tables are padded to multiples of these on a GPU, where the calls for small tables take
+longer than the cells. Finer steps of rows, columns and queries together would make nearly as many shapes as tables."""
 _EXPORT_ROWS = 64
 """Of a table, as the context of the problems that an exported model is tried on."""
 _MOST_CLASSES_DRAWN = 30
@@ -167,6 +171,19 @@ class Known(NamedTuple):
 
     features: np.ndarray
     labels: np.ndarray
+
+
+def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
+    """The tables of a batch of problems, which has all counts, padded to few lengths."""
+    (_, num_context, num_columns), num_queries = batch["context"].shape, batch["targets"].shape[1]
+    rows, queries = (keys.padded_length(size, _ROW_STEP) - size for size in (num_context, num_queries))
+    columns = keys.padded_length(num_columns, _COLUMN_STEP) - num_columns
+    return {
+        "context": F.pad(batch["context"], (0, columns, 0, rows)),
+        "labels": F.pad(batch["labels"], (0, rows)),
+        "queries": F.pad(batch["queries"], (0, columns, 0, queries)),
+        "targets": F.pad(batch["targets"], (0, queries), value=-1),
+    }
 
 
 class TabularTask(Task):
@@ -323,10 +340,17 @@ class TabularTask(Task):
         return super().largest_samples(phase, epoch, count)
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """The loss terms of a problem are its queries. Counts of rows or columns that need no mask are left out."""
+        """The loss terms of a problem are its queries.
+
+        Counts of rows or columns that need no mask are left out, but not where the shapes of batches are to be few.
+        """
         batch = super().collate(samples, keys)
-        if "targets" in batch:
-            batch["weight"] = (batch["targets"] >= 0).sum(1).float()
+        if "targets" not in batch:
+            return batch
+        batch["weight"] = (batch["targets"] >= 0).sum(1).float()
+        if keys.few_lengths and "num_features" in batch:
+            batch |= _with_few_lengths(batch, keys)
+        else:
             for name, size in (("num_context", batch["context"].shape[1]), ("num_features", batch["context"].shape[2])):
                 if name in batch and bool((batch[name] == size).all()):
                     del batch[name]

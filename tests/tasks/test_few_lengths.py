@@ -1,4 +1,7 @@
-"""What a task pads for a GPU: to few lengths, and no loss, gradient or score changes by it."""
+"""What a task pads for a GPU: to few lengths, and no loss, gradient or score changes by it.
+
+(TabICL, which begins as the identity, has its own in tests/models/tabular/test_in_context.py.)
+"""
 
 from dataclasses import replace
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.small_speech import SMALL, SMALL_LMU
+from tests.helpers.small_table import SMALL_MODEL
 from trainer.loading.batches import gathered
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys
 from trainer.loop.precision import module_in_dtype, of_dtype
@@ -27,8 +31,9 @@ TASKS = {
     "plmu, streaming": [*SPEECH, *SMALL, "--streaming"],
     "plmu, consistency": [*SPEECH, *SMALL, "--consistency", 0.2],
     "lmu": [*SPEECH, *SMALL_LMU],
+    "nano": ["--task", "tabular", "--num-val-tables", 2, *SMALL_MODEL],
 }
-MOST_SHAPES = {"seqrec": 7, "kgat": 2, "speech": 9}
+MOST_SHAPES = {"seqrec": 7, "kgat": 2, "speech": 9, "tabular": 15}
 """Of the batches of an epoch, or of an evaluation, of the data that a task generates; the last batch has its own."""
 
 
