@@ -16,13 +16,30 @@ The test fails by itself if
   too early finds NaN there, or True, or 77;
 - the host waits for a GPU within an optimizer step (`may_wait=True` allows it), outside of logging and saving.
 
-`GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, and every wait with its place.
-`ranks.run_ranks` starts several processes, whose tensors on GPUs travel by gloo.
+`GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, every wait with its place, and
+how many CUDA graphs were captured and replayed. `ranks.run_ranks` starts several processes, whose tensors on GPUs
+travel by gloo.
+
+**CUDA graphs** (`torch.cuda.CUDAGraph`, `torch.cuda.graph`) record the operators that a captured stream is asked for,
+and run them again on the same memory. As on a real GPU
+
+- a capture leaves tensors and generators as they were. Numbers of the host are frozen, and every tensor keeps the shape
+  that it had; Python's own state changes as it would without a capture;
+- a replay draws from what was the generator's state object at the capture, seeded as it is at the replay;
+- what a capture does not allow raises, and everything after it up to `capture_end`: the host waits, memory that is not
+  pinned is copied, the default stream waits for a captured one, a captured one for what is not captured;
+- a capture that failed leaves the generator's state object in its mode: drawing from it raises, and so does the replay
+  of any graph that was captured with it, until `graphsafe_set_state` gives the generator another one (a clone). Graphs
+  that were captured with the old one stay useless;
+- memory of a pool is in use while a graph or a tensor has it, and what one capture has freed, another one takes.
+
+More strictly than on a real GPU, all memory of a pool holds NaN, 77 or True after each of its captures, and before each
+replay of any of its graphs: what is to outlast the next replay has to be copied.
 
 What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has or that `--compile` would write for it,
-and what a host changes too early of memory that is still to be copied to a GPU. Every stream of a GPU is its only one:
-a stream that does not wait for another one is not noticed. It needs g++ and a CPU build of torch: without them these
-tests are skipped. The first use compiles for some ten seconds.
+and what a host changes too early of memory that is still to be copied to a GPU. Outside of captures, every stream of a
+GPU is its only one: a stream that does not wait for another one is not noticed. It needs g++ and a CPU build of torch:
+without them these tests are skipped. The first use compiles for some ten seconds.
 """
 
 import functools

@@ -4,7 +4,9 @@
 // same memory. Everything above a backend (autograd and its thread for each device, autocast, the dispatcher) is torch's
 // own. What the host must not do is modelled: it may not mix devices, and may not touch the page-locked target of a copy
 // before it has waited for it. Such a target is filled with what stands out, and its pages are closed until then.
+// While a stream is captured, `run_on_host` also records what it does, and what it wrote is put back afterwards.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/SparseTensorImpl.h>
@@ -22,11 +24,14 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -52,25 +57,43 @@ int told(char kind, const std::string& what) { return tell ? tell(kind, what.c_s
 
 // --- memory of the devices -----------------------------------------------------------------------------------------
 
+std::mutex memory_lock;
 std::atomic<int64_t> used[MOST_GPUS], peak[MOST_GPUS], limits[MOST_GPUS];
+
+// What is allocated in captures. It keeps what its tensors took at most, freed or not, while one of its graphs lives.
+struct Pool {
+  std::set<struct Graph*> graphs;
+  int64_t live = 0, kept = 0;
+};
+std::shared_ptr<Pool> pool_of_capture(DeviceIndex device);
+
+void account(DeviceIndex device, Pool* pool, int64_t change) {
+  std::lock_guard<std::mutex> lock(memory_lock);
+  int64_t more = change;
+  if (pool) more = std::max(pool->live + change, pool->graphs.empty() ? 0 : pool->kept) - pool->kept;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, more <= 0 || used[device] + more <= limits[device], "CUDA out of memory. Tried to allocate ",
+      change, " bytes on the imagined GPU ", int(device), ", which has ", limits[device] - used[device], " left");
+  if (pool) pool->live += change, pool->kept += more;
+  used[device] += more;
+  peak[device] = std::max(peak[device].load(), used[device].load());
+}
 
 // What a storage on a device owns: the host's storage that it stands for.
 struct Block {
   Storage host;
   DeviceIndex device;
+  std::shared_ptr<Pool> pool;  // none outside of captures
   int64_t bytes = 0;
 
-  Block(Storage storage, DeviceIndex index) : host(std::move(storage)), device(index) { account(); }
-  ~Block() { used[device] -= bytes; }
+  Block(Storage storage, DeviceIndex index)
+      : host(std::move(storage)), device(index), pool(pool_of_capture(index)) { follow(); }
+  ~Block() { account(device, pool.get(), -bytes); }
 
-  void account() {
-    int64_t now = host.nbytes(), after = used[device] + now - bytes;
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, now <= bytes || after <= limits[device], "CUDA out of memory. Tried to allocate ", now,
-        " bytes on the imagined GPU ", int(device), ", which has ", limits[device] - used[device], " left");
-    used[device] = after;
+  void follow() {
+    int64_t now = host.nbytes();
+    account(device, pool.get(), now - bytes);
     bytes = now;
-    if (after > peak[device]) peak[device] = after;
   }
 };
 
@@ -101,11 +124,13 @@ Storage device_storage(const Storage& host, DeviceIndex device) {
 
 // After the host's storage has another size.
 void follow_size(c10::StorageImpl* storage, Block* block) {
-  block->account();
+  block->follow();
   storage->_mutable_data_ptr_no_checks().release_context();
   storage->set_data_ptr_noswap(pointer_to(block));
   storage->set_nbytes(block->bytes);
 }
+
+void* bytes_of(const Storage& storage) { return storage.mutable_data(); }
 
 Tensor tensor_over(Storage storage, DispatchKey key, const Tensor& shaped) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(key), shaped.dtype());
@@ -235,6 +260,251 @@ void copy_later(const Tensor& target, const Tensor& values, DeviceIndex device) 
   close_pages(target.storage().data(), true, place);
 }
 
+// --- streams and captures ------------------------------------------------------------------------------------------
+
+thread_local c10::StreamId current_streams[MOST_GPUS] = {};  // 0 is the default one
+std::atomic<c10::StreamId> last_stream{0};
+
+Stream current_stream(DeviceIndex device) {
+  if (device < 0) device = current_device;
+  return Stream(Stream::UNSAFE, Device(c10::kCUDA, device), current_streams[device]);
+}
+
+struct Graph* capturing = nullptr;  // there is at most one capture at a time
+
+Graph* capture_of(const Stream& stream);
+Graph* capture_on(Device device) {
+  return capturing && device.is_cuda() ? capture_of(current_stream(device.index())) : nullptr;
+}
+
+[[noreturn]] void invalidate_capture(const std::string& why = "operation not permitted when stream is capturing");
+
+// --- generators ----------------------------------------------------------------------------------------------------
+
+// Graphs keep the one that was the generator's when they were captured, and draw from it.
+struct GeneratorState final : c10::intrusive_ptr_target {
+  at::Generator host;
+  bool capturing = false;
+  explicit GeneratorState(at::Generator host) : host(std::move(host)) {}
+};
+
+struct DeviceGenerator final : c10::GeneratorImpl {
+  c10::intrusive_ptr<GeneratorState> state;
+
+  DeviceGenerator(Device device, c10::intrusive_ptr<GeneratorState> state)
+      : GeneratorImpl(device, DispatchKeySet(DispatchKey::CUDA)), state(std::move(state)) {}
+
+  at::Generator& host(const char* what) const {
+    TORCH_CHECK(!capture_on(device_), "Cannot call CUDAGeneratorImpl::", what, " during CUDA graph capture.");
+    return state->host;
+  }
+  void set_current_seed(uint64_t seed) override { host("set_current_seed").set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { host("set_offset").set_offset(offset); }
+  uint64_t get_offset() const override { return host("get_offset").get_offset(); }
+  uint64_t current_seed() const override { return host("current_seed").current_seed(); }
+  uint64_t seed() override { return host("seed").seed(); }
+  void set_state(const c10::TensorImpl& value) override { host("set_state").unsafeGetGeneratorImpl()->set_state(value); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return host("get_state").unsafeGetGeneratorImpl()->get_state();
+  }
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
+    state = c10::dynamic_intrusive_pointer_cast<DeviceGenerator>(other)->state;
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    return c10::make_intrusive<DeviceGenerator>(device_, state);
+  }
+  DeviceGenerator* clone_impl() const override {
+    return new DeviceGenerator(device_, c10::make_intrusive<GeneratorState>(state->host.clone()));
+  }
+};
+
+at::Generator default_generators[MOST_GPUS];
+
+c10::intrusive_ptr<GeneratorState> state_to_draw_from(Device device, const at::Generator& generator) {
+  auto state = static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->state;
+  bool captured = capture_on(device) != nullptr;
+  TORCH_CHECK(!captured || state->capturing, "Attempt to increase offset for a CUDA generator not in capture mode.");
+  TORCH_CHECK(captured || !state->capturing, "Offset increment outside graph capture encountered unexpectedly.");
+  return state;
+}
+
+// Within it, who draws from the host's default generator draws from a device's.
+struct Drawing {
+  static inline std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> lock{one_at_a_time};
+  at::CPUGeneratorImpl& device;
+
+  explicit Drawing(GeneratorState& state) : device(*state.host.get<at::CPUGeneratorImpl>()) { exchange(); }
+  ~Drawing() { exchange(); }
+
+  void exchange() {
+    auto& host = *at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>();
+    std::lock_guard<std::mutex> lock(host.mutex_);
+    auto engine = host.engine();
+    auto as_float = host.next_float_normal_sample();
+    auto as_double = host.next_double_normal_sample();
+    host.set_engine(device.engine());
+    host.set_next_float_normal_sample(device.next_float_normal_sample());
+    host.set_next_double_normal_sample(device.next_double_normal_sample());
+    device.set_engine(engine);
+    device.set_next_float_normal_sample(as_float);
+    device.set_next_double_normal_sample(as_double);
+  }
+};
+
+// --- graphs --------------------------------------------------------------------------------------------------------
+
+// What a device was asked for on captured streams, to be done again on the same memory.
+struct Graph {
+  const DeviceIndex device = ::current_device;
+  const std::thread::id thread = std::this_thread::get_id();
+  const char mode;  // whose waiting ends a capture: 'g' anybody's, 't' its thread's, 'r' on its streams alone
+  const int64_t number;
+  std::set<c10::StreamId> streams{current_streams[device]};
+  std::shared_ptr<Pool> pool;
+  c10::intrusive_ptr<GeneratorState> generator;
+  bool invalid = false;
+  std::vector<std::function<void()>> calls;
+  std::map<const c10::StorageImpl*, std::pair<Storage, caffe2::TypeMeta>> own;  // of the pool, with what is in it
+  std::map<const c10::StorageImpl*, std::pair<Storage, std::string>> before;    // what else a capture touched
+  Tensor drawn_before;
+
+  Graph(char mode, std::shared_ptr<Pool> of) : mode(mode), number(++last_number), pool(std::move(of)) {
+    TORCH_CHECK(
+        current_streams[device] != 0,
+        "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on the "
+        "default stream.)");
+    TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing");
+    generator = static_cast<DeviceGenerator*>(default_generators[device].unsafeGetGeneratorImpl())->state;
+    generator->capturing = true;
+    drawn_before = generator->host.get_state();
+    pool->graphs.insert(this);
+    capturing = this;
+  }
+
+  ~Graph() {
+    if (capturing == this) undo();
+    pool->graphs.erase(this);
+    calls.clear();
+    account(device, pool.get(), 0);
+  }
+
+  // On a real device nothing has happened.
+  void undo() {
+    capturing = nullptr;
+    for (auto& [_, found] : before)
+      memcpy(bytes_of(found.first), found.second.data(), std::min(found.first.nbytes(), found.second.size()));
+    before.clear();
+    generator->host.set_state(drawn_before);
+    spoil_memory();
+  }
+
+  void end() {
+    TORCH_CHECK(capturing == this, "capture_end() called before capture_begin().");
+    TORCH_CHECK(streams.count(current_streams[device]), "Capture must end on the same stream it began on.");
+    undo();
+    check();
+    generator->capturing = false;
+  }
+
+  void check() const { TORCH_CHECK(!invalid, "CUDA error: operation failed due to a previous error during capture"); }
+
+  // Before these are touched in a capture.
+  void remember(const std::vector<std::pair<Storage, Storage>>& storages) {
+    for (auto& [_, host] : storages) {
+      auto* key = host.unsafeGetStorageImpl();
+      if (!own.count(key) && !before.count(key))
+        before[key] = {host, std::string(static_cast<const char*>(host.data()), host.nbytes())};
+    }
+  }
+
+  void spoil_memory() {
+    for (auto& [_, found] : own) {
+      auto& [storage, type] = found;
+      auto whole = at::detail::make_tensor<c10::TensorImpl>(Storage(storage), DispatchKeySet(DispatchKey::CPU), type);
+      whole.unsafeGetTensorImpl()->set_sizes_contiguous({int64_t(storage.nbytes() / type.itemsize())});
+      spoil(whole);
+    }
+  }
+
+  void replay() {
+    check();
+    TORCH_CHECK(capturing != this, "Called CUDAGraph::replay without a preceding successful capture.");
+    if (capture_on(Device(c10::kCUDA, device))) invalidate_capture();
+    TORCH_CHECK(!generator->capturing, "Offset increment outside graph capture encountered unexpectedly.");
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (auto* graph : pool->graphs) graph->spoil_memory();
+    for (auto& call : calls) call();
+  }
+
+  static inline int64_t last_number = 0;
+};
+
+Graph* capture_of(const Stream& stream) {
+  return capturing && capturing->device == stream.device_index() && capturing->streams.count(stream.id()) ? capturing
+                                                                                                          : nullptr;
+}
+
+std::shared_ptr<Pool> pool_of_capture(DeviceIndex device) {
+  auto* graph = capture_on(Device(c10::kCUDA, device));
+  return graph ? graph->pool : nullptr;
+}
+
+void invalidate_capture(const std::string& why) {
+  capturing->invalid = true;
+  TORCH_CHECK(false, "CUDA error: ", why);
+}
+
+void check_may_wait(DeviceIndex device) {
+  if (capturing &&
+      (capture_on(Device(c10::kCUDA, device)) || capturing->mode == 'g' ||
+       (capturing->mode == 't' && capturing->thread == std::this_thread::get_id())))
+    invalidate_capture();
+}
+
+// number: of the capture in which an event was recorded that a stream waits for, or 0.
+void wait_for_event(int64_t number, const Stream& stream) {
+  if (capturing && number == capturing->number) {
+    if (stream.id() == 0) invalidate_capture("operation would make the legacy stream depend on a capturing blocking stream");
+    capturing->streams.insert(stream.id());
+  } else if (capture_of(stream)) invalidate_capture("dependency created on uncaptured work in another stream");
+}
+
+void host_waits(DeviceIndex device, const std::string& what) {
+  check_may_wait(device);
+  told('w', what);
+  wait_for_all(device);
+}
+
+// The same value with other tensors.
+template <typename Function>
+IValue with_tensors(const IValue& value, const Function& other) {
+  if (value.isTensor()) return other(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& each : value.toTensorList()) list.push_back(other(each));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (const std::optional<Tensor>& each : value.toOptionalTensorList())
+      list.push_back(each ? std::optional<Tensor>(other(*each)) : std::nullopt);
+    return list;
+  }
+  if (value.isList() && value.toList().elementType()->kind() == c10::TypeKind::ListType) {
+    c10::impl::GenericList lists(value.toList().elementType());
+    for (const IValue& each : value.toListRef()) lists.push_back(with_tensors(each, other));
+    return lists;
+  }
+  return value;
+}
+
+// The same memory in the same shape, whatever becomes of the other tensor's.
+Tensor same_memory(const Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  return Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
+}
+
 // --- operators -----------------------------------------------------------------------------------------------------
 
 // The host learns a number or a size from the device, and waits for it.
@@ -251,10 +521,6 @@ at::SparseTensorImpl* sparse_parts(const Tensor& tensor) {
 }
 
 std::string base_name(const std::string& name) { return name.substr(name.find("::") + 2); }
-
-bool is_list_of_lists(const IValue& value) {
-  return value.isList() && value.toList().elementType()->kind() == c10::TypeKind::ListType;
-}
 
 struct OnHost {
   std::string name;
@@ -305,36 +571,34 @@ struct OnHost {
   }
 
   IValue lowered(const IValue& value) {
-    if (value.isTensor()) return lowered(value.toTensor());
     if (value.isStorage()) return lowered(value.toStorage());
+    if (value.isGenerator() && value.toGenerator().device().is_cuda())
+      return state_to_draw_from(value.toGenerator().device(), value.toGenerator())->host;
     if (value.isDevice() && value.toDevice().is_cuda()) {
       auto index = value.toDevice().index();
       device = Device(c10::kCUDA, index < 0 ? current_device : index);
       return Device(c10::kCPU);
     }
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& each : value.toTensorList()) list.push_back(lowered(each));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> list;
-      for (const std::optional<Tensor>& each : value.toOptionalTensorList())
-        list.push_back(each ? std::optional<Tensor>(lowered(*each)) : std::nullopt);
-      return list;
-    }
-    if (is_list_of_lists(value)) {
-      c10::impl::GenericList lists(value.toList().elementType());
-      for (const IValue& each : value.toListRef()) lists.push_back(lowered(each));
-      return lists;
-    }
-    return value;
+    return with_tensors(value, [this](const Tensor& tensor) { return lowered(tensor); });
   }
 
-  Storage raised(const Storage& host) {
+  // An argument for a record: the device's memory, and what the host's holds now.
+  IValue recorded(const IValue& value) const {
+    return with_tensors(value, [this](const Tensor& tensor) {
+      for (auto& [_, on_host] : known)
+        if (on_host.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) return same_memory(tensor);
+      if (!tensor.defined()) return tensor;
+      auto frozen = tensor.clone();  // a number of Python's must not become a tensor in the rules for types
+      frozen.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return frozen;
+    });
+  }
+
+  Storage raised(const Storage& host, caffe2::TypeMeta type) {
     for (auto& [on_device, on_host] : storages)
       if (on_host.unsafeGetStorageImpl() == host.unsafeGetStorageImpl()) return on_device;
     storages.emplace_back(device_storage(host, device.index()), host);
+    if (auto* graph = capture_on(device)) graph->own[host.unsafeGetStorageImpl()] = {host, type};
     return storages.back().first;
   }
 
@@ -357,22 +621,11 @@ struct OnHost {
           raised(host.crow_indices()), raised(host.col_indices()), raised(host.values()), host.sizes());
       return made;
     }
-    return tensor_over(raised(host.storage()), DispatchKey::CUDA, host);
+    return tensor_over(raised(host.storage(), host.dtype()), DispatchKey::CUDA, host);
   }
 
   IValue raised(const IValue& value) {
-    if (value.isTensor()) return raised(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& each : value.toTensorList()) list.push_back(raised(each));
-      return list;
-    }
-    if (is_list_of_lists(value)) {
-      c10::impl::GenericList lists(value.toList().elementType());
-      for (const IValue& each : value.toListRef()) lists.push_back(raised(each));
-      return lists;
-    }
-    return value;
+    return with_tensors(value, [this](const Tensor& tensor) { return raised(tensor); });
   }
 
   // What an operator changed of its arguments besides their numbers: shapes, and how much memory they have.
@@ -381,7 +634,7 @@ struct OnHost {
       if (on_host.layout() != c10::kStrided) continue;
       auto* block = block_of(on_device.storage());
       if (on_host.storage().unsafeGetStorageImpl() != block->host.unsafeGetStorageImpl())
-        on_device.unsafeGetTensorImpl()->set_storage_keep_dtype(raised(on_host.storage()));
+        on_device.unsafeGetTensorImpl()->set_storage_keep_dtype(raised(on_host.storage(), on_host.dtype()));
       else if (int64_t(block->host.nbytes()) != block->bytes)
         follow_size(on_device.storage().unsafeGetStorageImpl(), block);
       if (on_device.sizes() != on_host.sizes() || on_device.strides() != on_host.strides() ||
@@ -396,20 +649,59 @@ void copy(OnHost& call, Stack& stack) {
   bool non_blocking = torch::jit::pop(stack).toBool();
   Tensor source = torch::jit::pop(stack).toTensor(), target = torch::jit::pop(stack).toTensor();
   Tensor from = call.lowered(source), to = call.lowered(target);
-  if (source.is_cuda() && target.is_cuda()) to.copy_(from);
-  else if (source.is_cuda()) {
-    if (non_blocking && target.is_pinned()) copy_later(to, from, source.device().index());
-    else {
-      told('w', non_blocking ? "copy into memory that is not page-locked" : "copy to the host");
-      wait_for_all(source.device().index());
-      to.copy_(from);
-    }
-  } else {
-    if (!(non_blocking && source.is_pinned()))
-      told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
-    to.copy_(from);
+  auto index = (source.is_cuda() ? source : target).device().index();
+  auto* graph = capture_on(call.device);
+  if (graph) graph->check(), graph->remember(call.storages);
+  std::function<void()> act = [to, from] { to.copy_(from); };
+  if (source.is_cuda() && !target.is_cuda()) {
+    if (non_blocking && target.is_pinned()) act = [to, from, index] { copy_later(to, from, index); };
+    else host_waits(index, non_blocking ? "copy into memory that is not page-locked" : "copy to the host");
+  } else if (target.is_cuda() && !source.is_cuda() && !(non_blocking && source.is_pinned())) {
+    check_may_wait(index);
+    told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
   }
+  if (graph) graph->calls.push_back(act);
+  if (!graph || target.is_cuda()) act();
   torch::jit::push(stack, target);
+}
+
+// Of what an operator returns, in its order.
+std::vector<Storage> storages_of(at::ArrayRef<IValue> values) {
+  std::vector<Storage> found;
+  auto add = [&](const Tensor& tensor) {
+    if (tensor.is_sparse()) found.insert(found.end(), {tensor._indices().storage(), tensor._values().storage()});
+    else if (tensor.defined() && tensor.layout() == c10::kStrided) found.push_back(tensor.storage());
+    return tensor;
+  };
+  for (auto& value : values) with_tensors(value, add);
+  return found;
+}
+
+// What an operator returned when it was recorded gets what it returns now.
+void run_again(
+    const c10::OperatorHandle& op, const std::vector<IValue>& arguments, const std::vector<Storage>& results,
+    GeneratorState* generator) {
+  Stack stack;
+  for (auto& argument : arguments) stack.push_back(with_tensors(argument, same_memory));
+  {
+    std::optional<Drawing> drawing;
+    if (generator) drawing.emplace(*generator);
+    op.callBoxed(&stack);
+  }
+  auto now = storages_of(stack);
+  for (size_t i = 0; i < now.size(); ++i) {
+    if (!results[i] || results[i].unsafeGetStorageImpl() == now[i].unsafeGetStorageImpl()) continue;
+    TORCH_INTERNAL_ASSERT(results[i].nbytes() >= now[i].nbytes(), "a replay makes more than its capture: ", op.schema());
+    memcpy(bytes_of(results[i]), now[i].data(), now[i].nbytes());
+  }
+}
+
+void record(
+    Graph& graph, const c10::OperatorHandle& op, const std::vector<IValue>& arguments, std::vector<Storage> results,
+    const c10::intrusive_ptr<GeneratorState>& generator) {
+  for (auto& storage : results)
+    if (!graph.own.count(storage.unsafeGetStorageImpl())) storage = Storage();
+  graph.calls.push_back([=] { run_again(op, arguments, results, generator.get()); });
 }
 
 void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
@@ -425,14 +717,32 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       !call.has_host_tensor || !call.device.is_cuda() || takes_host || TAKING_HOST_LENGTHS.count(call.name),
       "Expected all tensors to be on the same device, but found at least two devices, ", call.device, " and cpu! (",
       call.name, ")");
-  if (WAITING.count(call.name) || (takes_host && call.has_host_tensor)) {
-    told('w', call.name);
-    wait_for_all(call.device.index());
+  auto* graph = capture_on(call.device);
+  if (graph) graph->check();
+  if (WAITING.count(call.name) || (takes_host && call.has_host_tensor)) host_waits(call.device.index(), call.name);
+  std::vector<IValue> arguments;
+  if (graph) {
+    graph->remember(call.storages);
+    for (auto argument = stack->end() - count; argument != stack->end(); ++argument)
+      arguments.push_back(call.recorded(*argument));
   }
-  op.callBoxed(stack);
+  c10::intrusive_ptr<GeneratorState> generator;
+  {
+    std::optional<Drawing> drawing;
+    if (op.hasTag(at::Tag::nondeterministic_seeded) && call.device.is_cuda()) {
+      generator = state_to_draw_from(call.device, default_generators[call.device.index()]);
+      drawing.emplace(*generator);
+    }
+    op.callBoxed(stack);
+  }
+  size_t num_known = call.storages.size(), num_results = op.schema().returns().size();
+  std::vector<Storage> results;
+  if (graph) results = storages_of(at::ArrayRef<IValue>(*stack).slice(stack->size() - num_results));
   call.follow();
-  for (auto result = stack->end() - op.schema().returns().size(); result != stack->end(); ++result)
-    *result = call.raised(*result);
+  for (auto result = stack->end() - num_results; result != stack->end(); ++result) *result = call.raised(*result);
+  // Views are part of every record that has them, and memory that nobody has written stays spoilt.
+  bool computes = op.schema().is_mutable() || call.storages.size() > num_known || num_results == 0;
+  if (graph && computes && call.name.rfind("empty", 0) != 0) record(*graph, op, arguments, results, generator);
 }
 
 // What processes exchange travels between the host's memory, by gloo. Whoever waits for a result gets the device's tensors.
@@ -452,6 +762,7 @@ void exchange(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   call->name = base_name(op.schema().name());
   size_t count = op.schema().arguments().size();
   for (auto argument = stack->end() - count; argument != stack->end(); ++argument) *argument = call->lowered(*argument);
+  if (capture_on(call->device)) invalidate_capture();
   op.callBoxed(stack);
   for (auto result = stack->end() - op.schema().returns().size(); result != stack->end() - 1; ++result)
     *result = call->raised(*result);
@@ -519,27 +830,38 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     uncheckedSetDevice(device);
     return before;
   }
-  Stream getStream(Device device) const noexcept override {
+  Stream getStream(Device device) const noexcept override { return current_stream(device.index()); }
+  Stream getDefaultStream(Device device) const override {
     return Stream(Stream::DEFAULT, Device(c10::kCUDA, device.index() < 0 ? current_device : device.index()));
   }
-  Stream getDefaultStream(Device device) const override { return getStream(device); }
-  Stream getNewStream(Device device, int) const override { return getStream(device); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
-  Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
+  Stream getNewStream(Device device, int) const override {
+    return Stream(Stream::UNSAFE, getDefaultStream(device).device(), ++last_stream);
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream exchangeStream(Stream stream) const noexcept override {
+    Stream before = current_stream(stream.device_index());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
+  }
   DeviceIndex deviceCount() const noexcept override { return MOST_GPUS; }
-  // One stream waits for another one. There is one on each device, and what is asked of it is done at once.
-  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
+  // One stream waits for another one. What is asked of any is done at once, so this tells captures alone.
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    auto* graph = capture_of(stream);
+    *event = reinterpret_cast<void*>(graph ? graph->number : 0);
+  }
+  void block(void* event, const Stream& stream) const override {
+    wait_for_event(reinterpret_cast<int64_t>(event), stream);
+  }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
-  bool queryStream(const Stream&) const override { return false; }
+  bool isStreamCapturing(const Stream& stream) const { return capture_of(stream) != nullptr; }  // since torch 2.12
+  bool queryStream(const Stream& stream) const override {
+    check_may_wait(stream.device().index());
+    return false;
+  }
   void synchronizeStream(const Stream& stream) const override {
-    told('w', "Stream.synchronize");
-    wait_for_all(stream.device().index());
+    host_waits(stream.device().index(), "Stream.synchronize");
   }
-  void synchronizeDevice(const DeviceIndex device) const override {
-    told('w', "synchronize");
-    wait_for_all(device);
-  }
+  void synchronizeDevice(const DeviceIndex device) const override { host_waits(device, "synchronize"); }
 } guard;
 c10::impl::DeviceGuardImplRegistrar guard_registered(c10::kCUDA, &guard);
 
@@ -552,6 +874,13 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return default_generators[device < 0 ? ::current_device : device];
+  }
+  at::Generator getNewGenerator(DeviceIndex device) const override {
+    auto state = c10::make_intrusive<GeneratorState>(at::detail::createCPUGenerator());
+    return at::make_generator<DeviceGenerator>(Device(c10::kCUDA, device < 0 ? ::current_device : device), state);
+  }
   DeviceIndex deviceCount() const override { return MOST_GPUS; }
   int getNumGPUs() const override { return MOST_GPUS; }
   DeviceIndex current_device() const override { return current_device_(); }
@@ -627,6 +956,22 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer)
 
 // --- for Python ----------------------------------------------------------------------------------------------------
 
+thread_local std::string failure;
+
+// Nothing, or what it raises.
+template <typename Function>
+const char* failure_of(const Function& function) {
+  try {
+    function();
+    return nullptr;
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
+    return failure.c_str();
+  }
+}
+
+std::map<int64_t, std::weak_ptr<Pool>> pools;
+
 extern "C" {
 
 void imagined_start(int (*callback)(char, const char*)) {
@@ -645,7 +990,37 @@ void imagined_start(int (*callback)(char, const char*)) {
 int imagined_device() { return current_device; }
 void imagined_set_device(int device) { current_device = device; }
 int64_t imagined_ticket() { return ++last_ticket; }
-void imagined_wait(int device, int64_t ticket) { wait_for(device, ticket < 0 ? last_ticket.load() : ticket); }
+const char* imagined_wait(int device, int64_t ticket) {
+  return failure_of([=] {
+    check_may_wait(device);
+    wait_for(device, ticket < 0 ? last_ticket.load() : ticket);
+  });
+}
+int64_t imagined_stream(int device) { return current_streams[device]; }
+void imagined_set_stream(int device, int64_t stream) {
+  current_device = device;
+  current_streams[device] = stream;
+}
+int64_t imagined_capture(int device, int64_t stream) {
+  auto* graph = capture_of(Stream(Stream::UNSAFE, Device(c10::kCUDA, device), stream));
+  return graph ? graph->number : 0;
+}
+const char* imagined_wait_for_event(int64_t capture, int device, int64_t stream) {
+  return failure_of([=] { wait_for_event(capture, Stream(Stream::UNSAFE, Device(c10::kCUDA, device), stream)); });
+}
+void imagined_set_generator(int device, c10::GeneratorImpl* generator) {
+  default_generators[device] = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(generator));
+}
+const char* imagined_begin(int64_t pool, char mode, Graph** graph) {
+  return failure_of([=] {
+    auto shared = pools[pool].lock();
+    if (!shared) pools[pool] = shared = std::make_shared<Pool>();
+    *graph = new Graph(mode, shared);
+  });
+}
+const char* imagined_end(Graph* graph) { return failure_of([=] { graph->end(); }); }
+const char* imagined_replay(Graph* graph) { return failure_of([=] { graph->replay(); }); }
+void imagined_delete(Graph* graph) { delete graph; }
 int64_t imagined_done(int device) { return done[device]; }
 int64_t imagined_used(int device) { return used[device]; }
 int64_t imagined_peak(int device) { return peak[device]; }

@@ -35,8 +35,10 @@ class Gpus:
     def load(self, path: Path) -> None:
         """Before torch is imported."""
         self._library = library.load(path)
-        for name in ("ticket", "done", "used", "peak"):
+        for name in ("ticket", "done", "used", "peak", "stream", "capture"):
             getattr(self._library, f"imagined_{name}").restype = ctypes.c_int64
+        for name in ("wait", "wait_for_event", "begin", "end", "replay"):
+            getattr(self._library, f"imagined_{name}").restype = ctypes.c_char_p
 
     def start(self, output: TextIO, num_gpus: int, capability: tuple[int, int], may_wait: bool) -> None:
         """Makes torch believe in them, and watches the training loop."""
@@ -65,6 +67,16 @@ class Gpus:
         """What the tensors on a GPU may take at most; without a limit there is always enough."""
         self._library.imagined_limit(device, ctypes.c_int64(num_bytes))
 
+    @property
+    def num_captures(self) -> int:
+        """Of CUDA graphs, so far, in this process: those that have succeeded."""
+        return torch_cuda.CUDAGraph.num_captures
+
+    @property
+    def num_replays(self) -> int:
+        """Of CUDA graphs, so far, in this process."""
+        return torch_cuda.CUDAGraph.num_replays
+
     def mistakes(self) -> list[str]:
         """What a program must not do, with its places."""
         too_early = {self._library.imagined_touched(i) for i in range(self._library.imagined_num_touched())}
@@ -91,9 +103,9 @@ class Gpus:
 
     def _wait_for(self, device: int, ticket: int = -1, what: str = "") -> None:
         """what: for a wait that counts as one, not one for an event of long ago."""
+        torch_cuda.check(self._library.imagined_wait(device, ctypes.c_int64(ticket)))
         if what:
             self._tell(b"w", what.encode())
-        self._library.imagined_wait(device, ctypes.c_int64(ticket))
 
     def _watch_steps(self) -> None:
         """Within a step, the host may wait where it logs or saves, or asks for that."""

@@ -3,7 +3,6 @@
 import ctypes
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,22 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self._device = _library.imagined_device() if stream is None else stream.device_index
+        on = _library.imagined_stream(self._device) if stream is None else stream.stream_id
+        self._capture = _library.imagined_capture(self._device, ctypes.c_int64(on))
         self._ticket, self._time = _library.imagined_ticket(), time.perf_counter()
 
+    def wait(self, stream: Any = None) -> None:
+        if self._device >= 0:
+            device = _library.imagined_device() if stream is None else stream.device_index
+            on = _library.imagined_stream(device) if stream is None else stream.stream_id
+            check(_library.imagined_wait_for_event(ctypes.c_int64(self._capture), device, ctypes.c_int64(on)))
+
     def synchronize(self) -> None:
-        if self._device >= 0:  # one that was never recorded is done
-            _wait_for(self._device, self._ticket)
+        if self._device < 0:
+            return  # one that was never recorded is done
+        if self._capture:
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
+        _wait_for(self._device, self._ticket)
 
     def query(self) -> bool:
         self.synchronize()  # the GPU is infinitely fast, once it is asked
@@ -39,11 +49,62 @@ class Event:
         return 1e3 * (end._time - self._time)
 
 
-class Generator:
-    """What is drawn on a GPU comes from the host's generator, which the program seeds alike."""
+class CUDAGraph:
+    """torch.cuda.CUDAGraph."""
 
-    def manual_seed(self, seed: int) -> None:
-        pass
+    num_captures = num_replays = 0  # of all graphs
+    _num_pools = 0
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._graph, self._captured = ctypes.c_void_p(), False
+
+    def capture_begin(
+        self, pool: Any = None, capture_error_mode: str = "global", check_input_liveness: bool = False
+    ) -> None:
+        if self._graph:
+            raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
+        self._pool = pool or graph_pool_handle()
+        mode = ctypes.c_char(capture_error_mode[0].encode())
+        check(_library.imagined_begin(ctypes.c_int64(self._pool[1]), mode, ctypes.byref(self._graph)))
+
+    def capture_end(self) -> None:
+        check(_library.imagined_end(self._graph))
+        self._captured = True
+        CUDAGraph.num_captures += 1
+
+    def replay(self) -> None:
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        CUDAGraph.num_replays += 1
+        check(_library.imagined_replay(self._graph))
+
+    def reset(self) -> None:
+        _library.imagined_delete(self._graph)
+        self._graph, self._captured = ctypes.c_void_p(), False
+
+    def pool(self) -> Any:
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """torch.cuda.graph_pool_handle."""
+    CUDAGraph._num_pools += 1
+    return 0, CUDAGraph._num_pools
+
+
+def check(failure: bytes | None) -> None:
+    """Raises what a function of the library says that it failed for."""
+    if failure is None:
+        return
+    import torch
+
+    text = failure.decode()
+    raise (torch.OutOfMemoryError if "out of memory" in text else RuntimeError)(text)
 
 
 def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wait_for: Callable[..., None]) -> None:
@@ -68,15 +129,39 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         return before
 
     class Stream(torch.Stream):
-        """Every one is the only one of its device, in which all is done in the order in which it is asked for."""
+        """All is done in the order in which it is asked for, whatever the stream. A capture knows them apart."""
 
-        def wait_event(self, event: Event) -> None:
-            pass
+        def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> Any:
+            return super().__new__(cls, **ids) if ids else super().__new__(cls, torch.device("cuda", index(device)))
 
-        def record_event(self, event: Event | None = None) -> Event:
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: Any) -> None:
+            self.wait_event(stream.record_event())
+
+        def record_event(self, event: Any = None) -> Any:
             event = event or Event()
             event.record(self)
             return event
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.stream_id
+
+    def stream_of(device: Any, default: bool = False) -> Stream:
+        device = index(device)
+        stream_id = 0 if default else library.imagined_stream(device)
+        return Stream(stream_id=stream_id, device_index=device, device_type=cuda_type)
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            library.imagined_set_stream(stream.device_index, ctypes.c_int64(stream.stream_id))
+
+    generators = tuple(torch.Generator(torch.device("cuda", i)) for i in range(num_gpus))
+    for i, generator in enumerate(generators):
+        library.imagined_set_generator(i, ctypes.c_void_p(generator._cdata))
+    cuda_type = torch.Stream(torch.device("cuda", 0)).device_type
 
     cuda: Any = torch.cuda
     replaced = {
@@ -93,25 +178,33 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: SimpleNamespace(**properties, uuid=f"imagined-{index(device)}"),
         "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: bool(
+            library.imagined_capture(i := library.imagined_device(), ctypes.c_int64(library.imagined_stream(i)))
+        ),
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": graph_pool_handle,
         "can_device_access_peer": lambda device, peer: True,
         "mem_get_info": lambda device=None: (MEMORY_BYTES - library.imagined_used(index(device)), MEMORY_BYTES),
         "memory_allocated": lambda device=None: library.imagined_used(index(device)),
+        "memory_reserved": lambda device=None: library.imagined_used(index(device)),
         "max_memory_allocated": lambda device=None: library.imagined_peak(index(device)),
         "reset_peak_memory_stats": lambda device=None: library.imagined_forget_peak(index(device)),
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: wait_for(index(device), what="torch.cuda.synchronize"),
-        "current_stream": lambda device=None: Stream(torch.device("cuda", index(device))),
-        "Stream": lambda device=None, priority=0: Stream(torch.device("cuda", index(device))),
-        "stream": lambda stream: nullcontext() if stream is None else cuda.device(stream.device),
+        "current_stream": lambda device=None: stream_of(device),
+        "default_stream": lambda device=None: stream_of(device, default=True),
+        "set_stream": set_stream,
+        "Stream": Stream,
         "Event": Event,
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="cuda": None,
-        "default_generators": [Generator() for _ in range(num_gpus)],
+        "default_generators": generators,
     }
     for name, replacement in replaced.items():
         assert hasattr(cuda, name), name
-        setattr(cuda, name, replacement)
+        for module in (cuda, cuda.random):  # which has some of them under names of its own
+            if hasattr(module, name):
+                setattr(module, name, replacement)
+    torch.backends.cuda.is_built = lambda: True
+    torch._C._host_emptyCache = lambda: None
     _install_resizing(torch)
     _install_exchanges(torch)
 

@@ -1,0 +1,477 @@
+"""The imagined GPU records and replays CUDA graphs, and notices what a real one does not forgive."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+ILLEGAL = "operation not permitted when stream is capturing"
+
+
+@contextmanager
+def captured(graph, pool=None, mode="thread_local"):
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(pool, capture_error_mode=mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+@on_imagined_gpus()
+def test_a_replay_does_again_what_was_captured_on_the_same_memory():
+    import torch
+
+    graph, x, total = torch.cuda.CUDAGraph(), torch.arange(3.0, device="cuda"), torch.zeros(3, device="cuda")
+    with captured(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        doubled = x * 2
+        total += doubled
+    assert not torch.cuda.is_current_stream_capturing()
+    assert total.tolist() == [0, 0, 0]  # nothing happens in a capture
+    assert doubled.isnan().all()
+    for _ in range(2):
+        graph.replay()
+    assert (doubled.tolist(), total.tolist()) == ([0, 2, 4], [0, 4, 8])
+    x.fill_(1)
+    graph.replay()
+    assert (doubled.tolist(), total.tolist()) == ([2, 2, 2], [2, 6, 10])
+    assert (GPUS.num_captures, GPUS.num_replays) == (1, 3)
+
+
+@on_imagined_gpus()
+def test_five_replays_are_five_steps_byte_for_byte():
+    import torch
+    from torch import nn
+
+    generator = torch.cuda.default_generators[0]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lstm = nn.Embedding(7, 8), nn.LSTM(8, 8, batch_first=True)
+            self.norm, self.dropout, self.head = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+
+        def forward(self, tokens):
+            hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
+            return self.head(self.dropout(self.norm(hidden[:, -1])))
+
+    def made():
+        torch.manual_seed(0)
+        net = Net().cuda()
+        rate = torch.tensor(0.1, device="cuda")
+        return net, torch.optim.AdamW(net.parameters(), rate, fused=True, capturable=True)
+
+    def step(net, optimizer, tokens, targets):
+        for parameter in net.parameters():
+            parameter.grad = None
+        loss = nn.functional.cross_entropy(net(tokens), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=True)
+        optimizer.step()
+        return loss.detach(), norm
+
+    batches = [(torch.randint(7, (4, 5)).cuda(), torch.randint(3, (4,)).cuda()) for _ in range(5)]
+    rates = [0.1, 0.05, 0.2, 0.01, 0.3]
+
+    def learnt(net, optimizer, results):
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [value.clone() for value in (*net.state_dict().values(), *states, *results)]
+
+    def train(net, optimizer, one_step):
+        results = []
+        for i, ((tokens, targets), rate) in enumerate(zip(batches, rates, strict=True)):
+            optimizer.param_groups[0]["lr"].fill_(rate)
+            generator.manual_seed(i)
+            results += [value.clone() for value in one_step(tokens, targets)]
+        return learnt(net, optimizer, results)
+
+    net, optimizer = made()
+    eager = train(net, optimizer, lambda *batch: step(net, optimizer, *batch))
+
+    net, optimizer = made()
+    net, optimizer = made()
+    graph, given = torch.cuda.CUDAGraph(), [value.clone() for value in batches[0]]
+    untouched = {name: value.clone() for name, value in net.state_dict().items()}
+    for parameter in net.parameters():  # moments of an optimizer are made in its first step, not in a capture
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.param_groups[0]["lr"].zero_()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    with captured(graph):
+        results = step(net, optimizer, *given)
+    assert all(value.equal(untouched[name]) for name, value in net.state_dict().items())
+
+    def replay(*batch):
+        for own, value in zip(given, batch, strict=True):
+            own.copy_(value)
+        graph.replay()
+        return results
+
+    replayed = train(net, optimizer, replay)
+    assert len(eager) == len(replayed) > 40
+    assert all(a.cpu().numpy().tobytes() == b.cpu().numpy().tobytes() for a, b in zip(eager, replayed, strict=True))
+
+
+@on_imagined_gpus()
+def test_records_keep_shapes_and_numbers_of_their_moment():
+    import torch
+
+    graph, x, number = torch.cuda.CUDAGraph(), torch.arange(6.0, device="cuda"), torch.tensor(3.0)
+    sizes = torch.zeros((), device="cuda")
+    with captured(graph):
+        view = x.view(2, 3)[1]
+        tripled = view * number
+        view.resize_(1).zero_()
+        sizes += 1 / (sizes + 1e-6)  # a number of Python's gives its type to nothing
+    number.fill_(100)
+    x.fill_(1)
+    x.set_(torch.zeros(2, device="cuda"))
+    graph.replay()
+    assert tripled.tolist() == [3, 3, 3]
+    assert sizes.item() == pytest.approx(1e6)
+    assert x.tolist() == [0, 0]
+
+
+@on_imagined_gpus()
+def test_what_a_capture_wrote_is_put_back():
+    import torch
+    from torch import nn
+
+    norm, x = nn.BatchNorm1d(3).cuda(), torch.randn(4, 3, device="cuda")
+    weight, indices = torch.zeros(5, device="cuda"), torch.tensor([1, 1, 3], device="cuda")
+    places = torch.cuda.default_generators[0].get_state()
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+        norm(x)
+        weight.index_put_((indices,), torch.ones(3, device="cuda"), accumulate=True)
+        torch._foreach_add_([weight, x], 1)
+        torch.nn.functional.dropout(x, 0.5)
+    assert norm.num_batches_tracked.item() == 0
+    assert norm.running_var.tolist() == [1, 1, 1]
+    assert weight.tolist() == [0] * 5
+    assert torch.cuda.default_generators[0].get_state().equal(places)
+    graph.replay()
+    assert norm.num_batches_tracked.item() == 1
+    assert norm.running_var.tolist() != [1, 1, 1]
+    assert weight.tolist() == [1, 3, 1, 2, 1]
+    assert not torch.cuda.default_generators[0].get_state().equal(places)
+
+
+@on_imagined_gpus()
+def test_a_replay_draws_from_the_seed_of_its_moment():
+    import torch
+
+    x, generator, graph = torch.ones(100, device="cuda"), torch.cuda.default_generators[0], torch.cuda.CUDAGraph()
+
+    def draw():
+        return torch.nn.functional.dropout(x, 0.5), torch.randn(100, device="cuda")
+
+    with captured(graph):
+        drawn = draw()
+
+    def replayed():
+        graph.replay()
+        return [value.clone() for value in drawn]
+
+    generator.manual_seed(7)
+    eager = [*draw(), *draw()]
+    generator.manual_seed(7)
+    again = [*replayed(), *replayed()]
+    assert all(a.equal(b) for a, b in zip(eager, again, strict=True))
+    assert not again[0].equal(again[2])
+    torch.manual_seed(7)
+    assert replayed()[0].equal(eager[0])  # it seeds the generators of GPUs too
+
+
+@on_imagined_gpus(2)
+def test_generators_of_devices_are_their_own():
+    import torch
+
+    first, second = torch.cuda.default_generators
+    torch.manual_seed(1)
+    here = torch.randn(5)
+    second.manual_seed(2)
+    states = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    drawn = torch.randn(5, device="cuda:1")
+    assert first.get_state().equal(states[1])
+    assert torch.get_rng_state().equal(states[0])
+    torch.manual_seed(1)
+    assert torch.randn(5, device="cuda:1").cpu().equal(here)
+    torch.cuda.set_rng_state(states[2], 1)
+    assert torch.randn(5, device="cuda:1").equal(drawn)
+    own = torch.Generator("cuda:1").manual_seed(2)
+    assert torch.randn(5, device="cuda:1", generator=own).equal(drawn)
+    shared, copied = second.graphsafe_get_state(), second.clone_state()
+    second.manual_seed(3)
+    assert shared.initial_seed() == 3
+    assert copied.initial_seed() != 3
+    second.graphsafe_set_state(copied)
+    assert second.initial_seed() == copied.initial_seed()
+
+
+def _illegal():
+    """What a capture does not allow, by name: functions of a tensor on the GPU and one on the host."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return {
+        "item": lambda there, here: there.sum().item(),
+        "nonzero": lambda there, here: there.nonzero(),
+        "to the host": lambda there, here: there.cpu(),
+        "to pageable memory": lambda there, here: here.copy_(there, non_blocking=True),
+        "from the host": lambda there, here: here.cuda(),
+        "from pageable memory": lambda there, here: there.copy_(here, non_blocking=True),
+        "a copy from pinned memory that is waited for": lambda there, here: there.copy_(here.pin_memory()),
+        "a constant": lambda there, here: torch.tensor(1.0, device="cuda"),
+        "indices of the host": lambda there, here: there[torch.tensor([1])],
+        "synchronize": lambda there, here: torch.cuda.synchronize(),
+        "stream": lambda there, here: torch.cuda.current_stream().synchronize(),
+        "event": lambda there, here: event.synchronize(),
+        "query": lambda there, here: event.query(),
+    }
+
+
+@on_imagined_gpus()
+def test_what_is_illegal_in_a_capture_raises_and_ends_it():
+    import torch
+
+    there, here, generator = torch.ones(3, device="cuda"), torch.zeros(3), torch.cuda.default_generators[0]
+    GPUS.forget_mistakes()
+    for name, illegal in _illegal().items():
+        before = generator.clone_state()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(capture_error_mode="thread_local")
+            there.mul_(2)
+            with pytest.raises(RuntimeError, match=ILLEGAL):
+                illegal(there, here)
+            with pytest.raises(RuntimeError, match="previous error during capture"):
+                there.mul_(2)
+            with pytest.raises(RuntimeError, match="previous error during capture"):
+                graph.capture_end()
+            assert not torch.cuda.is_current_stream_capturing()
+        with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+            graph.replay()
+        assert not GPUS.waits, name
+        generator.graphsafe_set_state(before)
+        graph.reset()
+        assert there.sum().item() == 3, name
+        GPUS.forget_mistakes()
+    assert GPUS.num_captures == 0
+
+
+@on_imagined_gpus()
+def test_a_failed_capture_leaves_the_generator_in_its_mode():
+    import torch
+
+    x, generator, earlier = torch.ones(3, device="cuda"), torch.cuda.default_generators[0], torch.cuda.CUDAGraph()
+    with captured(earlier):
+        x.bernoulli_()
+    before, failed = generator.clone_state(), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="previous error"), captured(failed):
+        x.bernoulli_()
+        with pytest.raises(RuntimeError, match=ILLEGAL):
+            x.sum().item()
+    for use in (x.bernoulli_, earlier.replay):
+        with pytest.raises(RuntimeError, match="Offset increment outside graph capture"):
+            use()
+    generator.graphsafe_set_state(before)
+    x.bernoulli_()
+    with pytest.raises(RuntimeError, match="Offset increment"):
+        earlier.replay()  # it draws from the state that the failed capture has left behind
+
+
+@on_imagined_gpus()
+def test_a_capture_takes_what_its_streams_are_asked_for():
+    import threading
+
+    import torch
+
+    x, y = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
+    graph, side, other = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.Stream()
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        graph.capture_begin()
+    side.wait_stream(torch.cuda.current_stream())
+
+    def elsewhere():  # as a checkpoint that is written meanwhile
+        y.add_(1)
+        y.cpu()
+
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        x.add_(1)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        other.wait_stream(side)
+        with torch.cuda.stream(other):
+            x.add_(1)
+        side.wait_stream(other)
+        graph.capture_end()
+    assert (x.tolist(), y.tolist()) == ([0] * 3, [1] * 3)
+    graph.replay()
+    assert (x.tolist(), y.tolist()) == ([2] * 3, [1] * 3)
+
+
+@on_imagined_gpus()
+def test_what_is_illegal_between_streams_and_threads_ends_a_capture():
+    import threading
+
+    import torch
+
+    x, uncaptured = torch.zeros(3, device="cuda"), torch.cuda.current_stream().record_event()
+
+    def of_another_thread():
+        thread = threading.Thread(target=lambda: errors.append(_error_of(x.cpu)))
+        thread.start()
+        thread.join()
+
+    errors = []
+    for illegal, message in (
+        (lambda: torch.cuda.default_stream().wait_stream(torch.cuda.current_stream()), "legacy stream"),
+        (lambda: torch.cuda.current_stream().wait_event(uncaptured), "uncaptured work"),
+        (of_another_thread, ILLEGAL),
+    ):
+        with pytest.raises(RuntimeError, match="previous error"), captured(torch.cuda.CUDAGraph(), mode="global"):
+            errors.append(_error_of(illegal))
+        assert message in [error for error in errors if error][-1]
+        torch.cuda.default_generators[0].graphsafe_set_state(torch.Generator("cuda"))
+
+
+def _error_of(function):
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+
+
+@on_imagined_gpus()
+def test_copies_from_and_to_pinned_memory_happen_at_a_replay():
+    import torch
+
+    source, target = torch.ones(3).pin_memory(), torch.zeros(3).pin_memory()
+    there, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    with captured(graph):
+        there.copy_(source, non_blocking=True)
+        doubled = there * 2
+        target.copy_(doubled, non_blocking=True)
+    assert target.tolist() == there.tolist() == [0, 0, 0]
+    source.fill_(5)
+    graph.replay()
+    assert target.isnan().all()  # too early
+    GPUS.forget_mistakes()
+    torch.cuda.synchronize()
+    assert target.tolist() == [10, 10, 10]
+    GPUS.forget_mistakes()
+
+
+@on_imagined_gpus()
+def test_memory_of_a_pool_is_spoilt_before_a_replay():
+    import torch
+
+    pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with captured(first, pool):
+        results = [x * 2, x.long(), x > 0, torch.empty(3, device="cuda")]
+    with captured(second, pool):
+        x + 1
+    assert first.pool() == second.pool() == pool
+    first.replay()
+    assert [result.tolist() for result in results[:3]] == [[2] * 3, [1] * 3, [True] * 3]
+    assert results[3].isnan().all()
+    second.replay()
+    assert results[0].isnan().all()
+    assert results[1].tolist() == [77] * 3
+
+
+@on_imagined_gpus()
+def test_memory_of_graphs_is_counted_and_runs_out():
+    import torch
+
+    pool, x = torch.cuda.graph_pool_handle(), torch.ones(1000, device="cuda")
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with captured(first, pool):
+        (x + 1).add(1).add(1)
+        kept = x + 1
+    assert GPUS.memory_in_use() == torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 12_000
+    with captured(second, pool):
+        x + 1  # in what the first one has freed
+    assert GPUS.memory_in_use() == 12_000
+    GPUS.limit_memory(14_000)
+    third, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[0]
+    with captured(third, pool):
+        more = [x + 1]
+        with pytest.raises(torch.OutOfMemoryError):
+            more.append(x + 1)
+    assert generator.initial_seed()
+    del first, second
+    third.reset()
+    assert GPUS.memory_in_use() == 12_000
+    more.clear()
+    assert GPUS.memory_in_use() == 8_000
+    del kept
+    assert GPUS.memory_in_use() == 4_000
+
+
+@on_imagined_gpus()
+def test_context_managers_and_checks_of_torch_work_on_it():
+    import torch
+
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    graph, optimizer = torch.cuda.CUDAGraph(), torch.optim.Adam([x], lr=0.1)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        doubled = x.detach() * 2
+    graph.replay()
+    assert doubled.tolist() == [2, 2, 2]
+    x.grad = torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="capturable"), torch.cuda.graph(torch.cuda.CUDAGraph(), pool=graph.pool()):
+        optimizer.step()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@on_imagined_gpus()
+def test_a_loss_scale_and_optimizers_can_be_captured():
+    for name, options in (("SGD", {"momentum": 0.9}), ("Adam", {"capturable": True}), ("AdamW", {"capturable": True})):
+        (weight, scale), (weight_of_graph, scale_of_graph) = (
+            _scaled_steps(name, options, graphed) for graphed in (0, 1)
+        )
+        assert weight.isfinite().all()
+        assert weight.equal(weight_of_graph), name
+        assert scale == scale_of_graph == 4
+
+
+def _scaled_steps(name, options, graphed):
+    """Six steps with a loss scale of 8 at first, the third of which is not finite: the weight, and the scale."""
+    import torch
+
+    weight, data = torch.nn.Parameter(torch.ones(4, device="cuda")), torch.ones(4, device="cuda")
+    rate, scaler = torch.zeros((), device="cuda"), torch.amp.GradScaler("cuda", init_scale=8.0)
+    optimizer = getattr(torch.optim, name)([weight], rate, fused=True, **options)
+    weight.grad = torch.zeros(4, device="cuda")
+    optimizer.step()  # makes its state
+    for value in optimizer.state[weight].values():
+        value.zero_()
+    scaler.scale(weight.detach())
+
+    def step():
+        weight.grad.zero_()
+        scaler.scale((weight * data).sum().square()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    run, graph = step, torch.cuda.CUDAGraph()
+    if graphed:
+        with captured(graph):
+            step()
+        run = graph.replay
+    for i in range(6):
+        rate.fill_(0.1 / (i + 1))
+        data.fill_(i + 1 if i != 2 else float("inf"))
+        run()
+    return weight.detach(), scaler.get_scale()
