@@ -25,8 +25,11 @@ NUM_EVALUATION_NEGATIVES = 100
 _FORMAT_VERSION = 2
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
-_SEEN_STEP = 128
-"""Items seen are padded to multiples of this on a GPU: unlike a history they cost next to nothing."""
+_TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
+"""What histories and lists of items seen are padded to multiples of on a GPU.
+
+Histories of an evaluation come in all lengths, and cost less than in training; items seen cost next to nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class TrainSequences:
         """
         users, length = self.users[keys.index], self._lengths[keys.index]
         end = self._interactions.offsets[users] + self._stop[keys.index]
-        width = _width(keys, length, self._maxlen)
+        width = min(keys.padded_length(length.max(initial=0), _TRAIN_STEP), self._maxlen)
         batch: Arrays = {
             "items": ragged(self._interactions.items, end - 1 - length, length, width).astype(np.int64),
             "targets": ragged(self._interactions.items, end - length, length, width).astype(np.int64),
@@ -202,7 +205,7 @@ class EvaluationSequences:
         start = self._interactions.offsets[users]
         target = start + self._position[keys.index]
         length = np.minimum(target - start, self._maxlen)
-        width = _width(keys, length, self._maxlen)
+        width = min(keys.padded_length(length.max(initial=0), _EVALUATION_STEP), self._maxlen)
         batch: Arrays = {
             "items": ragged(self._interactions.items, target - length, length, width).astype(np.int64),
             "length": length,
@@ -217,11 +220,6 @@ class EvaluationSequences:
             history = ragged(self._interactions.items, start, num_seen, most).astype(np.int64)
             batch["seen"] = np.where(history == batch["target"][:, None], 0, history)
         return batch
-
-
-def _width(keys: SampleKeys, length: np.ndarray, maxlen: int) -> int:
-    """How wide rows of these lengths (B,), each at most maxlen, are with their padding."""
-    return min(keys.padded_length(length.max(initial=0)), maxlen)
 
 
 def split_interactions(
