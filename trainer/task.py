@@ -379,8 +379,9 @@ class Task(ABC):
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
 
-        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). By default of
-        the arrays and tensors of a dictionary, each sample with a weight of 1 unless "weight" is among them.
+        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). Ragged samples
+        are padded to `keys.padded_length`. By default of the arrays and tensors of a dictionary, each sample with a
+        weight of 1 unless "weight" is among them.
         """
         if not isinstance(samples, Mapping):
             raise UserError(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.docs.recipes import recipe
-from trainer import SampleKeys
+from trainer import Batch, SampleKeys
 
 
 def test_a_torch_dataset():
@@ -30,6 +30,18 @@ def test_batches_of_like_lengths():
     order = recipe("Batches of like lengths")["order"](SimpleNamespace(lengths=lengths, seed=0), "train", 0, 10)
     assert sorted(np.concatenate(order)) == list(range(1000))
     assert np.mean([np.ptp(lengths[batch]) for batch in order]) < 5
+
+
+@pytest.mark.parametrize(("few_lengths", "width"), [(False, 17), (True, 32)])
+def test_ragged_samples(few_lengths, width):
+    samples = [np.arange(1, n + 1) for n in (3, 17)]
+    keys = SampleKeys(np.array([5, 2]), epoch=0, few_lengths=few_lengths)
+    batch = recipe("Ragged samples", Batch=Batch)["collate"](None, samples, keys)
+    assert batch["tokens"].shape == (2, width)
+    assert all(
+        row[: len(sample)].tolist() == sample.tolist() for row, sample in zip(batch["tokens"], samples, strict=True)
+    )
+    assert batch["tokens"].sum() == sum(map(np.sum, samples)) and batch["weight"].tolist() == [2, 16]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 9])
