@@ -1,6 +1,7 @@
 """How well the k items with the highest scores match those that a user chose."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,12 +41,8 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
     hits = F.pad(hits.double(), (0, length - hits.shape[1]))
     num_positives = (positives < num_items).sum(1)
 
-    gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()
-    best = F.pad(gains.cumsum(0), (1, 0)).to(scores.device)  # the DCG of n hits at the top, at place n
-    cutoffs = torch.tensor(ks)
-    within = (torch.arange(length).unsqueeze(1) < cutoffs).double()  # (length, len(ks))
-    num_hits, dcg = hits @ within.to(scores.device), hits @ (within * gains.unsqueeze(1)).to(scores.device)
-    cutoffs = cutoffs.to(scores.device)
+    cutoffs, within, gains, best = _constants(tuple(ks), length, scores.device)
+    num_hits, dcg = hits @ within, hits @ gains
 
     def ndcg(num_relevant: Tensor) -> Tensor:
         ideal = best[torch.minimum(num_relevant.unsqueeze(1), cutoffs)]
@@ -58,6 +55,21 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
         ndcg=ndcg(num_positives),
         ndcg_official=ndcg(hits[:, :_OFFICIAL_LIST].sum(1).long()),
     )
+
+
+@lru_cache(maxsize=32)
+def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The same for all batches, so that they go to a GPU once: shared, not to be written to.
+
+    The cutoffs, (len(ks),) int64; which places lie within each, and what a hit there adds to the DCG, (length, len(ks))
+    float64; the DCG of n hits at the top, at place n, (length + 1,) float64.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()
+        cutoffs = torch.tensor(ks)
+        within = (torch.arange(length).unsqueeze(1) < cutoffs).double()
+        found = cutoffs, within, within * gains.unsqueeze(1), F.pad(gains.cumsum(0), (1, 0))
+        return tuple(tensor.to(device) for tensor in found)
 
 
 def hide(scores: Tensor, items: Tensor) -> None:

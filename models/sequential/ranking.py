@@ -136,7 +136,8 @@ def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
     1 / (place + 1), both 0 beyond the cutoff k; a hit means place <= k - 1.
     """
     place = place.double().unsqueeze(1)
-    hit = (place <= torch.tensor(cutoffs, device=place.device) - 1).double()
+    # Numbers go to a GPU with the kernels; a tensor of them would be copied there, and the host would wait.
+    hit = torch.cat([place <= cutoff - 1 for cutoff in cutoffs], dim=1).double()
     gain = math.log(2) / torch.log(place + 2)
     return torch.stack([hit.sum(0), (hit * gain).sum(0), (hit / (place + 1)).sum(0)])
 
