@@ -368,6 +368,11 @@ def test_copies_from_and_to_pinned_memory_happen_at_a_replay():
     GPUS.forget_mistakes()
     torch.cuda.synchronize()
     assert target.tolist() == [10, 10, 10]
+    source.fill_(6)
+    assert not GPUS.mistakes()
+    graph.replay()
+    source.fill_(7)
+    assert "changed before" in GPUS.mistakes()[0]
     GPUS.forget_mistakes()
 
 

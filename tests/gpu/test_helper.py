@@ -41,6 +41,32 @@ def test_a_copy_arrives_once_its_gpu_is_waited_for():
 
 
 @on_imagined_gpus()
+def test_memory_is_not_to_be_changed_before_it_was_copied():
+    import torch
+
+    for num_buffers, num_mistakes in ((1, 1), (2, 0)):
+        ring, sums, copied = [torch.zeros(3).pin_memory() for _ in range(num_buffers)], [], []
+        for i in range(5):
+            if i >= 2:
+                copied[i - 2].synchronize()
+            buffer = ring[i % num_buffers]
+            buffer.fill_(i)
+            sums.append(buffer.to("cuda", non_blocking=True).sum())
+            copied.append(torch.cuda.Event())
+            copied[-1].record()
+        assert torch.stack(sums).tolist() == [0, 3, 6, 9, 12]
+        assert len(GPUS.mistakes()) == num_mistakes
+        GPUS.forget_mistakes()
+    for _ in range(5):  # what nobody holds any more is not used for something else
+        torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+    ring[0].to("cuda", non_blocking=True)
+    ring[0].fill_(7)
+    (mistake,) = GPUS.mistakes()
+    assert "changed before" in mistake and "tests/gpu/test_helper.py" in mistake
+    GPUS.forget_mistakes()
+
+
+@on_imagined_gpus()
 def test_waits_are_noted():
     import torch
 

@@ -14,6 +14,7 @@ The test fails by itself if
 - an operator gets tensors of two devices: torch's own error;
 - memory of the host is touched that a copy from a GPU fills, before the right GPU has been waited for. Whoever looks
   too early finds NaN there, or True, or 77;
+- pinned memory is changed that is copied to a GPU, by a replay too, before that GPU has been waited for;
 - the host waits for a GPU within an optimizer step (`may_wait=True` allows it), outside of logging and saving.
 
 `GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, every wait with its place, and
@@ -36,10 +37,10 @@ and run them again on the same memory. As on a real GPU
 More strictly than on a real GPU, all memory of a pool holds NaN, 77 or True after each of its captures, and before each
 replay of any of its graphs: what is to outlast the next replay has to be copied.
 
-What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has or that `--compile` would write for it,
-and what a host changes too early of memory that is still to be copied to a GPU. Outside of captures, every stream of a
-GPU is its only one: a stream that does not wait for another one is not noticed. It needs g++ and a CPU build of torch:
-without them these tests are skipped. The first use compiles for some ten seconds.
+What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has or that `--compile` would write for it.
+Outside of captures, every stream of a GPU is its only one: a stream that does not wait for another one is not noticed.
+It needs g++ and a CPU build of torch: without them these tests are skipped. The first use compiles for some ten
+seconds.
 """
 
 import functools

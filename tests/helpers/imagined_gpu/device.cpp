@@ -3,7 +3,8 @@
 // Every operator that reaches the CUDA backend comes to `run_on_host`, which hands it to the CPU as tensors over the
 // same memory. Everything above a backend (autograd and its thread for each device, autocast, the dispatcher) is torch's
 // own. What the host must not do is modelled: it may not mix devices, and may not touch the page-locked target of a copy
-// before it has waited for it. Such a target is filled with what stands out, and its pages are closed until then.
+// before it has waited for it. Such a target is filled with what stands out, and its pages are closed until then. Nor
+// may it change the page-locked source of a copy: its bytes are compared with what they were.
 // While a stream is captured, `run_on_host` also records what it does, and what it wrote is put back afterwards.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -221,23 +222,44 @@ struct Copy {
   int64_t ticket;
   Tensor target, values;
 };
+// To a device. Its source is kept, as torch keeps page-locked memory that is freed too early.
+struct Upload {
+  DeviceIndex device;
+  int64_t ticket;
+  Tensor source, values;
+  int place;
+};
 std::mutex copies_lock;
 std::vector<Copy> copies;
+std::vector<Upload> uploads;
+std::vector<int> changed;  // places of copies whose source was changed too early
 std::atomic<int64_t> last_ticket{0}, done[MOST_GPUS];
+
+template <typename Each>
+std::vector<Each> take_done(std::vector<Each>& all, DeviceIndex device, int64_t ticket) {
+  std::lock_guard<std::mutex> lock(copies_lock);
+  auto rest = std::stable_partition(
+      all.begin(), all.end(), [&](const Each& each) { return each.device != device || each.ticket > ticket; });
+  std::vector<Each> taken(rest, all.end());
+  all.erase(rest, all.end());
+  return taken;
+}
+
+void finish_uploads(DeviceIndex device, int64_t ticket) {
+  for (auto& upload : take_done(uploads, device, ticket)) {
+    auto now = upload.source.contiguous();
+    if (memcmp(now.const_data_ptr(), upload.values.const_data_ptr(), now.nbytes()) == 0) continue;
+    std::lock_guard<std::mutex> lock(copies_lock);
+    changed.push_back(upload.place);
+  }
+}
 
 // What a device was asked for up to a ticket is done.
 void wait_for(DeviceIndex device, int64_t ticket) {
-  std::vector<Copy> arrived;
-  {
-    std::lock_guard<std::mutex> lock(copies_lock);
-    auto is_done = [&](const Copy& copy) { return copy.device == device && copy.ticket <= ticket; };
-    for (auto& copy : copies)
-      if (is_done(copy)) arrived.push_back(copy);
-    copies.erase(std::remove_if(copies.begin(), copies.end(), is_done), copies.end());
-  }
   if (ticket > done[device]) done[device] = ticket;
   at::AutoDispatchBelowADInplaceOrView below;
-  for (auto& copy : arrived) {
+  finish_uploads(device, ticket);
+  for (auto& copy : take_done(copies, device, ticket)) {
     close_pages(copy.target.storage().data(), false);
     copy.target.copy_(copy.values);
   }
@@ -258,6 +280,14 @@ void copy_later(const Tensor& target, const Tensor& values, DeviceIndex device) 
   std::lock_guard<std::mutex> lock(copies_lock);
   copies.push_back({device, ++last_ticket, target, values.clone()});
   close_pages(target.storage().data(), true, place);
+}
+
+void upload(const Tensor& target, const Tensor& source, DeviceIndex device) {
+  int place = told('c', "aten::copy_");
+  auto values = source.clone(at::MemoryFormat::Contiguous);
+  target.copy_(values);
+  std::lock_guard<std::mutex> lock(copies_lock);
+  uploads.push_back({device, ++last_ticket, source, values, place});
 }
 
 // --- streams and captures ------------------------------------------------------------------------------------------
@@ -656,12 +686,16 @@ void copy(OnHost& call, Stack& stack) {
   if (source.is_cuda() && !target.is_cuda()) {
     if (non_blocking && target.is_pinned()) act = [to, from, index] { copy_later(to, from, index); };
     else host_waits(index, non_blocking ? "copy into memory that is not page-locked" : "copy to the host");
-  } else if (target.is_cuda() && !source.is_cuda() && !(non_blocking && source.is_pinned())) {
-    check_may_wait(index);
-    told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
+  } else if (!source.is_cuda()) {
+    if (non_blocking && source.is_pinned()) act = [to, from, index] { upload(to, from, index); };
+    else {
+      check_may_wait(index);
+      told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
+    }
   }
   if (graph) graph->calls.push_back(act);
-  if (!graph || target.is_cuda()) act();
+  if (!graph) act();
+  else if (target.is_cuda()) to.copy_(from);
   torch::jit::push(stack, target);
 }
 
@@ -1031,7 +1065,16 @@ void imagined_resize(c10::StorageImpl* storage, int64_t bytes) {
   at::native::resize_bytes_cpu(block->host.unsafeGetStorageImpl(), bytes);
   follow_size(storage, block);
 }
+// Of copies whose source the host has changed too early, up to now.
+int imagined_num_changed() {
+  for (DeviceIndex device = 0; device < MOST_GPUS; ++device) finish_uploads(device, last_ticket);
+  return changed.size();
+}
+int imagined_changed(int i) { return changed[i]; }
 int imagined_num_touched() { return num_touched; }
-void imagined_forget_touched() { num_touched = 0; }
+void imagined_forget_touched() {
+  num_touched = 0;
+  changed.clear();
+}
 int imagined_touched(int i) { return touched[i]; }
 }

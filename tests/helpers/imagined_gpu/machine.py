@@ -79,10 +79,14 @@ class Gpus:
 
     def mistakes(self) -> list[str]:
         """What a program must not do, with its places."""
-        too_early = {self._library.imagined_touched(i) for i in range(self._library.imagined_num_touched())}
-        found = [
-            f"touched before it is known to have arrived: what {self._copies[i]} copies" for i in sorted(too_early)
-        ]
+        found = []
+        for what, mistake in (
+            ("touched", "touched before it is known to have arrived"),
+            ("changed", "changed before it is known to have been copied"),
+        ):
+            number, copy = (getattr(self._library, f"imagined_{name}") for name in (f"num_{what}", what))
+            places = dict.fromkeys(self._copies[copy(i)] for i in range(number()))
+            found += [f"{mistake}: what {place} copies" for place in places]
         if not self._may_wait:
             places = dict.fromkeys((wait.what, wait.place) for wait in self.waits if wait.in_step)
             found += [f"waited for a GPU within a step, at {place}: {what}" for what, place in places]
