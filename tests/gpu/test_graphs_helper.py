@@ -223,6 +223,7 @@ def _illegal():
     return {
         "item": lambda there, here: there.sum().item(),
         "nonzero": lambda there, here: there.nonzero(),
+        "a mask": lambda there, here: there[there > 0],
         "to the host": lambda there, here: there.cpu(),
         "to pageable memory": lambda there, here: here.copy_(there, non_blocking=True),
         "from the host": lambda there, here: here.cuda(),
@@ -393,6 +394,20 @@ def test_memory_of_a_pool_is_spoilt_before_a_replay():
     second.replay()
     assert results[0].isnan().all()
     assert results[1].tolist() == [77] * 3
+
+
+@on_imagined_gpus()
+def test_memory_that_a_replay_needs_is_not_to_be_freed():
+    import torch
+
+    x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    with captured(graph):
+        more = x.view(1, 3) + 1
+    graph.replay()
+    assert more.tolist() == [[2, 2, 2]]
+    x = x + 1
+    with pytest.raises(RuntimeError, match="has been freed"):
+        graph.replay()
 
 
 @on_imagined_gpus()

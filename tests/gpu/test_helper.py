@@ -80,6 +80,13 @@ def test_waits_are_noted():
     there.to("cpu", non_blocking=True)  # into page-locked memory, as torch does by itself
     torch.zeros(3).pin_memory().to("cuda", non_blocking=True)
     there.mul_(2).add_(torch.tensor(1.0))
+    mask = there > 0
+    there[mask] = 1.0  # fills what the mask has
+    there[mask] = there * 2
+    there[mask]
+    counts = mask.long()
+    counts.repeat_interleave(counts)
+    counts.repeat_interleave(counts, output_size=3)
     assert [wait.what for wait in GPUS.waits] == [  # the third one sends the indices
         "_local_scalar_dense",
         "nonzero",
@@ -87,6 +94,9 @@ def test_waits_are_noted():
         "index",
         "copy from the host",
         "copy from memory that is not page-locked",
+        "_index_put_impl_",
+        "nonzero",
+        "repeat_interleave",
     ]
     assert all(wait.place.startswith("tests/gpu/test_helper.py:") for wait in GPUS.waits)
 

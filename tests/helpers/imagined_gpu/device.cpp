@@ -397,6 +397,7 @@ struct Graph {
   std::vector<std::function<void()>> calls;
   std::map<const c10::StorageImpl*, std::pair<Storage, caffe2::TypeMeta>> own;  // of the pool, with what is in it
   std::map<const c10::StorageImpl*, std::pair<Storage, std::string>> before;    // what else a capture touched
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> needed;                // what else a replay touches
   Tensor drawn_before;
 
   Graph(char mode, std::shared_ptr<Pool> of) : mode(mode), number(++last_number), pool(std::move(of)) {
@@ -439,13 +440,19 @@ struct Graph {
 
   void check() const { TORCH_CHECK(!invalid, "CUDA error: operation failed due to a previous error during capture"); }
 
-  // Before these are touched in a capture.
+  // Before these, on the device and on the host, are touched in a capture.
   void remember(const std::vector<std::pair<Storage, Storage>>& storages) {
     for (auto& [_, host] : storages) {
       auto* key = host.unsafeGetStorageImpl();
       if (!own.count(key) && !before.count(key))
         before[key] = {host, std::string(static_cast<const char*>(host.data()), host.nbytes())};
     }
+  }
+
+  void add(std::function<void()> call, const std::vector<std::pair<Storage, Storage>>& storages) {
+    calls.push_back(std::move(call));
+    for (auto& [on_device, host] : storages)
+      if (!own.count(host.unsafeGetStorageImpl())) needed.emplace_back(on_device.getWeakStorageImpl());
   }
 
   void spoil_memory() {
@@ -462,6 +469,8 @@ struct Graph {
     TORCH_CHECK(capturing != this, "Called CUDAGraph::replay without a preceding successful capture.");
     if (capture_on(Device(c10::kCUDA, device))) invalidate_capture();
     TORCH_CHECK(!generator->capturing, "Offset increment outside graph capture encountered unexpectedly.");
+    for (auto& storage : needed)
+      TORCH_CHECK(!storage.expired(), "a graph is replayed that uses memory which has been freed since its capture");
     at::AutoDispatchBelowADInplaceOrView below;
     for (auto* graph : pool->graphs) graph->spoil_memory();
     for (auto& call : calls) call();
@@ -545,6 +554,18 @@ const std::set<std::string> WAITING = {
 const std::set<std::string> TAKING_HOST_TENSORS = {
     "index", "index_put_", "_index_put_impl_", "index_put", "_ctc_loss", "_ctc_loss_backward"};
 const std::set<std::string> TAKING_HOST_LENGTHS = {"_pack_padded_sequence", "set_"};
+
+// Operators that wait for some arguments alone, as they come in: self, indices, values, accumulate; and where a size is
+// left out. Which elements a mask has, the host learns, unless it has one number for all of them.
+bool waits_for(const std::string& name, at::ArrayRef<IValue> given) {
+  if (name == "repeat_interleave") return given.back().isNone();
+  if (name != "_index_put_impl_" || (given[2].toTensor().is_cpu() && !given[3].toBool())) return false;
+  auto is_mask = [](const std::optional<Tensor>& index) {
+    return index && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+  };
+  auto indices = given[1].toOptionalTensorVector();
+  return std::any_of(indices.begin(), indices.end(), is_mask);
+}
 
 at::SparseTensorImpl* sparse_parts(const Tensor& tensor) {
   return static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
@@ -693,9 +714,11 @@ void copy(OnHost& call, Stack& stack) {
       told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
     }
   }
-  if (graph) graph->calls.push_back(act);
   if (!graph) act();
-  else if (target.is_cuda()) to.copy_(from);
+  else {
+    graph->add(act, call.storages);
+    if (target.is_cuda()) to.copy_(from);
+  }
   torch::jit::push(stack, target);
 }
 
@@ -731,11 +754,11 @@ void run_again(
 }
 
 void record(
-    Graph& graph, const c10::OperatorHandle& op, const std::vector<IValue>& arguments, std::vector<Storage> results,
-    const c10::intrusive_ptr<GeneratorState>& generator) {
+    Graph& graph, const OnHost& call, const c10::OperatorHandle& op, const std::vector<IValue>& arguments,
+    std::vector<Storage> results, const c10::intrusive_ptr<GeneratorState>& generator) {
   for (auto& storage : results)
     if (!graph.own.count(storage.unsafeGetStorageImpl())) storage = Storage();
-  graph.calls.push_back([=] { run_again(op, arguments, results, generator.get()); });
+  graph.add([=] { run_again(op, arguments, results, generator.get()); }, call.storages);
 }
 
 void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
@@ -745,6 +768,8 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   if (call.name == "copy_") return copy(call, *stack);
   size_t count = op.schema().arguments().size();
   if (call.name == "record_stream") return torch::jit::drop(*stack, count);
+  auto given = at::ArrayRef<IValue>(*stack).slice(stack->size() - count);
+  bool waits = WAITING.count(call.name) || waits_for(call.name, given);
   for (auto argument = stack->end() - count; argument != stack->end(); ++argument) *argument = call.lowered(*argument);
   bool takes_host = TAKING_HOST_TENSORS.count(call.name);
   TORCH_CHECK(
@@ -753,7 +778,7 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       call.name, ")");
   auto* graph = capture_on(call.device);
   if (graph) graph->check();
-  if (WAITING.count(call.name) || (takes_host && call.has_host_tensor)) host_waits(call.device.index(), call.name);
+  if (waits || (takes_host && call.has_host_tensor)) host_waits(call.device.index(), call.name);
   std::vector<IValue> arguments;
   if (graph) {
     graph->remember(call.storages);
@@ -776,7 +801,7 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   for (auto result = stack->end() - num_results; result != stack->end(); ++result) *result = call.raised(*result);
   // Views are part of every record that has them, and memory that nobody has written stays spoilt.
   bool computes = op.schema().is_mutable() || call.storages.size() > num_known || num_results == 0;
-  if (graph && computes && call.name.rfind("empty", 0) != 0) record(*graph, op, arguments, results, generator);
+  if (graph && computes && call.name.rfind("empty", 0) != 0) record(*graph, call, op, arguments, results, generator);
 }
 
 // What processes exchange travels between the host's memory, by gloo. Whoever waits for a result gets the device's tensors.
@@ -1000,8 +1025,10 @@ const char* failure_of(const Function& function) {
     return nullptr;
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
-    return failure.c_str();
+  } catch (const std::exception& error) {
+    failure = error.what();
   }
+  return failure.c_str();
 }
 
 std::map<int64_t, std::weak_ptr<Pool>> pools;
