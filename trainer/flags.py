@@ -219,6 +219,10 @@ class BlockFlags(FlagGroup):
         False, "compile the model by torch.compile, each of its blocks by itself: quicker steps on GPUs, after a start "
         "of up to minutes",
     )  # fmt: skip
+    cuda_graphs: Literal["auto", "on", "off"] = flag(
+        "off", "record what a training step launches on a GPU, and launch it by one call: small models no longer wait "
+        "for the host, and learn the same to the bit; auto: where it is faster", local=True,
+    )  # fmt: skip
     grad_checkpointing: bool = flag(
         False, "keep of each block of the model its inputs alone, and compute the rest anew in the backward: less "
         "memory, longer steps, the same result to the bit",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer.common import torch_private
 
@@ -58,6 +59,20 @@ def test_properties_of_tensors():
     assert [part.tolist() for part in torch_private.sparse_parts(unknown)] == [[[0, 1]], [1.0, 2.0]]
     assert torch_private.num_writes(unknown) == 0 and not torch_private.has_hooks(unknown)
     assert not torch_private.reads_found_inf(unknown)
+
+
+def test_hooks_of_modules_and_optimizers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    assert torch_private.hooked_module(model) is None and not torch_private.has_step_hooks(optimizer)
+    model[1].register_forward_pre_hook(print)
+    optimizer.register_step_post_hook(print)
+    assert torch_private.hooked_module(model) == "1" and torch_private.has_step_hooks(optimizer)
+    handle = register_optimizer_step_pre_hook(print)
+    assert torch_private.has_step_hooks(torch.optim.SGD(model.parameters()))
+    handle.remove()
+    unknown = SimpleNamespace(named_modules=lambda: [("", SimpleNamespace())])
+    assert torch_private.hooked_module(unknown) is None and not torch_private.has_step_hooks(unknown)
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])

@@ -272,6 +272,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
         *task.remarks(),
+        *_remarks_on_device(flags, strategy.device),
         *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),
     ]
@@ -282,6 +283,12 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
             why = f"a global batch of {whole} samples instead of {one_device}"
         lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {peak:g} for {why}")
     return lines
+
+
+def _remarks_on_device(flags: Flags, device: torch.device) -> list[str]:
+    if flags.blocks.cuda_graphs == "on" and device.type != "cuda":
+        return [f"--cuda-graphs on: there are none on this {device.type}."]
+    return []
 
 
 def prepare_training(
@@ -385,6 +392,8 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
     watches: list[Watch] = []
     if flags.multi is not None and strategy.group.world_size > 1:
         watches = [Lockstep(learner.objective, strategy, flags.multi.lockstep_every), RankTimes(strategy.group)]
+    if isinstance(learner, Watch):
+        watches.append(learner)
     return [*watches, StepOutcomes(strategy, task.phases, flags.learning.on_nonfinite, advice)]
 
 
@@ -411,14 +420,13 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
     with refusing_sizes("the model", "lower the flags that say how large it is"):
         objective = strategy.place(build, task.blocks, complete)
-    return Learner(
-        objective,
-        in_precision(objective, precision),
-        strategy.device,
-        precision,
-        flags.learning.max_grad_norm,
-        ExponentialMovingAverage(objective.model, flags.learning.ema_decay),
-    )
+    ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
+    parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
+    if flags.blocks.cuda_graphs == "off" or strategy.device.type != "cuda":
+        return Learner(*parts)
+    from trainer.loop.graphs import GraphedLearner
+
+    return GraphedLearner(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
 
 
 def build_loaders(task: Task, num_workers: int, group: Group) -> dict[str, BatchLoader]:

@@ -73,8 +73,9 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             state.run = run  # not before: until here there is no step to rescue
             state.enter("running")
             try:
-                train(run)
-                score(run, not flags.run.no_test)
+                with run.learner.launching():
+                    train(run)
+                    score(run, not flags.run.no_test)
             except TimeIsUp:
                 message = _time_is_up(flags.run.max_minutes, run.progress)
                 state.enter("paused", message)

@@ -67,6 +67,13 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def hooked_module(module: nn.Module) -> str | None:
+    """The path of a module whose calls or backwards call hooks, "" for itself. Fallback: None."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = (path for path, each in module.named_modules() if any(getattr(each, name, None) for name in names))
+    return next(hooked, None)
+
+
 # --- modules -----------------------------------------------------------------------------------------------------
 
 BATCH_NORMS: Any = getattr(
@@ -146,6 +153,14 @@ def after_first_gradients(callback: Callable[[], None]) -> None:
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether kernels of an optimizer skip a step themselves, as for a gradient scaler: fused ones. Fallback: False."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of an optimizer, or of all of them, wait for its steps. Fallback: False."""
+    own = [getattr(optimizer, f"_optimizer_step_{place}_hooks", None) for place in ("pre", "post")]
+    module = sys.modules.get(torch.optim.Optimizer.__module__)
+    of_all = [getattr(module, f"_global_optimizer_{place}_hooks", None) for place in ("pre", "post")]
+    return any([*own, *of_all])
 
 
 # --- processes ---------------------------------------------------------------------------------------------------

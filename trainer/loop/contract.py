@@ -1,6 +1,5 @@
 """What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
 
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -150,9 +149,9 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
             for name, parameter in objective.named_parameters()
             if not is_sharded(parameter) and parameter.layout == torch.strided
         }
-        drawn = _places_in_generators()
+        drawn = strategy.places_in_generators()
         sums = net(strategy.to_device(example), phase)
-        strategy.draws_on_host |= _places_in_generators() != drawn
+        strategy.draws_on_host |= strategy.places_in_generators() != drawn
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
@@ -171,12 +170,6 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
     strategy.build_buckets(net)
-
-
-def _places_in_generators() -> tuple[Any, ...]:
-    """How far the generators of Python and numpy have come."""
-    numpy_state: Any = np.random.get_state()
-    return random.getstate()[1][-1], numpy_state[2]
 
 
 def check_single_samples(

@@ -1,7 +1,7 @@
 """The model with its loss, and everything that an optimizer step reads or changes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,14 @@ class Learner:
         """Train mode."""
         for net in self.nets.values():
             net.train()
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Around training: where its kernels are launched."""
+        return nullcontext()
+
+    def release(self) -> bool:
+        """Frees memory of the device that is only kept for speed. Returns whether there was any."""
+        return False
 
     def accumulate(
         self,

@@ -137,6 +137,10 @@ class MemoryGuard:
         """
         self._learner.objective.zero_grad(set_to_none=True)
         self._learner.buffers.undo()
+        if self._learner.release() and not self._strategy.group.is_launched:
+            free_memory()
+            say("Out of memory: going on without CUDA graphs.")
+            return
         free_memory()
         group, before = self._strategy.group, self.splits[phase].batch_size
         account = f"out of memory in {group.activity} with {before} samples per forward"

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer.common.errors import UserError
 from trainer.common.tensors import is_sharded
+from trainer.common.torch_private import has_step_hooks, reads_found_inf
 from trainer.flags import LearningFlags
 from trainer.loop.ema import keeps_average
 from trainer.parallel.optimizer_states import remember_settings
@@ -204,6 +205,7 @@ def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
     members["step"] = torch.no_grad()(members["step"])  # the other duty of a wrapper
+    members["plain"] = optimizer_type
     members["__reduce__"] = lambda self: (object.__new__, (optimizer_type,), self.__getstate__())
     return type(optimizer_type.__name__, (optimizer_type,), members)
 
@@ -222,6 +224,15 @@ class ZeroStartSGD(torch.optim.SGD):
                 if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return inspect.unwrap(torch.optim.SGD.step)(self, closure)
+
+
+_RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
+
+
+def can_be_recorded(optimizer: Optimizer) -> bool:
+    """Whether a step is nothing but kernels that read from memory at what rate to step, and whether to."""
+    is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
+    return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:

@@ -46,6 +46,7 @@ class Precision:
         self.autocast_dtype = AMP_DTYPES.get(amp)
         self._knows_at_once = queue_of(device).lag == 0
         """Whether the host can look at a result without waiting."""
+        self._device_type = device.type
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
 
     def __str__(self) -> str:
@@ -80,6 +81,12 @@ class Precision:
         # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
         # with, would take a hundredth of a step of 2 ms.
         run_backward((loss,), (start,))
+
+    def forget_unscaling(self) -> None:
+        """After an update that broke off before it changed anything: gradients count as not yet unscaled."""
+        state = self.scaler.state_dict()
+        self.scaler = torch.amp.GradScaler(self._device_type, enabled=self.scaler.is_enabled())
+        self.scaler.load_state_dict(state)
 
     def step(
         self,

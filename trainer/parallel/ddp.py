@@ -199,10 +199,13 @@ class Replicated(Distributed):
                 sum_sparse(parameter, self.group.sum_gradients, self.gradient_divisor)
         if self.overlaps:
             return
+        self.flat_gradients(params).sum(self.group.sum_gradients)
+
+    def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
         key = tuple(map(id, params))
         if key not in self._flat:
             self._flat[key] = FlatGradients([p for p in params if p not in self._sparse])
-        self._flat[key].sum(self.group.sum_gradients)
+        return self._flat[key]
 
 
 def _broadcast(values: Tensor) -> None:

@@ -140,6 +140,7 @@ class CudaQueue(DeviceQueue):
     def __init__(self, device: torch.device) -> None:
         super().__init__(GROUP_SIZE)
         self._device = device
+        self._stream: torch.cuda.Stream | None = None  # of the last mark
 
     def mark(self) -> Callable[[], bool]:
         return self._event().query
@@ -164,7 +165,7 @@ class CudaQueue(DeviceQueue):
 
     def drain(self, within_s: float) -> None:
         deadline = time.monotonic() + within_s
-        stream = torch.cuda.default_stream(self._device)
+        stream = self._stream or torch.cuda.default_stream(self._device)
         while not stream.query() and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -177,7 +178,8 @@ class CudaQueue(DeviceQueue):
 
     def _event(self, enable_timing: bool = False) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=enable_timing)
-        event.record(torch.cuda.current_stream(self._device))
+        self._stream = torch.cuda.current_stream(self._device)
+        event.record(self._stream)
         return event
 
 

@@ -9,23 +9,54 @@ from trainer.common.torch_private import foreach_copy_
 
 
 class FlatGradients:
-    """Sums the gradients of some parameters over processes, each in one exchange for all parameters of a type.
+    """The gradients of some parameters in flat buffers, one for each type of number.
 
     A process need not have a gradient of every parameter. Behind the gradients travels how many processes have each
     one: only a process that lacks one reads that number, and so waits for its device.
+
+    flat: the buffers, each of one dimension. All processes have the same parameters in the same order.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for parameter in params:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         self._buffers = [_Buffer(same) for same in by_type.values()]
+        self.flat = [buffer.flat for buffer in self._buffers]
+        view_of = {id(p): view for each in self._buffers for p, view in zip(each.params, each.views, strict=True)}
+        self.views = [view_of[id(parameter)] for parameter in params]
+        """A gradient's place, for each parameter."""
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """Whether a parameter has a gradient, for each."""
+        return tuple(parameter.grad is not None for parameter in self._params)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Copies gradients to their places, where they are not there already; `grad` then is that place."""
+        copied = [
+            (parameter, view)
+            for parameter, view in zip(self._params, self.views, strict=True)
+            if parameter.grad is not None and parameter.grad is not view
+        ]
+        if copied:
+            foreach_copy_([view for _, view in copied], [parameter.grad for parameter, _ in copied])
+        for parameter, view in copied:
+            parameter.grad = view
+
+    def attach(self, present: Sequence[bool]) -> None:
+        """Sets `grad` of each parameter to its place, or to None. present: as the property of that name."""
+        for parameter, view, is_present in zip(self._params, self.views, present, strict=True):
+            parameter.grad = view if is_present else None
 
     def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
         """Afterwards `grad` is the sum over processes, and None where no process has a gradient.
 
         sum_in_place: sums a tensor of real numbers over the processes. All processes call it.
         """
+        self.collect()
         for buffer in self._buffers:
             buffer.sum(sum_in_place)
 
@@ -50,29 +81,25 @@ class _Buffer:
     """The gradients of parameters of one type, in their order, and a number for each."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
+        self.params = params
         num_elements = sum(parameter.numel() for parameter in params)
-        self._flat = torch.zeros(num_elements + len(params), dtype=params[0].dtype, device=params[0].device)
-        self._counts = self._flat[num_elements:]
+        self._all = torch.zeros(num_elements + len(params), dtype=params[0].dtype, device=params[0].device)
+        self.flat, self._counts = self._all[:num_elements], self._all[num_elements:]
         self._all_ones = torch.ones_like(self._counts)
-        views = self._flat[:num_elements].split([parameter.numel() for parameter in params])
-        self._views = [_laid_out_as(view, parameter) for view, parameter in zip(views, params, strict=True)]
+        views = self.flat.split([parameter.numel() for parameter in params])
+        self.views = [_laid_out_as(view, parameter) for view, parameter in zip(views, params, strict=True)]
 
     @torch.no_grad()
     def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
-        grads = [parameter.grad for parameter in self._params]
-        lacking = [number for number, grad in enumerate(grads) if grad is None]
-        own = [(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None]
-        if own:
-            foreach_copy_([view for view, _ in own], [grad for _, grad in own])
+        lacking = [number for number, parameter in enumerate(self.params) if parameter.grad is None]
         self._counts.copy_(self._all_ones)
         for number in lacking:
-            self._views[number].zero_()
+            self.views[number].zero_()
             self._counts[number] = 0
-        sum_in_place(torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat)
-        counts = self._counts.tolist() if lacking else [1] * len(grads)
-        for parameter, view, count in zip(self._params, self._views, counts, strict=True):
-            parameter.grad = view if count else None
+        sum_in_place(torch.view_as_real(self._all) if self._all.is_complex() else self._all)
+        counts = self._counts.tolist() if lacking else ()
+        for number in lacking:
+            self.params[number].grad = self.views[number] if counts[number] else None
 
 
 def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.common.tensors import map_tensors
 from trainer.loading.batches import Batch
 from trainer.parallel.devices import device_label
+from trainer.parallel.flat_gradients import FlatGradients
 from trainer.parallel.group import Group
 from trainer.parallel.optimizer_states import load_states, state_of
 from trainer.task import Objective
@@ -37,8 +38,8 @@ class Strategy:
     `gradient_sync` is disabled. exchanges_in_forward: whether every forward waits for the other processes, so that all
     must make equally many. shard_size: processes of consecutive ranks that have one copy of the parameters between
     them. has_full_state: whether this process has all that a checkpoint holds, and can save after a failure without
-    others. draws_on_host: whether forwards draw from the generators of Python or numpy, as some do that leave out
-    layers or mask their inputs.
+    others. draws_on_host: whether forwards draw from generators of the host, as some do that leave out layers or mask
+    their inputs: Python's or numpy's, or torch's where the model is on a GPU.
     """
 
     gradient_divisor: int = 1
@@ -136,6 +137,12 @@ class Strategy:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
+    def places_in_generators(self) -> tuple[Any, ...]:
+        """How far the generators have come by which forwards draw on the host."""
+        numpy_state: Any = np.random.get_state()
+        of_torch = b"" if self.device.type == "cpu" else torch.default_generator.get_state().numpy().tobytes()
+        return random.getstate()[1][-1], numpy_state[2], of_torch
+
     def keeping_generators(self) -> AbstractContextManager[None]:
         """Within it torch's generators may be drawn from; after it they are where they were."""
         return torch.random.fork_rng([device for device in self.devices if device.type == "cuda"])
@@ -155,6 +162,10 @@ class Strategy:
         params: all that the step trains. Afterwards each has the gradient of the global batch in `grad`, or None where
         no process has one. All processes call it.
         """
+
+    def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
+        """Flat buffers for the gradients of a phase, in which `exchange` sums them where it sums flat buffers."""
+        return FlatGradients(params)
 
     def build_buckets(self, net: nn.Module) -> None:
         """After the first backward of a wrapped module, which is no part of a step: what is arranged once."""

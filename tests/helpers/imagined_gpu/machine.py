@@ -113,12 +113,14 @@ class Gpus:
 
     def _watch_steps(self) -> None:
         """Within a step, the host may wait where it logs or saves, or asks for that."""
-        from trainer.loop import train
+        from trainer.loop import graphs, train
 
         loop: Any = train
         loop.train_window = self._within(1, loop.train_window)
         for name in ("log_step", "save", "settle", "try_saving"):
             setattr(loop, name, self._within(-1, getattr(loop, name)))
+        learner: Any = graphs.GraphedLearner
+        learner._launched_and_compared = self._within(-1, learner._launched_and_compared)
 
     def _within(self, depth: int, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

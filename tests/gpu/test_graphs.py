@@ -1,0 +1,102 @@
+"""Recorded steps learn what steps learn that are launched kernel by kernel, to the bit, on imagined GPUs."""
+
+import pytest
+
+from tests.conftest import TINY, assert_same_bits, load
+from tests.gpu.runs import run, tiny
+from tests.gpu.test_ranks import run_on_ranks
+from tests.gpu.test_training import HELPERS, POISONED
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+GRAPHS = ["--cuda-graphs", "on"]
+PIECES = [
+    "--task", f"{HELPERS / 'pieces_task.py'}:Pieces", "--epochs", 3, "--batch-size", 2, "--global-batch-size", 4,
+    "--lr", 0.02, "--max-grad-norm", 0.3, "--ema-decay", 0.9, "--poisoned", "--on-nonfinite", "skip",
+]  # fmt: skip
+LONGER = [*TINY, "--epochs", 3]
+SETTINGS = {
+    "float32 with dropout": [*LONGER, "--amp", "off", "--dropout", 0.3],
+    "bf16 and an average": [*LONGER, "--ema-decay", 0.9],
+    "fp16": [*LONGER, "--amp", "fp16"],
+    "accumulation": [*LONGER, "--batch-size", 3, "--grad-accum-steps", 3, "--max-grad-norm", 0],
+    "sgd": [*LONGER, "--amp", "off", "--optimizer", "sgd", "--momentum", 0.9],
+    "skipped steps": [*LONGER, *POISONED, "--epochs", 4, "--on-nonfinite", "skip", "--batch-norm", "--ema-decay", 0.9],
+    "two phases": [*PIECES, "--amp", "off"],
+    "batch norm, and a parameter without a gradient": ["--task", f"{HELPERS / 'recorded_task.py'}:Plain"],
+    "an epoch's own number": ["--task", f"{HELPERS / 'refreshing_task.py'}:Refreshing", "--num-train", 24],
+    "weights changed after a step": ["--task", f"{HELPERS / 'recorded_task.py'}:AfterStep"],
+}
+
+
+def learns_the_same(tmp_path, cache_dir, *argv, **options):
+    for name, more in (("launched", []), ("recorded", GRAPHS)):
+        run(cache_dir, *argv, "--device", "cuda", "--deterministic", "--save-dir", tmp_path / name, *more, **options)
+    assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("launched", "recorded")))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@on_imagined_gpus()
+def test_learns_the_same_to_the_bit(settings, tmp_path, cache_dir):
+    learns_the_same(tmp_path, cache_dir, *settings)
+    assert GPUS.num_replays > 5
+    assert "kernel by kernel" not in GPUS.printed()
+
+
+@on_imagined_gpus(may_wait=True)
+def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
+    """It makes the host wait, and forward and backward are recorded."""
+    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:OwnOptimizer")
+    assert GPUS.num_replays > 5
+
+
+OBSTACLES = {
+    "DrawingTask": "forwards draw from generators of the host",
+    "DrawingByTorchTask": "forwards draw from generators of the host",
+    "CountingTask": "forwards give model.calls another value",
+    "HookedTask": "hooks of model.first would not be called",
+    "WaitingTask": "operation not permitted when stream is capturing (recorded_task.py, line",
+    "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+@on_imagined_gpus(may_wait=True)
+def test_what_cannot_be_recorded_is_launched(name, tmp_path, cache_dir):
+    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:{name}")
+    assert told() == [OBSTACLES[name]]
+
+
+def told():
+    """Which of the obstacles the lines about graphs name."""
+    lines = [line for line in GPUS.printed().splitlines() if "CUDA graphs: " in line]
+    return [next((each for each in OBSTACLES.values() if each in line), line) for line in lines]
+
+
+@on_imagined_gpus()
+def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
+    run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:CountingElsewhereTask", "--device", "cuda", *GRAPHS,
+        "--save-dir", tmp_path)  # fmt: skip
+    (line,) = told()
+    assert "are launched kernel by kernel: a recording came to another value of the gradient of model." in line
+
+
+@on_imagined_gpus()
+def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
+    more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic"]
+    run(cache_dir, *more, "--max-steps", 13, "--save-dir", tmp_path / "whole")
+    for steps, graphs in ((2, "off"), (7, "on"), (10, "off"), (13, "on")):
+        run(cache_dir, *more, "--max-steps", steps, "--schedule", "constant", "--save-dir", tmp_path / "parts",
+            "--cuda-graphs", graphs)  # fmt: skip
+
+
+@on_imagined_gpus(2)
+def test_ranks_learn_the_same_to_the_bit(tmp_path, cache_dir):
+    for name, more in (("launched", []), ("recorded", GRAPHS)):
+        (tmp_path / name).mkdir()
+        run_on_ranks(tmp_path / name, cache_dir, *PIECES, "--num-threads", 1, *more)
+    assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
+
+
+@on_imagined_gpus()
+def test_a_lack_of_memory_ends_recordings_first(tmp_path, cache_dir):
+    tiny(cache_dir, tmp_path, "--device", "cuda", *GRAPHS)

@@ -1,0 +1,429 @@
+"""Steps as CUDA graphs: what a step launches on a GPU is recorded once, and from then on launched by one call.
+
+A small model keeps its GPU waiting for the host, which launches hundreds of kernels a step. Two pieces of a step are
+recorded, forward and backward of a micro-batch, and the update of the weights; between them gradients are exchanged.
+There is a recording for each signature, the names, shapes and types of what a piece works on. It computes the bits that
+the same kernels compute one by one, and whatever cannot be recorded is launched as without graphs.
+"""
+
+import gc
+import time
+import traceback
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.common.errors import reason
+from trainer.common.torch_private import has_hooks, hooked_module
+from trainer.loading.batches import WeightedBatch
+from trainer.loop.learner import Learner
+from trainer.loop.memory import lacks_memory
+from trainer.loop.module_state import WholeState, contents, is_plain, named_modules, own_attributes
+from trainer.loop.optimizers import can_be_recorded
+from trainer.loop.precision import StepOutcome
+from trainer.loop.progress import Progress
+from trainer.loop.recording import Packed, Recorder, difference
+from trainer.loop.totals import require_sums
+from trainer.loop.watch import Log, StepRecord, Watch
+from trainer.parallel.flat_gradients import FlatGradients
+from trainer.parallel.strategy import Strategy
+from trainer.task import Objective, Sums, sparse_parameters
+
+Key = tuple[Any, ...]
+
+MOST_GRAPHS = 64
+"""Recordings that are kept; beyond it the one goes that was not used for longest."""
+LEAST_FREE = 1 / 16
+"""Of a GPU's memory: with less of it free, a recording is made only in the place of another one."""
+LEAST_GAIN = 1.1
+"""How often faster a recording must be than its kernels launched one by one, unless it is asked for."""
+
+
+class Recording(NamedTuple):
+    """A piece of a step. inputs: what it reads. results: what it writes. present: which gradients are there then."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Mapping[str, Tensor]
+    results: Packed
+    present: tuple[bool, ...]
+
+
+class Gradients:
+    """The gradients of a phase, in flat buffers, whose addresses recordings know.
+
+    present: which parameters have one. While it is not attached, no parameter's `grad` says so.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], flat: FlatGradients) -> None:
+        self.flat = flat
+        self._none = (False,) * len(params)
+        self.present, self.is_attached = self._none, True
+
+    def begin(self) -> None:
+        """Before the first micro-batch of a step, and after its update."""
+        if self.is_attached and any(self.present):
+            self.flat.attach(self._none)
+        self.present, self.is_attached = self._none, True
+
+    def attach(self) -> None:
+        """Before something reads or sets `grad`."""
+        if not self.is_attached:
+            self.flat.attach(self.present)
+        self.is_attached = True
+
+    def collect(self) -> None:
+        """After something has set `grad`."""
+        self.flat.collect()
+        self.present, self.is_attached = self.flat.present, True
+
+    def replayed(self, present: tuple[bool, ...]) -> None:
+        """A recording has written gradients; these are there now."""
+        if self.is_attached and any(self.present):
+            self.flat.attach(present)
+        else:
+            self.is_attached = False
+        self.present = present
+
+
+class Moment:
+    """Copies of what a forward and a backward change: gradients, buffers, and plain attributes of modules."""
+
+    def __init__(self, gradients: Gradients, objective: Objective) -> None:
+        self._gradients, self.present = gradients, gradients.present
+        self._flat = [flat.clone() for flat in gradients.flat.flat]
+        self._modules = WholeState(objective)
+
+    def put_back(self) -> None:
+        for flat, copy in zip(self._gradients.flat.flat, self._flat, strict=True):
+            flat.copy_(copy)
+        self._gradients.flat.attach(self.present)
+        self._gradients.present, self._gradients.is_attached = self.present, True
+        self._modules.put_back()
+
+
+@dataclass
+class GraphedLearner(Learner, Watch):
+    """A learner whose steps are recorded, and launched as CUDA graphs from the second time that a signature comes.
+
+    only_if_faster: whether recordings are given up that gain nothing. strategy: of the run.
+    """
+
+    strategy: Strategy = field(kw_only=True)
+    only_if_faster: bool = field(kw_only=True)
+    _gradients: dict[str, Gradients | None] = field(default_factory=dict, init=False)
+    _rates: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
+    _recordings: OrderedDict[Key, Recording] = field(default_factory=OrderedDict, init=False)
+    _seen: Counter[Key] = field(default_factory=Counter, init=False)
+    _checked: dict[Key, int] = field(default_factory=dict, init=False)
+    _lines: list[str] = field(default_factory=list, init=False)
+    _addresses: list[Any] = field(default_factory=list, init=False)
+    _progress: Progress = field(default_factory=Progress, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._recorder = Recorder(self.device)
+        self._factor = torch.zeros((), device=self.device)
+
+    # --- what looks on ------------------------------------------------------------------------------------------------
+
+    def remarks(self) -> Sequence[str]:
+        return [line for phase in self.params if (line := self._obstacle_line(phase)) is not None]
+
+    def begin(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def resume(self) -> None:
+        """Recordings go whose tensors are elsewhere by now, or whose numbers are others."""
+        addresses = _addresses_of(self.objective)
+        if addresses != self._addresses:
+            self._recordings.clear()
+        self._addresses = addresses
+
+    def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
+        for line in self._lines:
+            log.say(line)
+        self._lines.clear()
+
+    def launching(self) -> AbstractContextManager[None]:
+        gc.collect()  # the forwards that have tried the model in another stream, and are not freed yet
+        return self._recorder.launching()
+
+    def release(self) -> bool:
+        was_recording = bool(self._recordings)
+        self._recordings.clear()
+        self._gradients = dict.fromkeys(self.params)
+        return was_recording
+
+    # --- forward and backward -----------------------------------------------------------------------------------------
+
+    def accumulate(
+        self,
+        strategy: Strategy,
+        phase: str,
+        micro_batch: WeightedBatch,
+        factor: float,
+        is_first: bool,
+        is_last: bool,
+    ) -> Sums:
+        gradients = self._gradients_of(phase)
+        if gradients is None:
+            return super().accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+        if is_first:
+            gradients.begin()
+        self.enter(phase)
+        shapes = ((name, tensor.shape, tensor.dtype) for name, tensor in micro_batch.batch.items())
+        key = "forward and backward", phase, gradients.present, *shapes
+        recording = self._recordings.get(key)
+
+        def launch() -> Sums:
+            """As without graphs."""
+            gradients.attach()
+            sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+            gradients.collect()
+            return {name: value.detach() for name, value in sums.items()}
+
+        if micro_batch.num_samples == 0 or (recording is None and self._is_new(key)):
+            sums = launch()
+        elif recording is None or self._checked.get(key) != self._progress.position.epoch:
+            sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
+        else:
+            self._recordings.move_to_end(key)
+            with self.buffers.of_samples(micro_batch.num_samples):
+                strategy.group.activity.enter("forward")
+                self._replay(recording, micro_batch, factor)
+                gradients.replayed(recording.present)
+            if is_last and self.buffers.is_active:
+                self.buffers.start_agreement(strategy.group)
+            sums = recording.results.copies()
+        if is_last and strategy.group.world_size > 1:
+            gradients.attach()
+        return sums
+
+    def _is_new(self, key: Key) -> bool:
+        """Whether a signature comes for the first time: its kernels are chosen and loaded then."""
+        self._seen[key] += 1
+        return self._seen[key] == 1
+
+    def _replay(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> None:
+        for name, tensor in micro_batch.batch.items():
+            recording.inputs[name].copy_(tensor, non_blocking=True)
+        self._factor.fill_(factor)
+        recording.graph.replay()
+
+    def _launched_and_compared(
+        self,
+        key: Key,
+        phase: str,
+        gradients: Gradients,
+        micro_batch: WeightedBatch,
+        factor: float,
+        launch: Callable[[], Sums],
+    ) -> Sums:
+        """Launches the kernels of a micro-batch one by one, which counts, and then its recording, which does not.
+
+        A recording is trusted for an epoch if it came to the same. It is made where there is none.
+        """
+        recording, sums = self._recordings.get(key), {}
+        gradients.attach()
+        before = Moment(gradients, self.objective)
+        with self.strategy.keeping_generators():
+            launched_s = self._seconds(lambda: sums.update(launch()))
+        after, problem = Moment(gradients, self.objective), None
+        expected = self._named(phase, gradients, sums)
+
+        def again() -> dict[str, Tensor]:
+            before.put_back()
+            inputs = {name: tensor.to(self.device) for name, tensor in micro_batch.batch.items()}
+            with self.strategy.keeping_generators():
+                return self._named(phase, gradients, self._forward_and_backward(phase, gradients, inputs))
+
+        try:
+            before.put_back()
+            if recording is None:
+                self._make_place()
+                recording = self._recorded(phase, gradients, micro_batch)
+                before.put_back()
+            with self.strategy.keeping_generators():
+                replayed_s = self._seconds(lambda: self._replay(recording, micro_batch, factor))
+            gradients.replayed(recording.present)
+            found = self._named(phase, gradients, recording.results.copies())
+            name = difference(expected, found, again)
+            if name is not None:
+                problem = f"a recording came to another value of {name}"
+            elif self.only_if_faster and launched_s < LEAST_GAIN * replayed_s:
+                problem = f"recorded they take {1e3 * replayed_s:.2f} ms, and {1e3 * launched_s:.2f} ms so"
+        except RuntimeError as error:
+            problem = self._account_of(error)
+        after.put_back()
+        if problem is not None:
+            self._give_up(phase, problem)
+        elif recording is not None:
+            self._recordings[key], self._checked[key] = recording, self._progress.position.epoch
+        return sums
+
+    def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch) -> Recording:
+        inputs = {name: tensor.to(self.device) for name, tensor in micro_batch.batch.items()}
+        record = self._recorder.record
+        graph, results = record(lambda: Packed(self._forward_and_backward(phase, gradients, inputs)))
+        return Recording(graph, inputs, results, gradients.present)
+
+    def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Mapping[str, Tensor]) -> Sums:
+        """What is recorded."""
+        outputs = self.enter(phase)(inputs, phase)
+        require_sums(outputs, self.objective, phase)
+        self.precision.backward(outputs["loss"], self._factor)
+        gradients.collect()
+        return outputs
+
+    def _make_place(self) -> None:
+        free, total = torch.cuda.mem_get_info(self.device)
+        if self._recordings and (len(self._recordings) >= MOST_GRAPHS or free < LEAST_FREE * total):
+            self._recordings.popitem(last=False)
+
+    def _seconds(self, function: Callable[[], Any]) -> float:
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _named(self, phase: str, gradients: Gradients, sums: Sums) -> dict[str, Tensor]:
+        """Copies of what a forward and backward have come to, by name."""
+        names = {parameter: name for name, parameter in self.objective.named_parameters()}
+        present = zip(self.params[phase], gradients.flat.views, gradients.present, strict=True)
+        found = {f"the gradient of {names[parameter]}": view for parameter, view, is_there in present if is_there}
+        found |= {f"the buffer {name}": buffer for name, buffer in self.objective.named_buffers()}
+        return {name: value.detach().clone() for name, value in (found | sums).items()}
+
+    # --- the update ---------------------------------------------------------------------------------------------------
+
+    def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
+        gradients = self._gradients.get(phase)
+        if gradients is None:
+            return super().update(phase, learning_rate, global_norm)
+        if self.strategy.group.world_size > 1:  # the exchange may have brought some, or taken them away
+            gradients.present = gradients.flat.present
+        key = "update", phase, gradients.present
+        recording = self._recordings.get(key)
+        if recording is None and self._records_update(phase) and any(gradients.present) and not self._is_new(key):
+            recording = self._recorded_update(key, phase, gradients, global_norm)
+        if recording is None:
+            gradients.attach()
+            outcome = super().update(phase, learning_rate, global_norm)
+            gradients.present, gradients.is_attached = gradients.flat.present, True
+            return outcome
+        self._recordings.move_to_end(key)
+        for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
+            group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
+            rate.fill_(group["lr"])
+        recording.graph.replay()
+        gradients.begin()
+        return StepOutcome(**recording.results.copies())
+
+    def _recorded_update(
+        self, key: Key, phase: str, gradients: Gradients, global_norm: Callable[[Tensor], Tensor]
+    ) -> Recording | None:
+        """The recording, or None where it cannot be made. No weight changes."""
+        gradients.attach()
+        present = gradients.present
+        groups = self._groups(phase)
+        rates = self._rates.setdefault(phase, [torch.zeros((), device=self.device) for _ in groups])
+        before = [dict(group) for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group |= {"lr": rate} | ({"capturable": True} if "capturable" in group else {})
+        try:
+            self._make_place()
+            graph, results = self._recorder.record(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
+        except RuntimeError as error:
+            self.precision.forget_unscaling()
+            self._give_up(phase, self._account_of(error))
+            return None
+        finally:
+            for group, own in zip(groups, before, strict=True):
+                group.update(own)
+            gradients.flat.attach(present)
+        recording = self._recordings[key] = Recording(graph, {}, results, present)
+        return recording
+
+    def _groups(self, phase: str) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
+
+    def _records_update(self, phase: str) -> bool:
+        return (
+            all(map(can_be_recorded, self.optimizers[phase]))
+            and type(self.objective).after_step is Objective.after_step
+            and not self.buffers.forward_state.is_active
+        )
+
+    # --- what is not recorded -----------------------------------------------------------------------------------------
+
+    def _gradients_of(self, phase: str) -> Gradients | None:
+        """None for a phase that is not recorded."""
+        if phase not in self._gradients:
+            params, is_recorded = self.params[phase], self._obstacle(phase) is None
+            gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
+            self._gradients[phase] = gradients
+        return self._gradients[phase]
+
+    def _give_up(self, phase: str, problem: str) -> None:
+        """All recordings go: after one that broke off they draw on a generator that nobody seeds."""
+        self._recordings.clear()
+        gradients = self._gradients[phase]
+        if gradients is not None:
+            gradients.attach()
+        self._gradients[phase] = None
+        self._lines.append(self._line(phase, problem))
+
+    def _line(self, phase: str, problem: str) -> str:
+        steps = f"steps of phase {phase!r}" if len(self.params) > 1 else "steps"
+        return f"CUDA graphs: {steps} are launched kernel by kernel: {problem}."
+
+    def _account_of(self, error: RuntimeError) -> str:
+        """What stands in the way of a recording, with the line of code that the user may change."""
+        if lacks_memory(error):
+            return "there is no memory for a recording"
+        frames = traceback.extract_tb(error.__traceback__)
+        library = Path(torch.__file__).parent
+        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(library)]
+        return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
+
+    def _obstacle_line(self, phase: str) -> str | None:
+        problem = self._obstacle(phase)
+        return None if problem is None else self._line(phase, problem)
+
+    def _obstacle(self, phase: str) -> str | None:
+        """What keeps a phase from being recorded, as far as that is known before its first step."""
+        strategy, state = self.strategy, self.buffers.forward_state
+        if strategy.exchanges_in_forward or strategy.num_replicas > 1:
+            return "a forward goes over several devices"
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.objective.modules()):
+            return "--sync-bn exchanges statistics in the forward"
+        if strategy.overlaps:
+            return "the gradients of a model this large travel while the backward goes on"
+        if self.precision.dtype == torch.float64:
+            return "the kernels of optimizers read no learning rate of float64 from memory"
+        if strategy.draws_on_host:
+            return "forwards draw from generators of the host"
+        if sparse_parameters(self.objective):
+            return "gradients of sparse embeddings have other sizes in each step"
+        changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
+        if changed:
+            return f"forwards give {changed[0]} another value, which a recording would not"
+        hooked = hooked_module(self.objective)
+        names = [hooked] if hooked is not None else []
+        names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]
+        return f"hooks of {names[0] or 'the objective'} would not be called" if names else None
+
+
+def _addresses_of(objective: Objective) -> list[Any]:
+    """Where the tensors of a model are, and the numbers and texts that its modules hold."""
+    held = [value for _, module in named_modules(objective) for value in own_attributes(module).values()]
+    tensors = [*objective.parameters(), *objective.buffers()]
+    tensors += [value for value in contents(held) if isinstance(value, Tensor)]
+    return [tensor.data_ptr() for tensor in tensors] + [value for value in held if is_plain(value)]

@@ -1,0 +1,119 @@
+"""Recording what a function launches on a GPU, as a CUDA graph."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+SUMMATIONS = 8
+"""How many times the difference of two launches a recording may be off, where these differ."""
+
+
+class Recorder:
+    """Records what a function launches on a GPU. All recordings share one pool of memory: each may overwrite what an
+    earlier one has left there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The recording of a call, in which nothing is computed, and what the function returned.
+
+        Raises what the function raises, RuntimeError where it does what cannot be recorded. The generator of the device
+        is a new one then, on which no earlier recording draws.
+        """
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
+        before = generator.clone_state()
+        try:
+            with torch.cuda.device(self._device), self.launching(), _without_collecting():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except BaseException:
+            generator.graphsafe_set_state(before)  # one that a broken recording has drawn on stays as if in it
+            raise
+        return graph, result
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Within it kernels are launched in the stream of recordings, which are not made in a device's usual one.
+
+        What autograd keeps of a parameter belongs to the stream in which a forward first used it.
+        """
+        usual = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(usual)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            usual.wait_stream(self._stream)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Objects that only refer to each other stay: to free an event or a graph is no part of a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Packed:
+    """Tensors of each type one behind the other, so that one kernel copies all of them."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        by_type: dict[torch.dtype, list[str]] = {}
+        for name, value in values.items():
+            by_type.setdefault(value.dtype, []).append(name)
+        self._shapes = {name: value.shape for name, value in values.items()}
+        self._parts = [
+            (names, torch.cat([values[name].detach().reshape(-1) for name in names])) for names in by_type.values()
+        ]
+
+    def copies(self) -> dict[str, Tensor]:
+        """The tensors by name, in memory that no recording writes to."""
+        found: dict[str, Tensor] = {}
+        for names, part in self._parts:
+            sizes = [self._shapes[name].numel() for name in names]
+            found.update(zip(names, part.clone().split(sizes), strict=True))
+        return {name: found[name].view(shape) for name, shape in self._shapes.items()}
+
+
+def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], again: Callable[[], Any]) -> str | None:
+    """The name of a value that is another one than expected, beyond rounding; None if there is none.
+
+    again: computes the expected values once more, which come out differently where the order of summation is open.
+    """
+    if expected.keys() != found.keys():
+        return min(expected.keys() ^ found.keys())
+    unequal = [name for name, value in expected.items() if not _is_same(value, found[name])]
+    if not unequal:
+        return None
+    once_more = again()
+    for name in unequal:
+        values = [each[name].double().nan_to_num() for each in (expected, found, once_more)]
+        noise = SUMMATIONS * float((values[0] - values[2]).abs().max())
+        if not torch.allclose(values[0], values[1], rtol=0, atol=noise):
+            return name
+    return None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """To the bit, or NaN in both."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
