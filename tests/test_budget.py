@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (680, 4),
     "loading": (922, 6),
     "logs": (720, 5),
-    "loop": (5130, 25),
+    "loop": (5180, 25),
     "parallel": (2725, 13),
     "trainer": (2150, 7),
 }

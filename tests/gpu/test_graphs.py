@@ -54,7 +54,7 @@ OBSTACLES = {
     "DrawingByTorchTask": "forwards draw from generators of the host",
     "CountingTask": "forwards give model.calls another value",
     "HookedTask": "hooks of model.first would not be called",
-    "WaitingTask": "operation not permitted when stream is capturing (recorded_task.py, line",
+    "WaitingTask": "called a synchronizing CUDA operation (recorded_task.py, line",
     "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
 }
 

@@ -28,7 +28,7 @@ from trainer.loop.module_state import WholeState, contents, is_plain, named_modu
 from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
-from trainer.loop.recording import Packed, Recorder, difference
+from trainer.loop.recording import Packed, Recorder, difference, refusing_waits
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
@@ -41,6 +41,8 @@ MOST_GRAPHS = 64
 """Recordings that are kept; beyond it the one goes that was not used for longest."""
 LEAST_FREE = 1 / 16
 """Of a GPU's memory: with less of it free, a recording is made only in the place of another one."""
+ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
+"""Of a tensor's largest value: how far two results may be apart where kernels add up in any order."""
 LEAST_GAIN = 1.1
 """How often faster a recording must be than its kernels launched one by one, unless it is asked for."""
 
@@ -247,13 +249,13 @@ class GraphedLearner(Learner, Watch):
             before.put_back()
             if recording is None:
                 self._make_place()
-                recording = self._recorded(phase, gradients, micro_batch)
-                before.put_back()
+                recording = self._recorded(phase, gradients, micro_batch, before)
             with self.strategy.keeping_generators():
                 replayed_s = self._seconds(lambda: self._replay(recording, micro_batch, factor))
             gradients.replayed(recording.present)
             found = self._named(phase, gradients, recording.results.copies())
-            name = difference(expected, found, again)
+            rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
+            name = difference(expected, found, again, rounding)
             if name is not None:
                 problem = f"a recording came to another value of {name}"
             elif self.only_if_faster and launched_s < LEAST_GAIN * replayed_s:
@@ -267,11 +269,20 @@ class GraphedLearner(Learner, Watch):
             self._recordings[key], self._checked[key] = recording, self._progress.position.epoch
         return sums
 
-    def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch) -> Recording:
+    def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
+        """Rehearsed first: a wait in a recording breaks it off, which torch's generators and memory do not forget."""
         inputs = {name: tensor.to(self.device) for name, tensor in micro_batch.batch.items()}
-        record = self._recorder.record
-        graph, results = record(lambda: Packed(self._forward_and_backward(phase, gradients, inputs)))
-        return Recording(graph, inputs, results, gradients.present)
+
+        def work() -> Packed:
+            return Packed(self._forward_and_backward(phase, gradients, inputs))
+
+        with self.strategy.keeping_generators(), refusing_waits():
+            work()
+        before.put_back()
+        graph, results = self._recorder.record(work)
+        recording = Recording(graph, inputs, results, gradients.present)
+        before.put_back()
+        return recording
 
     def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Mapping[str, Tensor]) -> Sums:
         """What is recorded."""

@@ -1,6 +1,7 @@
 """Recording what a function launches on a GPU, as a CUDA graph."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -63,6 +64,19 @@ class Recorder:
 
 
 @contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Raises RuntimeError, within it, where the host would wait for a GPU, as far as torch can tell."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it cannot always tell
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
 def _without_collecting() -> Iterator[None]:
     """Objects that only refer to each other stay: to free an event or a graph is no part of a recording."""
     was_enabled = gc.isenabled()
@@ -95,10 +109,13 @@ class Packed:
         return {name: found[name].view(shape) for name, shape in self._shapes.items()}
 
 
-def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], again: Callable[[], Any]) -> str | None:
+def difference(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], again: Callable[[], Any], rounding: float
+) -> str | None:
     """The name of a value that is another one than expected, beyond rounding; None if there is none.
 
     again: computes the expected values once more, which come out differently where the order of summation is open.
+    rounding: the most that this may change, as a part of a tensor's largest value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())
@@ -108,8 +125,8 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], agai
     once_more = again()
     for name in unequal:
         values = [each[name].double().nan_to_num() for each in (expected, found, once_more)]
-        noise = SUMMATIONS * float((values[0] - values[2]).abs().max())
-        if not torch.allclose(values[0], values[1], rtol=0, atol=noise):
+        noise = SUMMATIONS * (values[0] - values[2]).abs().max()
+        if (values[0] - values[1]).abs().max() > torch.minimum(noise, rounding * values[0].abs().max()):
             return name
     return None
 

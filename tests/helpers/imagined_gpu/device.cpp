@@ -511,7 +511,7 @@ void wait_for_event(int64_t number, const Stream& stream) {
 
 void host_waits(DeviceIndex device, const std::string& what) {
   check_may_wait(device);
-  told('w', what);
+  TORCH_CHECK(!told('w', what), "called a synchronizing CUDA operation");
   wait_for_all(device);
 }
 
@@ -711,7 +711,8 @@ void copy(OnHost& call, Stack& stack) {
     if (non_blocking && source.is_pinned()) act = [to, from, index] { upload(to, from, index); };
     else {
       check_may_wait(index);
-      told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
+      bool refused = told('w', non_blocking ? "copy from memory that is not page-locked" : "copy from the host");
+      TORCH_CHECK(non_blocking || !refused, "called a synchronizing CUDA operation");
     }
   }
   if (!graph) act();

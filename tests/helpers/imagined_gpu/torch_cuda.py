@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MEMORY_BYTES = 2**34
+sync_debug_mode: int | str = 0
 _library: ctypes.CDLL
 _wait_for: Callable[..., None]
 
@@ -107,6 +108,11 @@ def check(failure: bytes | None) -> None:
     raise (torch.OutOfMemoryError if "out of memory" in text else RuntimeError)(text)
 
 
+def _set_sync_debug_mode(mode: int | str) -> None:
+    global sync_debug_mode
+    sync_debug_mode = mode
+
+
 def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wait_for: Callable[..., None]) -> None:
     """For the rest of this process."""
     global _library, _wait_for
@@ -190,6 +196,8 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "max_memory_allocated": lambda device=None: library.imagined_peak(index(device)),
         "reset_peak_memory_stats": lambda device=None: library.imagined_forget_peak(index(device)),
         "empty_cache": lambda: None,
+        "get_sync_debug_mode": lambda: sync_debug_mode,
+        "set_sync_debug_mode": _set_sync_debug_mode,
         "synchronize": lambda device=None: wait_for(index(device), what="torch.cuda.synchronize"),
         "current_stream": lambda device=None: stream_of(device),
         "default_stream": lambda device=None: stream_of(device, default=True),
