@@ -68,14 +68,6 @@ def test_the_largest_batch_is_found(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus()
-def test_one_gpu_has_no_other_to_be_measured_with(cache_dir):
-    assert profile([*map(str, ["predict", *SHORT[:4], "--validate", "--cache-dir", cache_dir / "lockstep"])]) == 2
-    assert "--validate: there is one GPU; leave it out" in GPUS.printed()
-    assert "one GPU has no other to measure them with" in GPUS.printed()
-
-
-@pytest.mark.slow
 @on_imagined_gpus(2)
 def test_gpus_that_cannot_be_given_out_are_refused(tmp_path, cache_dir):
     more = ["--save-dir", tmp_path / "run"]

@@ -188,6 +188,45 @@ def test_a_replay_draws_from_the_seed_of_its_moment():
     assert replayed()[0].equal(eager[0])  # it seeds the generators of GPUs too
 
 
+@on_imagined_gpus()
+def test_a_recomputed_block_draws_again_what_it_drew():
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    x, generator, graph = torch.ones(50, device="cuda"), torch.cuda.default_generators[0], torch.cuda.CUDAGraph()
+    weight = torch.ones(50, device="cuda", requires_grad=True)
+
+    def step(recomputed):
+        def block(x):
+            return torch.nn.functional.dropout(x * weight, 0.5).square()
+
+        weight.grad = None
+        out = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
+        torch.nn.functional.dropout(out, 0.5).sum().backward()
+        return out.detach(), weight.grad, torch.randn(3, device="cuda")
+
+    def seeded(run):
+        generator.manual_seed(3)
+        return [value.clone() for value in run()]
+
+    eager = seeded(lambda: step(False))
+    assert all(a.equal(b) for a, b in zip(eager, seeded(lambda: step(True)), strict=True))
+    with captured(graph):
+        results = step(True)
+
+    def replay():
+        graph.replay()
+        return results
+
+    assert all(a.equal(b) for a, b in zip(eager, seeded(replay), strict=True))
+    with captured(torch.cuda.CUDAGraph()):
+        for illegal in (lambda: generator.manual_seed(0), generator.clone_state):
+            with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+                illegal()
+        with pytest.raises(RuntimeError, match="only if new seed"):
+            generator.set_state(torch.Generator().get_state())
+
+
 @on_imagined_gpus(2)
 def test_generators_of_devices_are_their_own():
     import torch
@@ -307,6 +346,7 @@ def test_a_capture_takes_what_its_streams_are_asked_for():
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
         x.add_(1)
+        inside = side.record_event()
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
@@ -318,6 +358,9 @@ def test_a_capture_takes_what_its_streams_are_asked_for():
     assert (x.tolist(), y.tolist()) == ([0] * 3, [1] * 3)
     graph.replay()
     assert (x.tolist(), y.tolist()) == ([2] * 3, [1] * 3)
+    for use in (inside.synchronize, inside.query, lambda: inside.elapsed_time(inside)):
+        with pytest.raises(RuntimeError, match="last recorded in a capturing stream"):
+            use()
 
 
 @on_imagined_gpus()

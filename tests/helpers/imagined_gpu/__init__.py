@@ -26,7 +26,8 @@ and run them again on the same memory. As on a real GPU
 
 - a capture leaves tensors and generators as they were. Numbers of the host are frozen, and every tensor keeps the shape
   that it had; Python's own state changes as it would without a capture;
-- a replay draws from what was the generator's state object at the capture, seeded as it is at the replay;
+- a replay draws from what was the generator's state object at the capture, seeded as it is at the replay. Within a
+  capture it cannot be seeded, but put back where it was in the capture (as since torch 2.10);
 - what a capture does not allow raises, and everything after it up to `capture_end`: the host waits, memory that is not
   pinned is copied, the default stream waits for a captured one, a captured one for what is not captured;
 - a capture that failed leaves the generator's state object in its mode: drawing from it raises, and so does the replay

@@ -278,7 +278,7 @@ void copy_later(const Tensor& target, const Tensor& values, DeviceIndex device) 
   close_pages(target.storage().data(), false);  // a copy may follow another one into the same memory
   spoil(target);
   std::lock_guard<std::mutex> lock(copies_lock);
-  copies.push_back({device, ++last_ticket, target, values.clone()});
+  copies.push_back({device, ++last_ticket, target.alias(), values.clone()});
   close_pages(target.storage().data(), true, place);
 }
 
@@ -287,7 +287,7 @@ void upload(const Tensor& target, const Tensor& source, DeviceIndex device) {
   auto values = source.clone(at::MemoryFormat::Contiguous);
   target.copy_(values);
   std::lock_guard<std::mutex> lock(copies_lock);
-  uploads.push_back({device, ++last_ticket, source, values, place});
+  uploads.push_back({device, ++last_ticket, source.alias(), values, place});  // no object of Python's, but its memory
 }
 
 // --- streams and captures ------------------------------------------------------------------------------------------
@@ -301,6 +301,7 @@ Stream current_stream(DeviceIndex device) {
 }
 
 struct Graph* capturing = nullptr;  // there is at most one capture at a time
+std::recursive_mutex graphs_lock;    // Python may collect a graph at any time
 
 Graph* capture_of(const Stream& stream);
 Graph* capture_on(Device device) {
@@ -331,12 +332,10 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   void set_current_seed(uint64_t seed) override { host("set_current_seed").set_current_seed(seed); }
   void set_offset(uint64_t offset) override { host("set_offset").set_offset(offset); }
   uint64_t get_offset() const override { return host("get_offset").get_offset(); }
-  uint64_t current_seed() const override { return host("current_seed").current_seed(); }
+  uint64_t current_seed() const override { return state->host.current_seed(); }
   uint64_t seed() override { return host("seed").seed(); }
-  void set_state(const c10::TensorImpl& value) override { host("set_state").unsafeGetGeneratorImpl()->set_state(value); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return host("get_state").unsafeGetGeneratorImpl()->get_state();
-  }
+  void set_state(const c10::TensorImpl& place) override;
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
     state = c10::dynamic_intrusive_pointer_cast<DeviceGenerator>(other)->state;
   }
@@ -344,7 +343,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     return c10::make_intrusive<DeviceGenerator>(device_, state);
   }
   DeviceGenerator* clone_impl() const override {
-    return new DeviceGenerator(device_, c10::make_intrusive<GeneratorState>(state->host.clone()));
+    return new DeviceGenerator(device_, c10::make_intrusive<GeneratorState>(host("clone_impl").clone()));
   }
 };
 
@@ -399,6 +398,7 @@ struct Graph {
   std::map<const c10::StorageImpl*, std::pair<Storage, std::string>> before;    // what else a capture touched
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> needed;                // what else a replay touches
   Tensor drawn_before;
+  std::map<std::string, std::shared_ptr<Tensor>> places;  // of the generator: in the capture, and in the last replay
 
   Graph(char mode, std::shared_ptr<Pool> of) : mode(mode), number(++last_number), pool(std::move(of)) {
     TORCH_CHECK(
@@ -409,15 +409,18 @@ struct Graph {
     generator = static_cast<DeviceGenerator*>(default_generators[device].unsafeGetGeneratorImpl())->state;
     generator->capturing = true;
     drawn_before = generator->host.get_state();
+    std::lock_guard<std::mutex> lock(memory_lock);
     pool->graphs.insert(this);
     capturing = this;
   }
 
   ~Graph() {
     if (capturing == this) undo();
-    pool->graphs.erase(this);
-    calls.clear();
-    account(device, pool.get(), 0);
+    {
+      std::lock_guard<std::mutex> lock(memory_lock);
+      pool->graphs.erase(this);
+    }
+    account(device, pool.get(), 0);  // what no tensor has is free now
   }
 
   // On a real device nothing has happened.
@@ -455,6 +458,22 @@ struct Graph {
       if (!own.count(host.unsafeGetStorageImpl())) needed.emplace_back(on_device.getWeakStorageImpl());
   }
 
+  // Recomputed blocks ask where the generator is, and put it back there.
+  void note_place(const Tensor& place) {
+    auto& noted = places[std::string(static_cast<const char*>(place.data_ptr()), place.nbytes())];
+    if (!noted) noted = std::make_shared<Tensor>();
+    calls.push_back([this, noted = noted] { *noted = generator->host.get_state(); });
+  }
+
+  void go_to_place(const c10::TensorImpl& place) {
+    auto found = places.find(std::string(static_cast<const char*>(place.data()), place.numel()));
+    TORCH_CHECK(
+        found != places.end(),
+        "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same as the "
+        "original seed.");
+    calls.push_back([this, noted = found->second] { generator->host.set_state(*noted); });
+  }
+
   void spoil_memory() {
     for (auto& [_, found] : own) {
       auto& [storage, type] = found;
@@ -478,6 +497,17 @@ struct Graph {
 
   static inline int64_t last_number = 0;
 };
+
+void DeviceGenerator::set_state(const c10::TensorImpl& place) {
+  if (auto* graph = capture_on(device_)) graph->go_to_place(place);  // since torch 2.10; it raised before
+  state->host.unsafeGetGeneratorImpl()->set_state(place);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> DeviceGenerator::get_state() const {
+  auto place = state->host.get_state();
+  if (auto* graph = capture_on(device_)) graph->note_place(place);
+  return place.getIntrusivePtr();
+}
 
 Graph* capture_of(const Stream& stream) {
   return capturing && capturing->device == stream.device_index() && capturing->streams.count(stream.id()) ? capturing
@@ -702,7 +732,11 @@ void copy(OnHost& call, Stack& stack) {
   Tensor from = call.lowered(source), to = call.lowered(target);
   auto index = (source.is_cuda() ? source : target).device().index();
   auto* graph = capture_on(call.device);
-  if (graph) graph->check(), graph->remember(call.storages);
+  if (graph) {
+    graph->check();
+    graph->remember(call.storages);
+    from = same_memory(from), to = same_memory(to);
+  }
   std::function<void()> act = [to, from] { to.copy_(from); };
   if (source.is_cuda() && !target.is_cuda()) {
     if (non_blocking && target.is_pinned()) act = [to, from, index] { copy_later(to, from, index); };
@@ -1080,9 +1114,17 @@ const char* imagined_begin(int64_t pool, char mode, Graph** graph) {
     *graph = new Graph(mode, shared);
   });
 }
-const char* imagined_end(Graph* graph) { return failure_of([=] { graph->end(); }); }
-const char* imagined_replay(Graph* graph) { return failure_of([=] { graph->replay(); }); }
-void imagined_delete(Graph* graph) { delete graph; }
+const char* imagined_end(Graph* graph) {
+  return failure_of([=] { graph->end(); });
+}
+const char* imagined_replay(Graph* graph) {
+  std::lock_guard<std::recursive_mutex> lock(graphs_lock);
+  return failure_of([=] { graph->replay(); });
+}
+void imagined_delete(Graph* graph) {
+  std::lock_guard<std::recursive_mutex> lock(graphs_lock);
+  delete graph;
+}
 int64_t imagined_done(int device) { return done[device]; }
 int64_t imagined_used(int device) { return used[device]; }
 int64_t imagined_peak(int device) { return peak[device]; }

@@ -146,9 +146,9 @@ GPUS = Gpus()
 
 def _place() -> str:
     """The line of the program that is being executed; of the main thread's, in a thread of torch's."""
-    frames = [sys._getframe(1), sys._current_frames()[threading.main_thread().ident or 0]]
-    for frame in frames:
-        at: Any = frame
+    main_thread = threading.main_thread().ident or 0
+    for frame in (lambda: sys._getframe(2), lambda: sys._current_frames()[main_thread]):
+        at: Any = frame()
         while at is not None:
             path = Path(at.f_code.co_filename)
             if path.is_relative_to(ROOT) and "imagined_gpu" not in path.parts:

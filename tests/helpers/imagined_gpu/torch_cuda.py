@@ -33,8 +33,7 @@ class Event:
     def synchronize(self) -> None:
         if self._device < 0:
             return  # one that was never recorded is done
-        if self._capture:
-            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
+        self._check_no_capture()
         _wait_for(self._device, self._ticket)
 
     def query(self) -> bool:
@@ -43,11 +42,16 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         for event in (self, end):
+            event._check_no_capture()
             if event._ticket > _library.imagined_done(event._device):
                 raise RuntimeError("CUDA error: device not ready")
         if self._device != end._device:
             raise RuntimeError("CUDA error: invalid resource handle")
         return 1e3 * (end._time - self._time)
+
+    def _check_no_capture(self) -> None:
+        if self._capture:
+            raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
 
 
 class CUDAGraph:
@@ -211,6 +215,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         for module in (cuda, cuda.random):  # which has some of them under names of its own
             if hasattr(module, name):
                 setattr(module, name, replacement)
+    cuda._initialized = True  # without which torch.utils.checkpoint leaves out the generators of GPUs
     torch.backends.cuda.is_built = lambda: True
     torch._C._host_emptyCache = lambda: None
     _install_resizing(torch)
