@@ -8,7 +8,7 @@ from tests.helpers import budget
 LINES_AND_FILES = {
     "checkpoint": (2070, 7),
     "commands": (2890, 13),
-    "common": (975, 7),
+    "common": (985, 7),
     "failure": (680, 4),
     "loading": (922, 6),
     "logs": (720, 5),

@@ -45,9 +45,11 @@ def test_a_frozen_encoder(tmp_path, cache_dir):
 
 @on_imagined_gpus(may_wait=True)
 def test_measures_a_step(tmp_path, cache_dir):
-    argv = ["step", *QUICK, "--batch-size", 8, "--device", "cuda", "--trace", tmp_path / "trace"]
-    assert profile([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")]) == 0
+    argv = ["step", *QUICK, "--batch-size", 8, "--device", "cuda"]
+    for more in (["--trace", tmp_path / "trace"], ["--cuda-graphs", "on", "--steps", 6]):
+        assert profile([*map(str, [*argv, *more]), "--cache-dir", str(cache_dir / "lockstep")]) == 0
     assert "forward" in GPUS.printed() and list((tmp_path / "trace").iterdir())
+    assert GPUS.num_captures == 2 and GPUS.num_replays > 2 and "kernel by kernel" not in GPUS.printed()
 
 
 @pytest.mark.slow

@@ -295,6 +295,20 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_
     assert not any(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
 
 
+def test_an_update_that_broke_off_is_made_once_more():
+    precision = Precision("fp16", torch.float32, CPU)
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    precision.backward(weight.sum() * 2, 1.0)
+    precision.scaler.unscale_(optimizer)
+    precision.forget_unscaling()
+    weight.grad = None
+    precision.backward(weight.sum() * 2, 1.0)
+    precision.step([optimizer], [weight], 0.0)
+    assert torch.equal(weight, torch.full((2,), -1.0))
+    assert precision.scaler.get_scale() == 65536
+
+
 def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)

@@ -42,7 +42,7 @@ def test_clock_leaves_the_run_as_it_was(run):
         wall_ms = 1e3 * (time.perf_counter() - started)
     assert strategy.group.activity is plain and plain.step == 3
     assert not {"to_device", "seed_dropout", "start_sum", "gradient_sync"} & vars(strategy).keys()
-    assert "step" not in vars(run.learner.precision) and "step" not in vars(run.log) and "enter" not in vars(plain)
+    assert "update" not in vars(run.learner) and "step" not in vars(run.log) and "enter" not in vars(plain)
     assert steps.shape == (3, len(PHASES))
     assert 0.8 * wall_ms < steps.sum() <= wall_ms
 

@@ -163,6 +163,19 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any([*own, *of_all])
 
 
+# --- memory of a GPU ---------------------------------------------------------------------------------------------
+
+
+def end_allocating(device: torch.device, pool: Any) -> None:
+    """Ends the use of a pool of memory for a CUDA graph whose recording broke off.
+
+    Until then torch gives no memory back to the GPU, and fails where it is asked to. Fallback: that stays so. A newer
+    torch has ended the use itself, and refuses.
+    """
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
 # --- processes ---------------------------------------------------------------------------------------------------
 
 

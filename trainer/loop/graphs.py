@@ -293,6 +293,9 @@ class GraphedLearner(Learner, Watch):
         return outputs
 
     def _make_place(self) -> None:
+        """Has memory for one more recording, which can have none that torch keeps of launched steps."""
+        if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
+            torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         if self._recordings and (len(self._recordings) >= MOST_GRAPHS or free < LEAST_FREE * total):
             self._recordings.popitem(last=False)

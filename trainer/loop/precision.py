@@ -46,7 +46,6 @@ class Precision:
         self.autocast_dtype = AMP_DTYPES.get(amp)
         self._knows_at_once = queue_of(device).lag == 0
         """Whether the host can look at a result without waiting."""
-        self._device_type = device.type
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
 
     def __str__(self) -> str:
@@ -84,9 +83,8 @@ class Precision:
 
     def forget_unscaling(self) -> None:
         """After an update that broke off before it changed anything: gradients count as not yet unscaled."""
-        state = self.scaler.state_dict()
-        self.scaler = torch.amp.GradScaler(self._device_type, enabled=self.scaler.is_enabled())
-        self.scaler.load_state_dict(state)
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale())
 
     def step(
         self,

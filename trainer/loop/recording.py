@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.common.torch_private import end_allocating
+
 T = TypeVar("T")
 
 SUMMATIONS = 8
@@ -24,6 +26,7 @@ class Recorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The recording of a call, in which nothing is computed, and what the function returned.
@@ -45,8 +48,15 @@ class Recorder:
                 graph.capture_end()
         except BaseException:
             generator.graphsafe_set_state(before)  # one that a broken recording has drawn on stays as if in it
+            self._abandon(graph)
             raise
         return graph, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a recording that broke off: torch's allocators may believe that it still goes on in this pool."""
+        end_allocating(self._device, self._pool)
+        self._broken.append(graph)  # which they may ask
+        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def launching(self) -> Iterator[None]:

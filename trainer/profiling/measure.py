@@ -63,6 +63,7 @@ def opened(
         run, notes = build_run(flags, task, strategy, directory)
         leaving.callback(run.close)
         open_run(run, notes, flags, argv)
+        leaving.enter_context(run.learner.launching())
         yield run
 
 
@@ -176,7 +177,7 @@ class MeasuredRun:
 
     def watched(self, spans: bool = False) -> AbstractContextManager[PhaseClock]:
         """A clock of the steps that are trained within it; see `PhaseClock`."""
-        return watched(self.run.strategy, self.run.learner.precision, self.run.log, spans)
+        return watched(self.run.strategy, self.run.learner, self.run.log, spans)
 
 
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from trainer.failure.heartbeat import EXCHANGE, CurrentActivity
 from trainer.loop import memory
-from trainer.loop.precision import Precision
+from trainer.loop.learner import Learner
 from trainer.loop.watch import Log
 from trainer.parallel.strategy import Strategy
 from trainer.profiling.meters import ms_between, now
@@ -78,7 +78,7 @@ class PhaseClock:
 
 
 @contextmanager
-def watched(strategy: Strategy, precision: Precision, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
+def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
     """Puts a clock where the loop says where it is, and borders where the loop does not: around the copy to the device,
     after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
     """
@@ -96,7 +96,7 @@ def watched(strategy: Strategy, precision: Precision, log: Log, spans: bool = Fa
             (strategy, "seed_dropout", REST, REST),
             (strategy, "to_device", COPY, FORWARD),
             (group, "start_sum", COMMUNICATION if group.world_size > 1 else REST, REST),
-            (precision, "step", OPTIMIZER, REST),
+            (learner, "update", OPTIMIZER, REST),
             (log, "step", REST, REST),
         ):
             stack.enter_context(replaced(owner, name, partial(clock.around, within, after, getattr(owner, name))))

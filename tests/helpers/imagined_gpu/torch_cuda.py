@@ -59,6 +59,7 @@ class CUDAGraph:
 
     num_captures = num_replays = 0  # of all graphs
     _num_pools = 0
+    _allocating: set[Any] = set()  # pools of captures that are under way, or broke off
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph, self._captured = ctypes.c_void_p(), False
@@ -69,11 +70,15 @@ class CUDAGraph:
         if self._graph:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
         self._pool = pool or graph_pool_handle()
+        if self._pool in self._allocating:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self._allocating.add(self._pool)
         mode = ctypes.c_char(capture_error_mode[0].encode())
         check(_library.imagined_begin(ctypes.c_int64(self._pool[1]), mode, ctypes.byref(self._graph)))
 
     def capture_end(self) -> None:
         check(_library.imagined_end(self._graph))
+        end_allocating(-1, self._pool)
         self._captured = True
         CUDAGraph.num_captures += 1
 
@@ -100,6 +105,19 @@ def graph_pool_handle() -> tuple[int, int]:
     """torch.cuda.graph_pool_handle."""
     CUDAGraph._num_pools += 1
     return 0, CUDAGraph._num_pools
+
+
+def end_allocating(device: int, pool: Any) -> None:
+    """torch._C._cuda_endAllocateToPool."""
+    if pool not in CUDAGraph._allocating:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    CUDAGraph._allocating.remove(pool)
+
+
+def empty_cache() -> None:
+    """torch.cuda.empty_cache."""
+    if CUDAGraph._allocating:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
 
 def check(failure: bytes | None) -> None:
@@ -199,7 +217,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "memory_reserved": lambda device=None: library.imagined_used(index(device)),
         "max_memory_allocated": lambda device=None: library.imagined_peak(index(device)),
         "reset_peak_memory_stats": lambda device=None: library.imagined_forget_peak(index(device)),
-        "empty_cache": lambda: None,
+        "empty_cache": empty_cache,
         "get_sync_debug_mode": lambda: sync_debug_mode,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "synchronize": lambda device=None: wait_for(index(device), what="torch.cuda.synchronize"),
@@ -218,6 +236,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
     cuda._initialized = True  # without which torch.utils.checkpoint leaves out the generators of GPUs
     torch.backends.cuda.is_built = lambda: True
     torch._C._host_emptyCache = lambda: None
+    torch._C._cuda_endAllocateToPool = end_allocating
     _install_resizing(torch)
     _install_exchanges(torch)
 
