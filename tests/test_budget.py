@@ -12,8 +12,8 @@ LINES_AND_FILES = {
     "failure": (680, 4),
     "loading": (922, 6),
     "logs": (720, 5),
-    "loop": (5180, 25),
-    "parallel": (2725, 13),
+    "loop": (5325, 26),
+    "parallel": (2735, 13),
     "trainer": (2150, 7),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""

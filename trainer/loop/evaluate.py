@@ -23,7 +23,7 @@ from trainer.loop.totals import PerSampleOutputs, Totals, without_counting
 from trainer.loop.windows import agree_ahead, evaluation_batches
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Objective, Outputs, Picture, Sums, Task, validation_sets
+from trainer.task import Objective, Picture, Sums, Task, validation_sets
 
 NUM_EXAMPLES = 6
 
@@ -49,9 +49,10 @@ def evaluate(run: Run, split: str) -> Sums:
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.strategy)
+        learner.begin_evaluation()
         for (batch, weight, num_counted), _ in agree_ahead(batches, run.group, run.stop):
             run.group.activity.enter("evaluation")
-            outputs: Outputs = net(run.strategy.to_device(batch))
+            outputs = learner.evaluate(net, run.strategy, batch)
             check_outputs(learner.objective, outputs)
             sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
             totals.add(sums if num_counted > 0 else without_counting(sums), weight)

@@ -21,19 +21,20 @@ from torch import Tensor, nn
 
 from trainer.common.errors import reason
 from trainer.common.torch_private import has_hooks, hooked_module
-from trainer.loading.batches import WeightedBatch
+from trainer.loading.batches import Batch, WeightedBatch
 from trainer.loop.learner import Learner
 from trainer.loop.memory import lacks_memory
 from trainer.loop.module_state import WholeState, contents, is_plain, named_modules, own_attributes
 from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
-from trainer.loop.recording import Packed, Recorder, difference, refusing_waits
+from trainer.loop.recorded_forwards import RecordedForwards
+from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, refusing_waits
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
 from trainer.parallel.strategy import Strategy
-from trainer.task import Objective, Sums, sparse_parameters
+from trainer.task import Objective, Outputs, Sums, sparse_parameters
 
 Key = tuple[Any, ...]
 
@@ -131,6 +132,9 @@ class GraphedLearner(Learner, Watch):
         super().__post_init__()
         self._recorder = Recorder(self.device)
         self._factor = torch.zeros((), device=self.device)
+        self._forwards = RecordedForwards(self.objective, self.strategy, self._recorder)
+        self._addresses_in_evaluation: list[Any] = []
+        self._records_evaluation = False
 
     # --- what looks on ------------------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class GraphedLearner(Learner, Watch):
 
     def release(self) -> bool:
         was_recording = bool(self._recordings)
-        self._recordings.clear()
+        self._forget()
         self._gradients = dict.fromkeys(self.params)
         return was_recording
 
@@ -315,6 +319,25 @@ class GraphedLearner(Learner, Watch):
         found |= {f"the buffer {name}": buffer for name, buffer in self.objective.named_buffers()}
         return {name: value.detach().clone() for name, value in (found | sums).items()}
 
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        addresses = _addresses_of(self.objective)
+        if addresses != self._addresses_in_evaluation:
+            self._forwards.clear()
+        self._addresses_in_evaluation = addresses
+        self._records_evaluation = self._obstacle_of_forwards() is None
+
+    def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
+        if not self._records_evaluation:
+            return super().evaluate(net, strategy, batch)
+        was_recorded = self._forwards.problem is None
+        outputs = self._forwards(net, batch, self._account_of)
+        if was_recorded and self._forwards.problem is not None:
+            self._forget()
+            self._lines.append(f"CUDA graphs: evaluations are launched kernel by kernel: {self._forwards.problem}.")
+        return outputs
+
     # --- the update ---------------------------------------------------------------------------------------------------
 
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
@@ -386,13 +409,17 @@ class GraphedLearner(Learner, Watch):
         return self._gradients[phase]
 
     def _give_up(self, phase: str, problem: str) -> None:
-        """All recordings go: after one that broke off they draw on a generator that nobody seeds."""
-        self._recordings.clear()
+        self._forget()
         gradients = self._gradients[phase]
         if gradients is not None:
             gradients.attach()
         self._gradients[phase] = None
         self._lines.append(self._line(phase, problem))
+
+    def _forget(self) -> None:
+        """Drops all recordings. After one that broke off they draw on a generator that nobody seeds."""
+        self._recordings.clear()
+        self._forwards.clear()
 
     def _line(self, phase: str, problem: str) -> str:
         steps = f"steps of phase {phase!r}" if len(self.params) > 1 else "steps"
@@ -400,6 +427,8 @@ class GraphedLearner(Learner, Watch):
 
     def _account_of(self, error: RuntimeError) -> str:
         """What stands in the way of a recording, with the line of code that the user may change."""
+        if isinstance(error, CannotBeRecorded):
+            return str(error)
         if lacks_memory(error):
             return "there is no memory for a recording"
         frames = traceback.extract_tb(error.__traceback__)
@@ -414,8 +443,9 @@ class GraphedLearner(Learner, Watch):
     def _obstacle(self, phase: str) -> str | None:
         """What keeps a phase from being recorded, as far as that is known before its first step."""
         strategy, state = self.strategy, self.buffers.forward_state
-        if strategy.exchanges_in_forward or strategy.num_replicas > 1:
-            return "a forward goes over several devices"
+        of_forwards = self._obstacle_of_forwards()
+        if of_forwards is not None:
+            return of_forwards
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.objective.modules()):
             return "--sync-bn exchanges statistics in the forward"
         if strategy.overlaps:
@@ -427,8 +457,12 @@ class GraphedLearner(Learner, Watch):
         if sparse_parameters(self.objective):
             return "gradients of sparse embeddings have other sizes in each step"
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
-        if changed:
-            return f"forwards give {changed[0]} another value, which a recording would not"
+        return f"forwards give {changed[0]} another value, which a recording would not" if changed else None
+
+    def _obstacle_of_forwards(self) -> str | None:
+        """The same for forwards alone."""
+        if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
+            return "a forward goes over several devices"
         hooked = hooked_module(self.objective)
         names = [hooked] if hooked is not None else []
         names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]

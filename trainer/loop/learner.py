@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.tensors import is_sharded, local_shards
-from trainer.loading.batches import WeightedBatch
+from trainer.loading.batches import Batch, WeightedBatch
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
 from trainer.loop.totals import require_sums, without_counting
 from trainer.parallel.strategy import Strategy
-from trainer.task import Objective, Sums
+from trainer.task import Objective, Outputs, Sums
 
 
 @dataclass
@@ -110,6 +110,14 @@ class Learner:
             activity.enter("backward")
             self.precision.backward(sums["loss"], factor)
         return sums
+
+    def begin_evaluation(self) -> None:
+        """Before the first forward of an evaluation, with the weights to evaluate in the model, in eval mode."""
+
+    def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
+        """What the objective returns for a batch in eval mode. net: of `Strategy.evaluation_module`."""
+        outputs: Outputs = net(strategy.to_device(batch))
+        return outputs
 
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
         """A step of the phase's optimizers with the gradients that are there, and what follows from it.

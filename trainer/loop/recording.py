@@ -17,6 +17,10 @@ SUMMATIONS = 8
 """How many times the difference of two launches a recording may be off, where these differ."""
 
 
+class CannotBeRecorded(RuntimeError):
+    """Why a recording would not do what its function does."""
+
+
 class Recorder:
     """Records what a function launches on a GPU. All recordings share one pool of memory: each may overwrite what an
     earlier one has left there.

@@ -2,8 +2,8 @@
 
 import random
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -143,9 +143,16 @@ class Strategy:
         of_torch = b"" if self.device.type == "cpu" else torch.default_generator.get_state().numpy().tobytes()
         return random.getstate()[1][-1], numpy_state[2], of_torch
 
-    def keeping_generators(self) -> AbstractContextManager[None]:
-        """Within it torch's generators may be drawn from; after it they are where they were."""
-        return torch.random.fork_rng([device for device in self.devices if device.type == "cuda"])
+    @contextmanager
+    def keeping_generators(self) -> Iterator[None]:
+        """Within it all generators may be drawn from; after it they are where they were."""
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng([device for device in self.devices if device.type == "cuda"]):
+                yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

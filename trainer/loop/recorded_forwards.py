@@ -1,0 +1,105 @@
+"""Forwards of evaluations as CUDA graphs, one for each signature."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.loading.batches import Batch
+from trainer.loop.module_state import leaving_no_trace
+from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, refusing_waits
+from trainer.parallel.strategy import Strategy
+from trainer.task import Objective, Outputs, PerSample
+
+MOST_FORWARDS = 32
+"""Recordings that are kept; beyond it the one goes that was not used for longest."""
+
+
+class RecordedForward(NamedTuple):
+    """inputs: what it reads. results: what it writes. per_sample: names of outputs that are `PerSample`."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Batch
+    results: Packed
+    per_sample: frozenset[str]
+
+
+class RecordedForwards:
+    """Launches a signature once, records it when it comes again, and replays it from then on.
+
+    problem: why forwards are launched as without graphs from now on, or None.
+    """
+
+    def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
+        self._objective, self._strategy, self._recorder = objective, strategy, recorder
+        self._recordings: OrderedDict[Any, RecordedForward] = OrderedDict()
+        self._seen: Counter[Any] = Counter()
+        self.problem: str | None = None
+
+    def clear(self) -> None:
+        """Forgets all recordings."""
+        self._recordings.clear()
+
+    def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[RuntimeError], str]) -> Outputs:
+        """What a module returns for a batch in host memory. account_of: says what stands in the way of a recording."""
+        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
+        self._seen[key] += 1
+        if self.problem is not None or self._seen[key] == 1:
+            return net(self._strategy.to_device(batch))
+        if key in self._recordings:
+            self._recordings.move_to_end(key)
+            return _replayed(self._recordings[key], batch)
+        try:
+            recording = self._recorded(net, batch)
+        except RuntimeError as error:
+            self.problem = account_of(error)
+            self.clear()
+            return net(self._strategy.to_device(batch))
+        if len(self._recordings) == MOST_FORWARDS:
+            self._recordings.popitem(last=False)
+        self._recordings[key] = recording
+        return _replayed(recording, batch)
+
+    def _recorded(self, net: nn.Module, batch: Batch) -> RecordedForward:
+        """Raises RuntimeError for a forward that cannot be recorded, or would not do again what it does.
+
+        A rehearsal comes first; what the recording comes to must have its bits.
+        """
+        inputs = {name: tensor.to(self._strategy.device) for name, tensor in batch.items()}
+        drawn = self._strategy.places_in_generators()
+        with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
+            with refusing_waits():
+                expected = _tensors(net(inputs))
+            if self._strategy.places_in_generators() != drawn:
+                raise CannotBeRecorded("forwards draw from generators of the host")
+            for change in changes():
+                raise CannotBeRecorded(f"forwards give {change.path} another value, which a recording would not")
+        per_sample: set[str] = set()
+
+        def work() -> Packed:
+            outputs: Outputs = net(inputs)
+            per_sample.update(name for name, value in outputs.items() if isinstance(value, PerSample))
+            return Packed(_tensors(outputs))
+
+        graph, results = self._recorder.record(work)
+        recording = RecordedForward(graph, inputs, results, frozenset(per_sample))
+        with self._strategy.keeping_generators():
+            found = _tensors(_replayed(recording, batch))
+        name = difference(expected, found, lambda: expected, rounding=0.0)
+        if name is not None:
+            raise CannotBeRecorded(f"a recording came to another value of {name}")
+        return recording
+
+
+def _replayed(recording: RecordedForward, batch: Batch) -> Outputs:
+    for name, tensor in batch.items():
+        recording.inputs[name].copy_(tensor, non_blocking=True)
+    recording.graph.replay()
+    found = recording.results.copies()
+    return {name: PerSample(value) if name in recording.per_sample else value for name, value in found.items()}
+
+
+def _tensors(outputs: Outputs) -> dict[str, Tensor]:
+    return {name: value.values if isinstance(value, PerSample) else value for name, value in outputs.items()}
