@@ -21,7 +21,7 @@ from tests.helpers.weighted_task import Weighted
 from trainer.checkpoint.weights import compare
 from trainer.commands.predict import _print_table
 from trainer.common import process
-from trainer.common.errors import reason
+from trainer.common.errors import MOST_OF_LINE, reason, shown_line
 from trainer.failure.errors import print_error
 from trainer.loop.contract import checked_metrics
 
@@ -113,3 +113,9 @@ def test_labels_reach_a_file_as_they_are_and_a_terminal_as_text(is_terminal, mon
         _print_table(iter([{"label": [CLEAR, "-1"], "score": [0.5, -0.5]}]), bar)
     label = "\\x1b[2J" if is_terminal else CLEAR
     assert capsys.readouterr().out == f"label,score\n{label},0.5\n-1,-0.5\n"
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "\x00" * 1400, "\x1b[2J" * 1000])
+def test_a_line_is_bounded_as_it_is_shown(text):
+    line = shown_line(text)
+    assert line.isprintable() and len(line) <= MOST_OF_LINE

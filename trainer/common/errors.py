@@ -13,9 +13,11 @@ def printable(text: str) -> str:
 
 def shown_line(text: str) -> str:
     """A line as a terminal may show it: `printable`, and without its middle where it is longer than MOST_OF_LINE."""
-    if len(text) > MOST_OF_LINE:
-        text = f"{text[: MOST_OF_LINE // 2]} ... {text[-MOST_OF_LINE // 3 :]}"
-    return printable(text)
+    for _ in range(2):  # `printable` may make it several times as long
+        if len(text) > MOST_OF_LINE:
+            text = f"{text[: MOST_OF_LINE // 2]} ... {text[-MOST_OF_LINE // 3 :]}"
+        text = printable(text)
+    return text
 
 
 def shortened(text: str) -> str:
