@@ -98,6 +98,116 @@ class Skipping(Shaped):
         return SkippingObjective(Network())
 
 
+class ChangingObjective(ShapedObjective):
+    """Its batch is its own: it takes parts out, writes into others, and wants a gradient of one."""
+
+    def forward(self, batch, phase="train"):
+        x = batch["x"].mul_(2).requires_grad_()
+        batch["index"] = batch.pop("y")
+        logits = self.model.last(torch.tanh(self.model.first(x)))
+        loss = F.cross_entropy(logits, batch["index"], reduction="sum").double()
+        if not self.training:
+            return {"loss": loss}
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        sums = {
+            "weights": self.model.last.weight,
+            "none": x[:0].sum(1),
+            "any": (x > 0).any(),
+            "same": x.sum().expand(3),
+        }
+        return {"loss": loss + slope.square().sum() / 3, **sums}
+
+
+class Changing(Shaped):
+    def build_objective(self):
+        return ChangingObjective(Network())
+
+    def summarise(self, sums):
+        return {"loss": float(sums["loss"] / sums["weight"])}
+
+
+class ByEpoch(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"all": [1.0]}
+
+    def forward(self, x):
+        return super().forward(x) * self.factors["all"][0]
+
+
+class ChangingByEpoch(Shaped):
+    """An epoch freezes a layer, replaces a buffer, and sets a number in the model and others in its optimizer."""
+
+    def build(self):
+        return ByEpoch()
+
+    def build_optimizers(self, phase, groups, lr):
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
+        return [self.optimizer]
+
+    def on_epoch_start(self, objective, epoch, progress):
+        objective.model.first.requires_grad_(epoch != 1)
+        objective.model.norm.running_mean = torch.full_like(objective.model.norm.running_mean, epoch / 3)
+        objective.model.factors["all"][0] = 1 + epoch / 7
+        for group in self.optimizer.param_groups:
+            group |= {"weight_decay": epoch / 3, "betas": (0.5 + epoch / 10, 0.9)}
+
+
+class Keeping(Network):
+    """Keeps an activation, with its graph, for the next forward."""
+
+    kept = None
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        before, self.kept = self.kept, hidden
+        return self.last(hidden if before is None or before.shape != x.shape else hidden + before.detach())
+
+
+class Refusing(Network):
+    def forward(self, x):
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("nobody looks on")
+        return super().forward(x)
+
+
+class AnnealedObjective(ShapedObjective):
+    factor = 1.0
+
+    def forward(self, batch, phase="train"):
+        return {"loss": F.cross_entropy(self.model(batch["x"]) * self.factor, batch["y"], reduction="sum")}
+
+    def after_step(self, phase):
+        self.factor *= 0.9
+
+
+class Annealed(Shaped):
+    def build_objective(self):
+        return AnnealedObjective(Network())
+
+
+class Rows(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(NUM_CLASSES, NUM_CLASSES))
+
+    def forward(self, x):
+        return super().forward(x) + F.embedding((x[:, 0] > 0).long(), self.rows, sparse=True)
+
+
+class OwnRows(Shaped):
+    """Sparse gradients of no module for them."""
+
+    def build(self):
+        return Rows()
+
+    def build_optimizers(self, phase, groups, lr):
+        params = [p for group in groups for p in group["params"]]
+        rows = [p for p in params if p.shape == (NUM_CLASSES, NUM_CLASSES)]
+        others = [p for p in params if p.shape != (NUM_CLASSES, NUM_CLASSES)]
+        return [torch.optim.SparseAdam(rows, lr=lr), torch.optim.AdamW(others, lr=lr, fused=True)]
+
+
 class OwnOptimizer(Plain):
     """Its optimizer is recorded by nobody; forward and backward are."""
 
@@ -112,4 +222,8 @@ class AfterStep(Plain):
 
 class ClampedObjective(ShapedObjective):
     def after_step(self, phase):
-        self.model.last.weight.clamp_(-0.2, 0.2)
+        weight = self.model.last.weight
+        weight.add_(torch.randn_like(weight), alpha=0.01).clamp_(-0.2, 0.2)
+
+
+KeepingTask, RefusingTask = task_of(Keeping), task_of(Refusing)

@@ -12,7 +12,7 @@ from tests.conftest import assert_same_bits
 from tests.helpers.stateful_task import KINDS, WIDTH, build
 from trainer.common.errors import UserError
 from trainer.loop.buffers import ForwardState
-from trainer.loop.module_state import WholeState, leaving_no_trace, persistent_buffers
+from trainer.loop.module_state import WholeState, leaving_no_trace, outline, persistent_buffers
 from trainer.parallel.strategy import SingleDevice
 from trainer.profiling.performance import _untouched as untouched
 
@@ -102,6 +102,23 @@ def test_a_change_is_told_and_put_back(name):
     assert state_of(module) == before
 
 
+IN_PLACE = {"buffer", "list", "pair", ".data"}
+SHOWN_ALONE = {
+    "a weight elsewhere": lambda m: setattr(m.inner.weight, "data", m.inner.weight.data.clone()),
+    "a frozen weight": lambda m: m.inner.weight.requires_grad_(False),
+    "a number of an object": lambda m: setattr(m.meter, "sum", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES | SHOWN_ALONE)
+def test_an_outline_shows_what_is_replaced(name):
+    module = Everything()
+    before = outline(module)
+    assert list(before.items()) == list(outline(module).items())
+    (CHANGES | SHOWN_ALONE)[name](module)
+    assert (outline(module) == before) == (name in IN_PLACE)
+
+
 ODD = {
     "a NaN": torch.full((3,), float("nan")),
     "nothing": torch.zeros(0, 3),
@@ -125,7 +142,7 @@ def test_tensors_of_odd_kinds(name):
     with leaving_no_trace(module) as changes:
         module(torch.ones(1, 2))
         assert changes() == []
-        assert module.buffer is not ODD[name]
+        assert module.buffer is not ODD[name] and outline(module)
     assert module.buffer is ODD[name] and module.attribute[0] is ODD[name]
 
 

@@ -24,7 +24,7 @@ from trainer.common.torch_private import has_hooks, hooked_module
 from trainer.loading.batches import Batch, WeightedBatch
 from trainer.loop.learner import Learner
 from trainer.loop.memory import lacks_memory
-from trainer.loop.module_state import WholeState, contents, is_plain, named_modules, own_attributes
+from trainer.loop.module_state import ABSENT, WholeState, outline, outline_of
 from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
@@ -44,6 +44,9 @@ LEAST_FREE = 1 / 16
 """Of a GPU's memory: with less of it free, a recording is made only in the place of another one."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 """Of a tensor's largest value: how far two results may be apart where kernels add up in any order."""
+_SPARSE = "gradients of sparse embeddings have other sizes in each step"
+_OF_STEP = {"params", "lr"}
+"""Entries of an optimizer's groups that are looked at in each step."""
 LEAST_GAIN = 1.1
 """How often faster a recording must be than its kernels launched one by one, unless it is asked for."""
 
@@ -95,14 +98,20 @@ class Gradients:
 
 
 class Moment:
-    """Copies of what a forward and a backward change: gradients, buffers, and plain attributes of modules."""
+    """Copies of what a forward and a backward change: gradients, buffers, plain attributes of modules, and generators.
 
-    def __init__(self, gradients: Gradients, objective: Objective) -> None:
+    generators: of torch.
+    """
+
+    def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
         self._gradients, self.present = gradients, gradients.present
         self._flat = [flat.clone() for flat in gradients.flat.flat]
         self._modules = WholeState(objective)
+        self._places = [(generator, generator.get_state()) for generator in generators]
 
     def put_back(self) -> None:
+        for generator, place in self._places:
+            generator.set_state(place)
         for flat, copy in zip(self._gradients.flat.flat, self._flat, strict=True):
             flat.copy_(copy)
         self._gradients.flat.attach(self.present)
@@ -123,17 +132,16 @@ class GraphedLearner(Learner, Watch):
     _rates: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
     _recordings: OrderedDict[Key, Recording] = field(default_factory=OrderedDict, init=False)
     _seen: Counter[Key] = field(default_factory=Counter, init=False)
-    _checked: dict[Key, int] = field(default_factory=dict, init=False)
+    _checked: set[Key] = field(default_factory=set, init=False)
     _lines: list[str] = field(default_factory=list, init=False)
-    _addresses: list[Any] = field(default_factory=list, init=False)
-    _progress: Progress = field(default_factory=Progress, init=False)
+    _held: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._recorder = Recorder(self.device)
-        self._factor = torch.zeros((), device=self.device)
+        self._factor = torch.zeros((), dtype=torch.float64, device=self.device)
         self._forwards = RecordedForwards(self.objective, self.strategy, self._recorder)
-        self._addresses_in_evaluation: list[Any] = []
+        self._held_in_evaluation: dict[str, Any] = {}
         self._records_evaluation = False
 
     # --- what looks on ------------------------------------------------------------------------------------------------
@@ -141,15 +149,17 @@ class GraphedLearner(Learner, Watch):
     def remarks(self) -> Sequence[str]:
         return [line for phase in self.params if (line := self._obstacle_line(phase)) is not None]
 
-    def begin(self, progress: Progress) -> None:
-        self._progress = progress
-
     def resume(self) -> None:
-        """Recordings go whose tensors are elsewhere by now, or whose numbers are others."""
-        addresses = _addresses_of(self.objective)
-        if addresses != self._addresses:
+        """Recordings are checked again, and go where tensors are elsewhere by now or numbers are others."""
+        self._checked.clear()
+        self.enter(next(iter(self.params)))  # so that the same parameters require gradients each time
+        held = outline(self.objective)
+        for phase in self.params:
+            for number, group in enumerate(self._groups(phase)):
+                held |= {f"{phase} {number} {name}": outline_of(group[name]) for name in group.keys() - _OF_STEP}
+        if held != self._held:
             self._recordings.clear()
-        self._addresses = addresses
+        self._held = held
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         for line in self._lines:
@@ -191,12 +201,15 @@ class GraphedLearner(Learner, Watch):
             """As without graphs."""
             gradients.attach()
             sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
-            gradients.collect()
+            if any(p.grad is not None and p.grad.is_sparse for p in self.params[phase]):  # of a function, not a module
+                self._give_up(phase, _SPARSE)
+            else:
+                gradients.collect()
             return {name: value.detach() for name, value in sums.items()}
 
         if micro_batch.num_samples == 0 or (recording is None and self._is_new(key)):
             sums = launch()
-        elif recording is None or self._checked.get(key) != self._progress.position.epoch:
+        elif recording is None or key not in self._checked:
             sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
         else:
             self._recordings.move_to_end(key)
@@ -233,62 +246,76 @@ class GraphedLearner(Learner, Watch):
     ) -> Sums:
         """Launches the kernels of a micro-batch one by one, which counts, and then its recording, which does not.
 
-        A recording is trusted for an epoch if it came to the same. It is made where there is none.
+        A recording is trusted until the next report if it came to the same. It is made where there is none.
         """
         recording, sums = self._recordings.get(key), {}
         gradients.attach()
-        before = Moment(gradients, self.objective)
-        with self.strategy.keeping_generators():
-            launched_s = self._seconds(lambda: sums.update(launch()))
-        after, problem = Moment(gradients, self.objective), None
-        expected = self._named(phase, gradients, sums)
-
-        def again() -> dict[str, Tensor]:
-            before.put_back()
-            inputs = {name: tensor.to(self.device) for name, tensor in micro_batch.batch.items()}
-            with self.strategy.keeping_generators():
-                return self._named(phase, gradients, self._forward_and_backward(phase, gradients, inputs))
-
+        held = outline(self.objective)
         try:
-            before.put_back()
-            if recording is None:
-                self._make_place()
-                recording = self._recorded(phase, gradients, micro_batch, before)
-            with self.strategy.keeping_generators():
-                replayed_s = self._seconds(lambda: self._replay(recording, micro_batch, factor))
-            gradients.replayed(recording.present)
-            found = self._named(phase, gradients, recording.results.copies())
-            rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
-            name = difference(expected, found, again, rounding)
-            if name is not None:
-                problem = f"a recording came to another value of {name}"
-            elif self.only_if_faster and launched_s < LEAST_GAIN * replayed_s:
-                problem = f"recorded they take {1e3 * replayed_s:.2f} ms, and {1e3 * launched_s:.2f} ms so"
+            before = self._moment(gradients)
         except RuntimeError as error:
+            self._give_up(phase, self._account_of(error))
+            return launch()
+        launched_s = self._seconds(lambda: sums.update(launch()))
+        if self._gradients[phase] is None:
+            return sums
+        after, problem = None, None
+        try:
+            with self.strategy.keeping_generators():
+                after, expected = self._moment(gradients), self._named(phase, gradients, sums)
+                changed = _first_difference(held, outline(self.objective))
+                if changed is not None:
+                    raise CannotBeRecorded(f"forwards give {changed} another value, which a recording would not")
+                if recording is None:
+                    self._make_place()
+                    recording = self._recorded(phase, gradients, micro_batch, before)
+
+                replayed_s: list[float] = []
+
+                def replayed(made: Recording = recording) -> dict[str, Tensor]:
+                    before.put_back()
+                    replayed_s.append(self._seconds(lambda: self._replay(made, micro_batch, factor)))
+                    gradients.replayed(made.present)
+                    return self._named(phase, gradients, made.results.copies())
+
+                rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
+                name = difference(expected, replayed(), replayed, rounding)
+                if name is not None:
+                    raise CannotBeRecorded(f"a recording came to another value of {name}")
+                if self.only_if_faster and launched_s < LEAST_GAIN * replayed_s[0]:
+                    times = 1e3 * replayed_s[0], 1e3 * launched_s
+                    raise CannotBeRecorded("recorded they take {:.2f} ms, and {:.2f} ms so".format(*times))
+        except Exception as error:  # an own forward may raise anything where it is recorded
             problem = self._account_of(error)
-        after.put_back()
+        if after is not None:
+            after.put_back()
         if problem is not None:
             self._give_up(phase, problem)
         elif recording is not None:
-            self._recordings[key], self._checked[key] = recording, self._progress.position.epoch
+            self._recordings[key] = recording
+            self._checked.add(key)
         return sums
+
+    def _moment(self, gradients: Gradients) -> Moment:
+        generators = torch.default_generator, torch.cuda.default_generators[self.device.index]
+        return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
         """Rehearsed first: a wait in a recording breaks it off, which torch's generators and memory do not forget."""
         inputs = {name: tensor.to(self.device) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
-            return Packed(self._forward_and_backward(phase, gradients, inputs))
+            own = {name: tensor.detach() for name, tensor in inputs.items()}  # a forward may change this dictionary
+            return Packed(self._forward_and_backward(phase, gradients, own))
 
-        with self.strategy.keeping_generators(), refusing_waits():
+        before.put_back()
+        with refusing_waits():
             work()
         before.put_back()
         graph, results = self._recorder.record(work)
-        recording = Recording(graph, inputs, results, gradients.present)
-        before.put_back()
-        return recording
+        return Recording(graph, inputs, results, gradients.present)
 
-    def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Mapping[str, Tensor]) -> Sums:
+    def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Batch) -> Sums:
         """What is recorded."""
         outputs = self.enter(phase)(inputs, phase)
         require_sums(outputs, self.objective, phase)
@@ -322,10 +349,10 @@ class GraphedLearner(Learner, Watch):
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        addresses = _addresses_of(self.objective)
-        if addresses != self._addresses_in_evaluation:
+        held = outline(self.objective)
+        if held != self._held_in_evaluation:
             self._forwards.clear()
-        self._addresses_in_evaluation = addresses
+        self._held_in_evaluation = held
         self._records_evaluation = self._obstacle_of_forwards() is None
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
@@ -352,8 +379,12 @@ class GraphedLearner(Learner, Watch):
             recording = self._recorded_update(key, phase, gradients, global_norm)
         if recording is None:
             gradients.attach()
+            held = outline(self.objective) if self._has_own_update(phase) else {}
             outcome = super().update(phase, learning_rate, global_norm)
             gradients.present, gradients.is_attached = gradients.flat.present, True
+            if held and (changed := _first_difference(held, outline(self.objective))) is not None:
+                for each in self.params:
+                    self._give_up(each, f"after a step {changed} is another one, which a recording would not see")
             return outcome
         self._recordings.move_to_end(key)
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
@@ -377,7 +408,7 @@ class GraphedLearner(Learner, Watch):
         try:
             self._make_place()
             graph, results = self._recorder.record(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
-        except RuntimeError as error:
+        except Exception as error:
             self.precision.forget_unscaling()
             self._give_up(phase, self._account_of(error))
             return None
@@ -392,11 +423,11 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _records_update(self, phase: str) -> bool:
-        return (
-            all(map(can_be_recorded, self.optimizers[phase]))
-            and type(self.objective).after_step is Objective.after_step
-            and not self.buffers.forward_state.is_active
-        )
+        return not self._has_own_update(phase) and not self.buffers.forward_state.is_active
+
+    def _has_own_update(self, phase: str) -> bool:
+        is_known = all(map(can_be_recorded, self.optimizers[phase]))
+        return not is_known or type(self.objective).after_step is not Objective.after_step
 
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
@@ -410,11 +441,11 @@ class GraphedLearner(Learner, Watch):
 
     def _give_up(self, phase: str, problem: str) -> None:
         self._forget()
-        gradients = self._gradients[phase]
+        gradients = self._gradients_of(phase)
         if gradients is not None:
             gradients.attach()
+            self._lines.append(self._line(phase, problem))
         self._gradients[phase] = None
-        self._lines.append(self._line(phase, problem))
 
     def _forget(self) -> None:
         """Drops all recordings. After one that broke off they draw on a generator that nobody seeds."""
@@ -425,11 +456,11 @@ class GraphedLearner(Learner, Watch):
         steps = f"steps of phase {phase!r}" if len(self.params) > 1 else "steps"
         return f"CUDA graphs: {steps} are launched kernel by kernel: {problem}."
 
-    def _account_of(self, error: RuntimeError) -> str:
+    def _account_of(self, error: Exception) -> str:
         """What stands in the way of a recording, with the line of code that the user may change."""
         if isinstance(error, CannotBeRecorded):
             return str(error)
-        if lacks_memory(error):
+        if isinstance(error, RuntimeError) and lacks_memory(error):
             return "there is no memory for a recording"
         frames = traceback.extract_tb(error.__traceback__)
         library = Path(torch.__file__).parent
@@ -455,7 +486,7 @@ class GraphedLearner(Learner, Watch):
         if strategy.draws_on_host:
             return "forwards draw from generators of the host"
         if sparse_parameters(self.objective):
-            return "gradients of sparse embeddings have other sizes in each step"
+            return _SPARSE
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
         return f"forwards give {changed[0]} another value, which a recording would not" if changed else None
 
@@ -469,9 +500,7 @@ class GraphedLearner(Learner, Watch):
         return f"hooks of {names[0] or 'the objective'} would not be called" if names else None
 
 
-def _addresses_of(objective: Objective) -> list[Any]:
-    """Where the tensors of a model are, and the numbers and texts that its modules hold."""
-    held = [value for _, module in named_modules(objective) for value in own_attributes(module).values()]
-    tensors = [*objective.parameters(), *objective.buffers()]
-    tensors += [value for value in contents(held) if isinstance(value, Tensor)]
-    return [tensor.data_ptr() for tensor in tensors] + [value for value in held if is_plain(value)]
+def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first name under which two outlines differ."""
+    names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])  # NaN is itself
+    return next(names, None)

@@ -6,6 +6,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from trainer.common.torch_private import NOT_PERSISTENT, names_not_persistent, n
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {NOT_PERSISTENT}
 _CONTAINERS = frozenset([list, set, dict, deque, OrderedDict, defaultdict, Counter])
+_CONTAINERS_AND_TUPLES = (list, tuple, set, dict, deque)
+_LARGEST_OUTLINED = 2**12
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
@@ -85,6 +88,37 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
         yield value
         if type(value) in _CONTAINERS or isinstance(value, tuple):
             waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
+def outline(module: nn.Module) -> dict[str, Any]:
+    """By name where tensors of a module are, which parameters require gradients, and what plain attributes hold.
+
+    It includes submodules. Two outlines are equal where nothing was replaced; what is changed in place shows only in
+    numbers and texts.
+    """
+    found: dict[str, Any] = {name: (p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()}
+    found |= {name: outline_of(buffer) for name, buffer in module.named_buffers()}
+    for path, each in named_modules(module):
+        found |= {f"{path}.{name}".lstrip("."): outline_of(value) for name, value in own_attributes(each).items()}
+    return found
+
+
+def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
+    """The same of a value of any kind. most: items of a container, and bytes of an array, of which there may be more.
+
+    Of objects of other kinds it has what plain attributes they have.
+    """
+    if is_plain(value):
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr() if value.layout == torch.strided else id(value)
+    if isinstance(value, _CONTAINERS_AND_TUPLES) and len(value) <= most:
+        items = chain(*value.items()) if isinstance(value, dict) else value
+        return [outline_of(item, most // 2) for item in items]
+    if isinstance(value, np.ndarray) and value.nbytes <= most:
+        return value.tobytes()
+    held = {} if isinstance(value, _HOLDS_NOTHING) else getattr(value, "__dict__", {})
+    return id(value), {name: item for name, item in held.items() if is_plain(item)}
 
 
 class References:

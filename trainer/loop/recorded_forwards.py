@@ -42,7 +42,7 @@ class RecordedForwards:
         """Forgets all recordings."""
         self._recordings.clear()
 
-    def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[RuntimeError], str]) -> Outputs:
+    def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
         """What a module returns for a batch in host memory. account_of: says what stands in the way of a recording."""
         key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
         self._seen[key] += 1
@@ -53,7 +53,7 @@ class RecordedForwards:
             return _replayed(self._recordings[key], batch)
         try:
             recording = self._recorded(net, batch)
-        except RuntimeError as error:
+        except Exception as error:  # an own forward may raise anything where it is recorded
             self.problem = account_of(error)
             self.clear()
             return net(self._strategy.to_device(batch))
@@ -71,7 +71,7 @@ class RecordedForwards:
         drawn = self._strategy.places_in_generators()
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             with refusing_waits():
-                expected = _tensors(net(inputs))
+                expected = _tensors(net({**inputs}))  # which a forward may change
             if self._strategy.places_in_generators() != drawn:
                 raise CannotBeRecorded("forwards draw from generators of the host")
             for change in changes():
@@ -79,7 +79,7 @@ class RecordedForwards:
         per_sample: set[str] = set()
 
         def work() -> Packed:
-            outputs: Outputs = net(inputs)
+            outputs: Outputs = net({**inputs})
             per_sample.update(name for name, value in outputs.items() if isinstance(value, PerSample))
             return Packed(_tensors(outputs))
 
