@@ -35,14 +35,15 @@ MACHINE = "machine"
 PARTS = {
     MACHINE: 3.0,
     "exact": 4.0,
+    "graphed": 9.0,
     "poisoned": 2.5,
     "snapshot": 1.0,
     "resumed": 3.5,
     "scarce": 1.5,
-    "ranks": 3.0,
+    "ranks": 6.0,
     "profiled": 2.0,
     "loop": 2.0,
-    "throughput": 5.0,
+    "throughput": 8.0,
     "saving": 1.5,
     "compiled": 5.0,
 }

@@ -9,7 +9,7 @@ import torch
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")]
-RIGHT_OR_WRONG = ("exact", "poisoned", "snapshot", "resumed", "scarce", "ranks", "profiled")
+RIGHT_OR_WRONG = ("exact", "graphed", "poisoned", "snapshot", "resumed", "scarce", "ranks", "profiled")
 
 
 def run(part, folder, *more):

@@ -1,16 +1,26 @@
 """What every part of benchmarks/gpu.py is given, and how it tells what it finds while it is at work."""
 
+import gc
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from trainer.api import process_restored
 from trainer.cli import main
+from trainer.commands.parse import parse
+from trainer.config import refuse
+from trainer.loop.run import Run
+from trainer.parallel.devices import pick_device
+from trainer.parallel.strategy import SingleDevice
+from trainer.profiling.measure import opened
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -47,14 +57,14 @@ class Report:
     """Figures, and checks that hold or do not. tell: takes each of them as soon as it is known."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._tell = tell
+        self.tell = tell
 
     def figure(self, name: str, value: Any) -> None:
-        self._tell({"name": name, "value": value})
+        self.tell({"name": name, "value": value})
 
     def check(self, name: str, holds: bool, value: Any = None) -> None:
         """value: what was found, which tells more than that it holds."""
-        self._tell({"name": name, "value": bool(holds) if value is None else value, "holds": bool(holds)})
+        self.tell({"name": name, "value": bool(holds) if value is None else value, "holds": bool(holds)})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
         """Does some work of a part; what it raises is a check that does not hold, and the part goes on."""
@@ -84,6 +94,52 @@ def run(setting: Setting, name: str, *flags: object, status: int = 0, device: st
     if found != status:
         raise Ended(f"{name} ended with status {found}, not {status}; see its log")
     return directory
+
+
+@contextmanager
+def opened_model(setting: Setting, *flags: object) -> Iterator[Run]:
+    """A run of a command line of main.py, opened for measurements of its steps in this process."""
+    where = ["--device", setting.device, *setting.threads, "--cache-dir", setting.folder.parent / CACHE]
+    argv = list(map(str, [*flags, *where, "--log-interval", 1000]))
+    print("measured:", *argv, flush=True)
+    parsed, problems = parse(argv, several_devices=False)
+    refuse(problems)
+    if setting.is_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+    with process_restored(), opened(parsed, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
+        yield run
+
+
+@dataclass
+class Graphs:
+    """CUDA graphs of this process: how many were recorded, those that were replayed, and what a run said of them."""
+
+    num_recorded: int = 0
+    replayed: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def graphs_watched() -> Iterator[Graphs]:
+    """What happens within it; its lines are known after it."""
+    found, kind, printed = Graphs(), torch.cuda.CUDAGraph, io.StringIO()
+    capture_end, replay = kind.capture_end, kind.replay
+
+    def recorded(graph: torch.cuda.CUDAGraph) -> None:
+        capture_end(graph)
+        found.num_recorded += 1
+
+    def replayed(graph: torch.cuda.CUDAGraph) -> None:
+        found.replayed.append(graph)
+        replay(graph)
+
+    try:
+        with patch.multiple(kind, capture_end=recorded, replay=replayed), redirect_stdout(printed):
+            yield found
+    finally:
+        print(printed.getvalue(), flush=True)
+        found.lines = [line for line in printed.getvalue().splitlines() if "CUDA graphs: " in line]
 
 
 def last(directory: Path) -> dict[str, Any]:
@@ -132,5 +188,6 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
+        is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return is_alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
     return type(one) is type(other) and one == other

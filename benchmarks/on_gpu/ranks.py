@@ -1,6 +1,7 @@
 """Several processes, as far as one GPU can show it: NCCL with one rank, gloo with two on the same GPU.
 
-In float64 they learn what one process learns. On the CPU there is gloo alone.
+In float64 they learn what one process learns. On the CPU there is gloo alone. With `--cuda-graphs on` they learn the
+same to the bit. Where there are several GPUs, so do 2 to 8 ranks over NCCL, and it is told how training scales.
 """
 
 import subprocess
@@ -9,7 +10,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.on_gpu.part import CACHE, HELPERS, ROOT, Ended, Report, Setting, difference, last, run
+import torch
+
+from benchmarks.on_gpu.part import CACHE, HELPERS, ROOT, Ended, Report, Setting, difference, last, run, unlike
+from benchmarks.on_gpu.profiled import arguments, profiled
 
 FLAGS = [
     "--task", f"{HELPERS / 'weighted_task.py'}:Weighted", "--dtype", "float64", "--max-steps", 6, "--num-train", 50,
@@ -26,6 +30,8 @@ ON_GPU = {
     "dp, one GPU": ["--multi-gpu", "dp", "--gpu-ids", 0],
 }
 ON_CPU = {"gloo, two ranks": GLOO}
+GRAPHED = {name: ON_GPU[name] for name in ("gloo, two ranks", "nccl, one rank")}
+"""Which ranks are compared with and without graphs on one GPU."""
 
 
 def measure(setting: Setting, report: Report) -> None:
@@ -33,6 +39,12 @@ def measure(setting: Setting, report: Report) -> None:
         report.attempt(name, partial(compare, setting, report, name, flags))
     if setting.is_gpu:
         report.attempt("nccl, two ranks on one GPU", partial(expect_refusal, setting, report))
+        sizes = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+        several = {f"nccl, {n} ranks": ["--multi-gpu", "ddp", "--nproc", n, "--backend", "nccl"] for n in sizes}
+        for name, flags in (GRAPHED | several).items():
+            report.attempt(f"{name}, graphs", partial(compare_graphs, setting, report, name, flags))
+        for graphs in ("off", "on") if sizes else ():
+            report.attempt(f"scaling, graphs {graphs}", partial(scale, setting, report, sizes, graphs))
 
 
 def compare(setting: Setting, report: Report, name: str, flags: list[object]) -> None:
@@ -44,6 +56,25 @@ def compare(setting: Setting, report: Report, name: str, flags: list[object]) ->
     report.check(f"{name}, difference of weights", far < LIMIT, far)
 
 
+def compare_graphs(setting: Setting, report: Report, name: str, flags: list[object]) -> None:
+    more = ["--dtype", "float32", "--deterministic", "--max-steps", 24, "--global-batch-size", 16]
+    (launched, _), (recorded, said) = (
+        run_several(setting, f"{name}, graphs {graphs}", *flags, *more, "--cuda-graphs", graphs)
+        for graphs in ("off", "on")
+    )
+    different = unlike(last(recorded), last(launched))
+    lines = [line for line in said.splitlines() if "CUDA graphs: " in line]
+    report.check(f"{name}, graphs", not different and not lines, {"differs": different[:1], "lines": lines})
+
+
+def scale(setting: Setting, report: Report, sizes: list[int], graphs: str) -> None:
+    worlds = ["--world-sizes", ",".join(map(str, sizes)), "--rounds", 1, "--steps", setting.pick(60, 2)]
+    more = ["--batch-size", 256, "--cuda-graphs", graphs, *arguments(setting)]
+    for world in profiled(setting, "scaling", *worlds, *more)["worlds"]:
+        title = f"scaling, graphs {graphs}, {world['mode']} on {world['num_devices']}"
+        report.figure(title, {name: world[name] for name in ("samples_per_second", "efficiency", "step_ms_mean")})
+
+
 def expect_refusal(setting: Setting, report: Report) -> None:
     flags = ["--multi-gpu", "ddp", "--nproc", 2, "--backend", "nccl", "--gpu-ids", 0, "--dist-timeout-s", 60]
     _, message = run_several(setting, "nccl twice", *flags, status=2)
@@ -51,7 +82,7 @@ def expect_refusal(setting: Setting, report: Report) -> None:
 
 
 def run_several(setting: Setting, name: str, *flags: object, status: int = 0) -> tuple[Path, str]:
-    """Runs a command line of main_multi_gpu.py; its run directory, and what it said on standard error."""
+    """Runs a command line of main_multi_gpu.py; its run directory, and the end of what it said."""
     directory = setting.folder / name
     threads = ["--num-threads", 1] if setting.is_small else []
     argv = [
@@ -59,8 +90,8 @@ def run_several(setting: Setting, name: str, *flags: object, status: int = 0) ->
         "--cache-dir", setting.folder.parent / CACHE, *threads, *FLAGS, *flags,
     ]  # fmt: skip
     print(*argv, flush=True)
-    done = subprocess.run(list(map(str, argv)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    print(done.stderr, flush=True)
+    done = subprocess.run(list(map(str, argv)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, flush=True)
     if done.returncode != status:
-        raise Ended(f"ended with status {done.returncode}, not {status}: {done.stderr.strip()[-300:]}")
-    return directory, done.stderr.strip()[-1000:]
+        raise Ended(f"ended with status {done.returncode}, not {status}: {done.stdout.strip()[-300:]}")
+    return directory, done.stdout.strip()[-4000:]

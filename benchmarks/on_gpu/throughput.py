@@ -1,4 +1,4 @@
-"""Samples per second of every model that comes with the trainer: in float32, bf16 and fp16.
+"""Samples per second of every model that comes with the trainer: in float32, bf16 and fp16, with and without graphs.
 
 The trainer's own loop trains them as `profiler.py step` would. What of a step is spent waiting for data, and the most
 memory that tensors occupied, is told beside it.
@@ -6,38 +6,28 @@ memory that tensors occupied, is told beside it.
 
 from functools import partial
 
-import torch
-
 from benchmarks.on_gpu.models import BATCH_SIZES, MODELS, chosen
-from benchmarks.on_gpu.part import CACHE, Report, Setting
-from trainer.api import process_restored
-from trainer.commands.parse import parse
-from trainer.config import refuse
-from trainer.parallel.devices import pick_device
-from trainer.parallel.strategy import SingleDevice
-from trainer.profiling.measure import MeasuredRun, opened
+from benchmarks.on_gpu.part import Report, Setting, opened_model
+from trainer.profiling.measure import MeasuredRun
 from trainer.profiling.phase_clock import DATA
 
 PRECISIONS = {"off": ["--amp", "off"], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"]}
+WITH_GRAPHS = {f"{kind}, graphs": [*PRECISIONS[kind], "--cuda-graphs", "on"] for kind in ("off", "bf16")}
 
 
 def measure(setting: Setting, report: Report) -> None:
     """Precision by precision, so that a part that is cut short has all models in some of them."""
-    for kind, flags in PRECISIONS.items():
+    kinds = PRECISIONS | (WITH_GRAPHS if setting.is_gpu else {})
+    for kind, flags in sorted(kinds.items(), key=lambda kind: [*PRECISIONS].index(kind[0].split(",")[0])):
         for name in chosen(setting, on_cpu="bprmf"):
             report.attempt(f"{name}, {kind}", partial(of_model, setting, report, name, kind, flags))
 
 
 def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[str]) -> None:
     batch_size = setting.pick(BATCH_SIZES[MODELS[name][1]], 4)
-    argv = [*MODELS[name], "--batch-size", str(batch_size), "--device", setting.device, *setting.threads, *more,
-            "--cache-dir", str(setting.folder.parent / CACHE), "--log-interval", "1000"]  # fmt: skip
-    flags, problems = parse(argv, several_devices=False)
-    refuse(problems)
-    if setting.is_gpu:
-        torch.cuda.empty_cache()
-    with process_restored(), opened(flags, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
-        found = MeasuredRun(run).measure(*setting.pick((30, 10), (2, 1)))
+    settling = 60 if kind in WITH_GRAPHS else 10  # until most shapes have come twice
+    with opened_model(setting, *MODELS[name], "--batch-size", batch_size, *more) as run:
+        found = MeasuredRun(run).measure(*setting.pick((30, settling), (2, 1)))
         cut_to = run.memory.limit.batch_size
     data = found["phases"][DATA]
     report.figure(f"{name}, {kind}", {

@@ -9,7 +9,7 @@ from benchmarks.on_gpu import models, part
 from benchmarks.on_gpu.part import Report, Setting
 from tests.helpers.imagined_gpu import on_imagined_gpus
 
-PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "loop", "throughput", "saving"]
+PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "graphed", "loop", "throughput", "saving"]
 """Without those that fill a GPU's memory, and those that start processes."""
 MODELS = ("sasrec", "plmu")
 

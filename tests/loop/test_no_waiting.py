@@ -23,6 +23,7 @@ CASES = {
     "batch norm": ["--model", "tinyhar"],
     "adam": ["--optimizer", "adam"],
     "sgd": ["--optimizer", "sgd", "--momentum", "0.9", "--nesterov"],
+    "graphs": ["--cuda-graphs", "on"],
     "weighted": ["--task", WEIGHTED, "--num-train", "2000", "--batch-size", "8"],
 }
 
