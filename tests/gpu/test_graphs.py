@@ -25,6 +25,7 @@ SETTINGS = {
     "skipped steps": [*LONGER, *POISONED, "--epochs", 4, "--on-nonfinite", "skip", "--batch-norm", "--ema-decay", 0.9],
     "two phases": [*PIECES, "--amp", "off"],
     "batch norm, and a parameter without a gradient": ["--task", f"{HELPERS / 'recorded_task.py'}:Plain"],
+    "a constant that a cache drops": ["--task", f"{HELPERS / 'recorded_task.py'}:CachingTask"],
     "an epoch's own number": ["--task", f"{HELPERS / 'refreshing_task.py'}:Refreshing", "--num-train", 24],
     "weights changed after a step": ["--task", f"{HELPERS / 'recorded_task.py'}:AfterStep"],
     "a batch that the forward changes": [

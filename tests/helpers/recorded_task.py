@@ -227,3 +227,19 @@ class ClampedObjective(ShapedObjective):
 
 
 KeepingTask, RefusingTask = task_of(Keeping), task_of(Refusing)
+
+
+SHIFTS = {}
+
+
+class Caching(Network):
+    """It keeps a constant elsewhere, of which only the latest stays."""
+
+    def forward(self, x):
+        if len(x) not in SHIFTS:
+            SHIFTS.clear()
+            SHIFTS[len(x)] = torch.linspace(0, len(x) / 10, NUM_CLASSES, device=x.device)
+        return super().forward(x) + SHIFTS[len(x)]
+
+
+CachingTask = task_of(Caching)

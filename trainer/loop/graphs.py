@@ -29,7 +29,7 @@ from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.recorded_forwards import RecordedForwards
-from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, refusing_waits
+from trainer.loop.recording import AT_OPERATOR, CannotBeRecorded, Packed, Recorder, difference, rehearsed
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
@@ -52,12 +52,16 @@ LEAST_GAIN = 1.1
 
 
 class Recording(NamedTuple):
-    """A piece of a step. inputs: what it reads. results: what it writes. present: which gradients are there then."""
+    """A piece of a step. inputs: what is filled before it. results: what it writes.
+
+    present: which gradients are there then. reads: further tensors that it reads, whose memory it keeps.
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: Mapping[str, Tensor]
     results: Packed
     present: tuple[bool, ...]
+    reads: Sequence[Tensor] = ()
 
 
 class Gradients:
@@ -309,11 +313,10 @@ class GraphedLearner(Learner, Watch):
             return Packed(self._forward_and_backward(phase, gradients, own))
 
         before.put_back()
-        with refusing_waits():
-            work()
+        _, reads = rehearsed(work)
         before.put_back()
         graph, results = self._recorder.record(work)
-        return Recording(graph, inputs, results, gradients.present)
+        return Recording(graph, inputs, results, gradients.present, reads)
 
     def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Batch) -> Sums:
         """What is recorded."""
@@ -464,7 +467,7 @@ class GraphedLearner(Learner, Watch):
             return "there is no memory for a recording"
         frames = traceback.extract_tb(error.__traceback__)
         library = Path(torch.__file__).parent
-        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(library)]
+        own = [each for each in frames if not Path(each.filename).is_relative_to(library) and each.name != AT_OPERATOR]
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle_line(self, phase: str) -> str | None:

@@ -1,7 +1,7 @@
 """Forwards of evaluations as CUDA graphs, one for each signature."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loop.module_state import leaving_no_trace
-from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, refusing_waits
+from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, rehearsed
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, PerSample
 
@@ -18,12 +18,16 @@ MOST_FORWARDS = 32
 
 
 class RecordedForward(NamedTuple):
-    """inputs: what it reads. results: what it writes. per_sample: names of outputs that are `PerSample`."""
+    """inputs: what is filled before it. results: what it writes. per_sample: names of outputs that are `PerSample`.
+
+    reads: further tensors that it reads, whose memory it keeps.
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: Batch
     results: Packed
     per_sample: frozenset[str]
+    reads: Sequence[Tensor]
 
 
 class RecordedForwards:
@@ -67,15 +71,16 @@ class RecordedForwards:
 
         A rehearsal comes first; what the recording comes to must have its bits.
         """
-        inputs = {name: tensor.to(self._strategy.device) for name, tensor in batch.items()}
         drawn = self._strategy.places_in_generators()
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
-            with refusing_waits():
-                expected = _tensors(net({**inputs}))  # which a forward may change
+            net(self._uploaded(batch))
             if self._strategy.places_in_generators() != drawn:
                 raise CannotBeRecorded("forwards draw from generators of the host")
             for change in changes():
                 raise CannotBeRecorded(f"forwards give {change.path} another value, which a recording would not")
+        inputs = self._uploaded(batch)
+        with self._strategy.keeping_generators():
+            expected, reads = rehearsed(lambda: _tensors(net({**inputs})))
         per_sample: set[str] = set()
 
         def work() -> Packed:
@@ -84,13 +89,17 @@ class RecordedForwards:
             return Packed(_tensors(outputs))
 
         graph, results = self._recorder.record(work)
-        recording = RecordedForward(graph, inputs, results, frozenset(per_sample))
+        recording = RecordedForward(graph, inputs, results, frozenset(per_sample), reads)
         with self._strategy.keeping_generators():
             found = _tensors(_replayed(recording, batch))
         name = difference(expected, found, lambda: expected, rounding=0.0)
         if name is not None:
             raise CannotBeRecorded(f"a recording came to another value of {name}")
         return recording
+
+    def _uploaded(self, batch: Batch) -> Batch:
+        """The batch on the device, for one forward, which may change it."""
+        return {name: tensor.to(self._strategy.device) for name, tensor in batch.items()}
 
 
 def _replayed(recording: RecordedForward, batch: Batch) -> Outputs:

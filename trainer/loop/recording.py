@@ -3,16 +3,18 @@
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trainer.common.torch_private import end_allocating
+from trainer.common.torch_private import TorchDispatchMode, end_allocating, tree_flatten
 
 T = TypeVar("T")
 
+AT_OPERATOR = "__torch_dispatch__"
+"""A function in tracebacks of what an operator raises in a rehearsal, above the line that called it."""
 SUMMATIONS = 8
 """How many times the difference of two replays a recording may be off, where these differ."""
 REPLAYS = 3
@@ -79,9 +81,45 @@ class Recorder:
             usual.wait_stream(self._stream)
 
 
+def rehearsed(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
+    """What a function returns, and the tensors of before that it reads: a recording needs their memory.
+
+    Raises RuntimeError where the host would wait for a GPU, as far as torch can tell, and what the function raises.
+    """
+    reads: Any = nullcontext()
+    with suppress(NotImplementedError):
+        reads = _Reads()
+    # Backwards in this thread, where the operators of a forward are seen too.
+    with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), reads:
+        result = function()
+    return result, list(getattr(reads, "found", {}).values())
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the tensors that operators get and that no operator made before. found: by their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _strided((args, kwargs)):
+            memory = tensor.untyped_storage().data_ptr()
+            if memory not in self._made:
+                self.found[memory] = tensor
+        result = func(*args, **(kwargs or {}))
+        self._made.update(tensor.untyped_storage().data_ptr() for tensor in _strided(result))
+        return result
+
+
+def _strided(values: Any) -> list[Tensor]:
+    leaves, _ = tree_flatten(values)
+    return [each for each in leaves if isinstance(each, Tensor) and each.layout == torch.strided]
+
+
 @contextmanager
-def refusing_waits() -> Iterator[None]:
-    """Raises RuntimeError, within it, where the host would wait for a GPU, as far as torch can tell."""
+def _refusing_waits() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it cannot always tell
