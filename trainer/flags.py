@@ -1,6 +1,5 @@
 """Every flag of the trainer, in the groups of `--help`. A task has its own, in its `Config`."""
 
-import importlib.util
 import os
 import re
 from dataclasses import dataclass, fields
@@ -16,8 +15,6 @@ from trainer.common.validation import split_name
 from trainer.config import FlagGroup, flag, flag_name, shown
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
-EXPORTERS: dict[str, tuple[str, ...]] = {".pt2": (), ".onnx": ("onnx", "onnxscript")}
-"""Kinds of files that `--export` writes, with the packages that it takes beside torch."""
 MOST_SAMPLES = 2**31 - 1
 """Of a batch: more is a slip of the hand, and products of such numbers are beyond what arrays can be indexed with."""
 MOST_THREADS = 1024
@@ -366,7 +363,7 @@ class ExportFlags(FlagGroup):
     recorded: ClassVar = False
     export: Path | None = flag(
         None, "do not train: write the model with the best weights of --save-dir (or --resume-from FILE), by the flags "
-        "of that run, as a program that runs without this trainer: a .pt2 of torch.export, or an .onnx", metavar="FILE",
+        "of that run, as a program that runs without this trainer: a .pt2 of torch.export", metavar="FILE",
         from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 
@@ -374,11 +371,8 @@ class ExportFlags(FlagGroup):
         if self.export is None:
             return []
         given, target = f"--export {self.export}", self.export.resolve()
-        if target.suffix not in EXPORTERS:
-            return [f"{given}: must end in {' or '.join(EXPORTERS)}"]
-        missing = [name for name in EXPORTERS[target.suffix] if importlib.util.find_spec(name) is None]
-        if missing:
-            return [f"{given}: needs {' and '.join(missing)}: pip install {' '.join(missing)}, or name a .pt2"]
+        if target.suffix != ".pt2":
+            return [f"{given}: must end in .pt2, of which torch.onnx.export makes an .onnx"]
         return _problems_of_target(given, target)
 
 

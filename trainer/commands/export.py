@@ -3,7 +3,6 @@
 Traced from a few real batches and kept if, loaded again, it answers them as the model does.
 """
 
-import importlib.util
 import inspect
 import io
 import json
@@ -59,9 +58,9 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
         program = traced(calls)
         inputs = shapes(program)
         about = {"task": run.state["task"], "inputs": inputs, "data_facts": facts_of_data(task)}
-        content, answer = as_pt2(program, about) if path.suffix == ".pt2" else _as_onnx(program)
-        difference = answer and max(largest_difference(call, answer(call)) for call in calls)
-    if difference is not None and not difference <= _TOLERANCE[dtype]:
+        content, answer = as_pt2(program, about)
+        difference = max(largest_difference(call, answer(call)) for call in calls)
+    if not difference <= _TOLERANCE[dtype]:
         raise UserError(
             f"--export {path}: not written, for what was exported differs from the model by {difference:.1e} of its "
             "largest answer"
@@ -69,10 +68,7 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
     write_output(path, content, "--export")
     say(f"Exported {run.label} to {path}. Inputs: {', '.join(f'{name} {shape}' for name, shape in inputs.items())}")
     sizes = f"{len(calls)} batches of {min(_BATCH_SIZES)} to {max(_BATCH_SIZES)} samples"
-    if difference is None:
-        say("Not compared with the model, since onnxruntime is not installed.")
-    else:
-        say(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest answer.")
+    say(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest answer.")
 
 
 def example_batches(task: Task) -> Iterator[Batch]:
@@ -152,23 +148,6 @@ def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, A
         return _tensors(loaded(*args, **kwargs))
 
     return file.getvalue(), answer
-
-
-def _as_onnx(program: ExportedProgram) -> tuple[bytes, Answer | None]:
-    """The content of an .onnx, and what calls the program in it, where onnxruntime is installed."""
-    converted = torch.onnx.export(program, dynamo=True, verbose=False)
-    assert converted is not None
-    content = converted.model_proto.SerializeToString()
-    if importlib.util.find_spec("onnxruntime") is None:
-        return content, None
-    session = importlib.import_module("onnxruntime").InferenceSession(content, providers=["CPUExecutionProvider"])
-
-    def answer(call: Exported) -> Sequence[Tensor]:
-        names, tensors = (each.name for each in session.get_inputs()), _tensors(list(call.inputs.values()))
-        outputs = session.run(None, dict(zip(names, (t.cpu().numpy() for t in tensors), strict=True)))
-        return [torch.from_numpy(output) for output in outputs]
-
-    return content, answer
 
 
 @contextmanager
