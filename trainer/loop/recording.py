@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Recorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -44,6 +46,8 @@ class Recorder:
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
+        if not self._graphs:  # torch takes no pool again whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.device(self._device), self.launching(), _without_collecting():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -58,6 +62,7 @@ class Recorder:
             generator.graphsafe_set_state(before)  # one that a broken recording has drawn on stays as if in it
             self._abandon(graph)
             raise
+        self._graphs.add(graph)
         return graph, result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -35,6 +35,7 @@ and run them again on the same memory. As on a real GPU
   that were captured with the old one stay useless;
 - nor does memory of torch's cache go back to the GPU then, or another capture begin in the same pool, until
   `torch._C._cuda_endAllocateToPool` ends the use of it;
+- no capture can begin in a pool whose graphs are all gone;
 - a replay fails if memory that it needs has been freed since the capture, which a real GPU would not notice;
 - memory of a pool is in use while a graph or a tensor has it, and what one capture has freed, another one takes.
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ class CUDAGraph:
     num_captures = num_replays = 0  # of all graphs
     _num_pools = 0
     _allocating: set[Any] = set()  # pools of captures that are under way, or broke off
+    _num_of_pool: Counter[Any] = Counter()  # graphs that use a pool; 0 of one that was used
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph, self._captured = ctypes.c_void_p(), False
@@ -72,6 +74,9 @@ class CUDAGraph:
         self._pool = pool or graph_pool_handle()
         if self._pool in self._allocating:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if self._num_of_pool.get(self._pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self._num_of_pool[self._pool] += 1
         self._allocating.add(self._pool)
         mode = ctypes.c_char(capture_error_mode[0].encode())
         check(_library.imagined_begin(ctypes.c_int64(self._pool[1]), mode, ctypes.byref(self._graph)))
@@ -90,6 +95,8 @@ class CUDAGraph:
 
     def reset(self) -> None:
         _library.imagined_delete(self._graph)
+        if self._captured:
+            self._num_of_pool[self._pool] -= 1
         self._graph, self._captured = ctypes.c_void_p(), False
 
     def pool(self) -> Any:
