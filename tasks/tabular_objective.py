@@ -47,6 +47,11 @@ class TabularObjective(Objective):
         """Merges adapters once for all batches."""
         self._merged = [merged(self.model)]
 
+    def train(self, mode: bool = True) -> "TabularObjective":
+        if mode:
+            self._merged = []
+        return super().train(mode)
+
     def probabilities(self, batch: Batch) -> Tensor:
         """Of the classes of a user's rows, (B, C), after `start_evaluation`."""
         assert self._answer is not None

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.conftest import TINY, assert_same_bits, load
-from tests.gpu.runs import results, run, tiny
+from tests.gpu.runs import results, run
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from trainer.loop.recording import difference
+from trainer.loop import graphs
+from trainer.loop.graphs import GraphedLearner
+from trainer.loop.recording import Packed, difference
 
 GRAPHS = ["--cuda-graphs", "on"]
 PIECES = [
@@ -97,11 +99,15 @@ def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
 
 @on_imagined_gpus()
 def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
-    more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic"]
+    """In the middle of epochs of three steps."""
+    more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic",
+            "--schedule", "constant", "--warmup-epochs", 0]  # fmt: skip
     run(cache_dir, *more, "--max-steps", 13, "--save-dir", tmp_path / "whole")
-    for steps, graphs in ((2, "off"), (7, "on"), (10, "off"), (13, "on")):
-        run(cache_dir, *more, "--max-steps", steps, "--schedule", "constant", "--save-dir", tmp_path / "parts",
-            "--cuda-graphs", graphs)  # fmt: skip
+    for steps, choice in ((2, "off"), (7, "on"), (10, "off"), (13, "on")):
+        run(cache_dir, *more, "--max-steps", steps, "--save-dir", tmp_path / "parts", "--cuda-graphs", choice)
+    whole, parts = (load(tmp_path / name / "last.pth") for name in ("whole", "parts"))
+    assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")}
+                       for state in (whole, parts)))  # fmt: skip
 
 
 @on_imagined_gpus()
@@ -125,7 +131,47 @@ def test_ranks_learn_the_same_to_the_bit(tmp_path, cache_dir):
 
 @on_imagined_gpus()
 def test_a_lack_of_memory_ends_recordings_first(tmp_path, cache_dir):
-    tiny(cache_dir, tmp_path, "--device", "cuda", *GRAPHS)
+    """In a replay of an evaluation, and of a step of the second of two runs."""
+    copies = Packed.copies
+
+    for name, number in (("evaluation", 13), ("step", 14)):
+        calls = iter(range(1, 10**6))
+
+        def lacking(self, calls=calls, number=number):
+            if next(calls) == number:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return copies(self)
+
+        Packed.copies = lacking
+        learns_the_same(tmp_path / name, cache_dir, *LONGER)
+    assert GPUS.printed().count("Out of memory: going on without CUDA graphs.") == 2
+
+
+@pytest.mark.slow
+@on_imagined_gpus(may_wait=True)
+def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
+    for method in ("_moment", "_recorded", "_named", "_recorded_update"):
+        function = getattr(GraphedLearner, method)
+
+        def lacking(*args, function=function):
+            GPUS.limit_memory(GPUS.memory_in_use())
+            try:
+                return function(*args)
+            finally:
+                GPUS.limit_memory(2**34)
+
+        setattr(GraphedLearner, method, lacking)
+        learns_the_same(tmp_path / method, cache_dir, *LONGER, "--amp", "fp16")
+        setattr(GraphedLearner, method, function)
+    assert GPUS.printed().count("kernel by kernel: there is no memory for a recording.") == 4
+
+
+@on_imagined_gpus()
+def test_recordings_do_not_displace_each_other(tmp_path, cache_dir):
+    graphs.MOST_GRAPHS = 2
+    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'ragged_task.py'}:Ragged", "--epochs", 4,
+                    "--batch-size", 4)  # fmt: skip
+    assert GPUS.num_captures < 15 and GPUS.num_replays > 30
 
 
 def test_values_are_compared_up_to_an_open_order_of_summation():

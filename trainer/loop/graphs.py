@@ -23,7 +23,7 @@ from trainer.common.errors import reason
 from trainer.common.torch_private import has_hooks, hooked_module
 from trainer.loading.batches import Batch, WeightedBatch
 from trainer.loop.learner import Learner
-from trainer.loop.memory import lacks_memory
+from trainer.loop.memory import OUT_OF_MEMORY, free_memory, lacks_memory
 from trainer.loop.module_state import ABSENT, WholeState, outline, outline_of
 from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
@@ -41,9 +41,10 @@ Key = tuple[Any, ...]
 MOST_GRAPHS = 64
 """Recordings that are kept; beyond it the one goes that was not used for longest."""
 LEAST_FREE = 1 / 16
-"""Of a GPU's memory: with less of it free, a recording is made only in the place of another one."""
+"""Of a GPU's memory: with less of it free, no second recording is made."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 """Of a tensor's largest value: how far two results may be apart where kernels add up in any order."""
+_LACK = "there is no memory for a recording"
 _SPARSE = "gradients of sparse embeddings have other sizes in each step"
 _OF_STEP = {"params", "lr"}
 """Entries of an optimizer's groups that are looked at in each step."""
@@ -135,6 +136,7 @@ class GraphedLearner(Learner, Watch):
     _gradients: dict[str, Gradients | None] = field(default_factory=dict, init=False)
     _rates: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
     _recordings: OrderedDict[Key, Recording] = field(default_factory=OrderedDict, init=False)
+    _left_out: set[Key] = field(default_factory=set, init=False)
     _seen: Counter[Key] = field(default_factory=Counter, init=False)
     _checked: set[Key] = field(default_factory=set, init=False)
     _lines: list[str] = field(default_factory=list, init=False)
@@ -211,7 +213,7 @@ class GraphedLearner(Learner, Watch):
                 gradients.collect()
             return {name: value.detach() for name, value in sums.items()}
 
-        if micro_batch.num_samples == 0 or (recording is None and self._is_new(key)):
+        if micro_batch.num_samples == 0 or (recording is None and not self._is_wanted(key)):
             sums = launch()
         elif recording is None or key not in self._checked:
             sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
@@ -228,10 +230,10 @@ class GraphedLearner(Learner, Watch):
             gradients.attach()
         return sums
 
-    def _is_new(self, key: Key) -> bool:
-        """Whether a signature comes for the first time: its kernels are chosen and loaded then."""
+    def _is_wanted(self, key: Key) -> bool:
+        """Whether a signature is to be recorded. When it comes first, its kernels are chosen and loaded."""
         self._seen[key] += 1
-        return self._seen[key] == 1
+        return self._seen[key] > 1 and self._has_place(key)
 
     def _replay(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> None:
         for name, tensor in micro_batch.batch.items():
@@ -271,7 +273,6 @@ class GraphedLearner(Learner, Watch):
                 if changed is not None:
                     raise CannotBeRecorded(f"forwards give {changed} another value, which a recording would not")
                 if recording is None:
-                    self._make_place()
                     recording = self._recorded(phase, gradients, micro_batch, before)
 
                 replayed_s: list[float] = []
@@ -326,13 +327,22 @@ class GraphedLearner(Learner, Watch):
         gradients.collect()
         return outputs
 
-    def _make_place(self) -> None:
-        """Has memory for one more recording, which can have none that torch keeps of launched steps."""
+    def _has_place(self, key: Key) -> bool:
+        """Whether one more recording may be made, for which memory goes that torch keeps of launched steps.
+
+        Another one may make way. It is not made again, or those of a run with too many would displace each other.
+        """
+        if key in self._left_out:
+            return False
         if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        if self._recordings and (len(self._recordings) >= MOST_GRAPHS or free < LEAST_FREE * total):
-            self._recordings.popitem(last=False)
+        if self._recordings and free < LEAST_FREE * total:
+            self._left_out.add(key)
+            return False
+        if len(self._recordings) >= MOST_GRAPHS:
+            self._left_out.add(self._recordings.popitem(last=False)[0])
+        return True
 
     def _seconds(self, function: Callable[[], Any]) -> float:
         torch.cuda.synchronize(self.device)
@@ -359,8 +369,20 @@ class GraphedLearner(Learner, Watch):
         self._records_evaluation = self._obstacle_of_forwards() is None
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
-        if not self._records_evaluation:
-            return super().evaluate(net, strategy, batch)
+        if self._records_evaluation:
+            try:
+                return self._evaluated(net, batch)
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+            # Outside of the handler, because the frames of the exception hold what is to be freed.
+            self._forwards.problem = _LACK
+            self.release()
+            free_memory()
+            self._lines.append(OUT_OF_MEMORY)
+        return super().evaluate(net, strategy, batch)
+
+    def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
         was_recorded = self._forwards.problem is None
         outputs = self._forwards(net, batch, self._account_of)
         if was_recorded and self._forwards.problem is not None:
@@ -378,7 +400,7 @@ class GraphedLearner(Learner, Watch):
             gradients.present = gradients.flat.present
         key = "update", phase, gradients.present
         recording = self._recordings.get(key)
-        if recording is None and self._records_update(phase) and any(gradients.present) and not self._is_new(key):
+        if recording is None and self._records_update(phase) and any(gradients.present) and self._is_wanted(key):
             recording = self._recorded_update(key, phase, gradients, global_norm)
         if recording is None:
             gradients.attach()
@@ -404,12 +426,11 @@ class GraphedLearner(Learner, Watch):
         gradients.attach()
         present = gradients.present
         groups = self._groups(phase)
-        rates = self._rates.setdefault(phase, [torch.zeros((), device=self.device) for _ in groups])
         before = [dict(group) for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group |= {"lr": rate} | ({"capturable": True} if "capturable" in group else {})
         try:
-            self._make_place()
+            rates = self._rates.setdefault(phase, [torch.zeros((), device=self.device) for _ in groups])
+            for group, rate in zip(groups, rates, strict=True):
+                group |= {"lr": rate} | ({"capturable": True} if "capturable" in group else {})
             graph, results = self._recorder.record(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
         except Exception as error:
             self.precision.forget_unscaling()
@@ -464,7 +485,7 @@ class GraphedLearner(Learner, Watch):
         if isinstance(error, CannotBeRecorded):
             return str(error)
         if isinstance(error, RuntimeError) and lacks_memory(error):
-            return "there is no memory for a recording"
+            return _LACK
         frames = traceback.extract_tb(error.__traceback__)
         library = Path(torch.__file__).parent
         own = [each for each in frames if not Path(each.filename).is_relative_to(library) and each.name != AT_OPERATOR]

@@ -41,6 +41,7 @@ FORMAT = record(
     closed=True,
 )
 """Of that file. Nothing reads the sizes of evaluations, which older versions wrote."""
+OUT_OF_MEMORY = "Out of memory: going on without CUDA graphs."
 _SINGLE = "with a single sample per forward"
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
 """What cuBLAS, cuDNN, the driver and NCCL say, whose errors have no type of their own."""
@@ -139,7 +140,7 @@ class MemoryGuard:
         self._learner.buffers.undo()
         if self._learner.release() and not self._strategy.group.is_launched:
             free_memory()
-            say("Out of memory: going on without CUDA graphs.")
+            say(OUT_OF_MEMORY)
             return
         free_memory()
         group, before = self._strategy.group, self.splits[phase].batch_size

@@ -112,6 +112,8 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
         return value
     if isinstance(value, Tensor):
         return value.data_ptr() if value.layout == torch.strided else id(value)
+    if isinstance(value, nn.Module):  # one that is no submodule
+        return [outline_of(tensor) for tensor in chain(value.parameters(), value.buffers())]
     if isinstance(value, _CONTAINERS_AND_TUPLES) and len(value) <= most:
         items = chain(*value.items()) if isinstance(value, dict) else value
         return [outline_of(item, most // 2) for item in items]

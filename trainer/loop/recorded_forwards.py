@@ -40,6 +40,7 @@ class RecordedForwards:
         self._objective, self._strategy, self._recorder = objective, strategy, recorder
         self._recordings: OrderedDict[Any, RecordedForward] = OrderedDict()
         self._seen: Counter[Any] = Counter()
+        self._left_out: set[Any] = set()
         self.problem: str | None = None
 
     def clear(self) -> None:
@@ -50,7 +51,7 @@ class RecordedForwards:
         """What a module returns for a batch in host memory. account_of: says what stands in the way of a recording."""
         key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
         self._seen[key] += 1
-        if self.problem is not None or self._seen[key] == 1:
+        if self.problem is not None or self._seen[key] == 1 or key in self._left_out:
             return net(self._strategy.to_device(batch))
         if key in self._recordings:
             self._recordings.move_to_end(key)
@@ -62,7 +63,7 @@ class RecordedForwards:
             self.clear()
             return net(self._strategy.to_device(batch))
         if len(self._recordings) == MOST_FORWARDS:
-            self._recordings.popitem(last=False)
+            self._left_out.add(self._recordings.popitem(last=False)[0])  # or they would displace each other
         self._recordings[key] = recording
         return _replayed(recording, batch)
 
