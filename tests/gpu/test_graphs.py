@@ -8,7 +8,7 @@ from tests.gpu.runs import results, run
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from trainer.loop import graphs
+from trainer.loop import blocks, graphs
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.recording import Packed, difference
 
@@ -164,6 +164,24 @@ def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
         learns_the_same(tmp_path / method, cache_dir, *LONGER, "--amp", "fp16")
         setattr(GraphedLearner, method, function)
     assert GPUS.printed().count("kernel by kernel: there is no memory for a recording.") == 4
+
+
+@pytest.mark.slow
+@on_imagined_gpus()
+def test_compiled_code_is_recorded(tmp_path, cache_dir):
+    in_capture = []
+
+    def backend(module, inputs):
+        def compiled(*args):
+            in_capture.append(torch.cuda.is_current_stream_capturing())
+            return module(*args)
+
+        return compiled
+
+    blocks.BACKEND = backend
+    learns_the_same(tmp_path, cache_dir, *LONGER, "--compile")
+    assert any(in_capture) and GPUS.num_replays > 5
+    assert "kernel by kernel" not in GPUS.printed()
 
 
 @on_imagined_gpus()

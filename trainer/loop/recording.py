@@ -108,6 +108,13 @@ class _Reads(TorchDispatchMode):
         self.found: dict[int, Tensor] = {}
         self._made: set[int] = set()
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Or torch would never again run as compiled what it is asked for within it."""
+        return True
+
+    ignore_compile_internals = is_infra_mode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _strided((args, kwargs)):
             memory = tensor.untyped_storage().data_ptr()
