@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from benchmarks.gpu import MACHINE, PARTS, Results, read_flags, run_parts
 from benchmarks.on_gpu import exact, part, poisoned, snapshot
@@ -63,6 +64,11 @@ def test_exact_tells_other_weights(setting, monkeypatch):
     monkeypatch.setattr(exact, "run", with_another_seed)
     names = [each["name"] for each in wrong(found_by(exact.measure, setting))]
     assert names == ["kg-lightgcn, weights", "kg-lightgcn, scores"]
+
+
+def test_values_of_other_bits_are_unlike():
+    assert part.unlike({"model": torch.tensor([0.0])}, {"model": torch.tensor([-0.0])}) == ["/model"]
+    assert part.unlike({"model": torch.tensor([torch.nan])}, {"model": torch.tensor([torch.nan])}) == []
 
 
 def test_poisoned_tells_a_step_that_was_applied(setting, monkeypatch):

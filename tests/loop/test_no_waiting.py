@@ -64,7 +64,7 @@ class EndsAfter(SilentLog):
 
 def train_steps(run: Run, log: EndsAfter) -> None:
     run.log = log
-    with pytest.raises(EndsAfter.Reached):
+    with pytest.raises(EndsAfter.Reached), run.learner.launching():
         train_epoch(run)
 
 
