@@ -6,24 +6,27 @@ see `ready`; nothing else runs meanwhile. The first of all models are told befor
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.on_gpu import ranks, ready
 from benchmarks.on_gpu.models import MODELS, chosen
 from benchmarks.on_gpu.part import HELPERS, ROOT, Report, Setting, checkpoint_of_step, graphs_watched, last, run, unlike
 
 FIRST = ("sasrec", "harnet", "lightgcn", "plmu")
-NUM_AT_ONCE = 8
+NUM_AT_ONCE, THREADS = 8, 2
 TIMES, NUM_MODELS = 5.0, 11
 """Goals: how many times faster than without graphs, and than other trainers; the first for so many models."""
+OFF = ["--cuda-graphs", "off"]
 STEPS = 30
 BITS = [
     "--deterministic", "--max-steps", STEPS, "--batch-size", 8, "--eval-batch-size", 64, "--eval-every-steps", STEPS,
-    "--ema-decay", 0.9, "--no-test", "--log-interval", 1000, "--num-threads", 2,
+    "--ema-decay", 0.9, "--no-test", "--log-interval", 1000,
 ]  # fmt: skip
 SMALL = [
     "--task", f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:LatePoisoned", "--poison", "input", "--num-train", 50,
@@ -40,6 +43,11 @@ SETTINGS: dict[str, list[object]] = {
         "--lr", 0.02, "--max-grad-norm", 0.3, "--poisoned", "--on-nonfinite", "skip", "--deterministic",
     ],
 }  # fmt: skip
+FURTHER: dict[str, list[object]] = {
+    "compiled": [*MODELS["harnet"], *BITS, "--compile"],
+    "blocks that are computed twice": [*MODELS["sasrec"], *BITS, "--grad-checkpointing"],
+}
+"""Settings that a CPU, or little work, does not tell much of."""
 RESUMED = [*SMALL, "--epochs", 3, "--save-every-steps", 10, "--keep-checkpoints", 0, "--dropout", 0.2]
 
 
@@ -53,8 +61,8 @@ def measure(setting: Setting, report: Report) -> None:
 
     for name in first:
         report.attempt(f"{name}, speed", partial(measured, ready.speed, name))
-    several = ranks.GRAPHED if setting.is_gpu and not setting.is_small else ()
-    side_by_side(setting, report, [*names, *SETTINGS, "resumed", *several])
+    further = [*FURTHER, *ranks.GRAPHED] if setting.is_gpu and not setting.is_small else []
+    side_by_side(setting, report, [*names, *SETTINGS, "resumed", *further])
     for name in names[len(first) :]:
         report.attempt(f"{name}, speed", partial(measured, ready.speed, name))
     fast = [name for name, own in ms.items() if own["eager loop"] >= TIMES * own.get("loop with graphs", 1e9)]
@@ -73,13 +81,19 @@ def side_by_side(setting: Setting, report: Report, names: Sequence[str]) -> None
         for name in names:
             report.attempt(name, partial(bits, setting, report, name))
         return
+
+    def tell(done: Future[list[dict[str, Any]]]) -> None:
+        for found in done.result():
+            report.tell(found)
+
     with ProcessPoolExecutor(NUM_AT_ONCE, get_context("spawn"), max_tasks_per_child=1) as processes:
-        for done in as_completed([processes.submit(bits_found, setting, name) for name in names]):
-            for found in done.result():
-                report.tell(found)
+        started = {processes.submit(bits_found, setting, name): name for name in names}
+        for done in as_completed(started):
+            report.attempt(started[done], partial(tell, done))
 
 
 def bits_found(setting: Setting, name: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(THREADS)
     found: list[dict[str, Any]] = []
     report = Report(found.append)
     report.attempt(name, partial(bits, setting, report, name))
@@ -92,8 +106,8 @@ def bits(setting: Setting, report: Report, name: str) -> None:
         for amp in setting.pick(("off", "bf16", "fp16"), ("off",)):
             title, flags = f"{name}, {amp}", [*MODELS[name], *BITS, "--amp", amp]
             report.attempt(title, partial(compare, setting, report, title, flags))
-    elif name in SETTINGS:
-        compare(setting, report, name, SETTINGS[name])
+    elif name in SETTINGS | FURTHER:
+        compare(setting, report, name, (SETTINGS | FURTHER)[name])
     elif name in ranks.GRAPHED:
         ranks.compare_graphs(setting, report, name, ranks.GRAPHED[name])
     else:
@@ -101,7 +115,7 @@ def bits(setting: Setting, report: Report, name: str) -> None:
 
 
 def compare(setting: Setting, report: Report, name: str, flags: Sequence[object]) -> None:
-    launched = run(setting, f"{name}, launched", *flags)
+    launched = run(setting, f"{name}, launched", *flags, *OFF)
     judge(setting, report, name, partial(graphed, setting, f"{name}, recorded", flags), launched)
 
 
@@ -112,12 +126,12 @@ def graphed(setting: Setting, name: str, flags: Sequence[object]) -> Path:
 
 def resume(setting: Setting, report: Report, name: str) -> None:
     """In the midst of epochs, from launched steps to recorded ones and back."""
-    launched = run(setting, f"{name}, launched", *RESUMED)
+    launched = run(setting, f"{name}, launched", *RESUMED, *OFF)
 
     def there_and_back() -> Path:
         start = ["--resume-from", checkpoint_of_step(launched, 10)]
         recorded = graphed(setting, f"{name}, recorded", [*RESUMED, *start])
-        return run(setting, f"{name}, back", *RESUMED, "--resume-from", checkpoint_of_step(recorded, 20))
+        return run(setting, f"{name}, back", *RESUMED, *OFF, "--resume-from", checkpoint_of_step(recorded, 20))
 
     judge(setting, report, name, there_and_back, launched)
 

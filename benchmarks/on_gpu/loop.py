@@ -35,7 +35,7 @@ def measure(setting: Setting, report: Report) -> None:
 def opened(
     setting: Setting, task: type[Autoencoder], size: int
 ) -> AbstractContextManager[tuple[Run, list[Window], int]]:
-    more = ["--batch-size", size, "--num-train", NUM_BATCHES * size]
+    more = ["--batch-size", size, "--num-train", NUM_BATCHES * size, "--cuda-graphs", "off"]
     return ready_run(setting, "--task", f"{__file__}:{task.__name__}", *more)
 
 

@@ -184,7 +184,7 @@ def beside(setting: Setting, report: Report, name: str) -> dict[str, float]:
             report.figure(f"{name}, {other}", "left out: it compiles every shape, for minutes")
             continue
         try:
-            with ready_run(setting, *model_flags(setting, name)) as (run, windows, num_epochs):
+            with ready_run(setting, *model_flags(setting, name), "--cuda-graphs", "off") as (run, windows, num_epochs):
                 found = steps_of(setting, run, windows, 2 + num_epochs)[-num_epochs * len(windows) :]
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}"[:300]

@@ -11,8 +11,8 @@ from benchmarks.on_gpu.part import Report, Setting, opened_model
 from trainer.profiling.measure import MeasuredRun
 from trainer.profiling.phase_clock import DATA
 
-PRECISIONS = {"off": ["--amp", "off"], "bf16": ["--amp", "bf16"], "fp16": ["--amp", "fp16"]}
-WITH_GRAPHS = {f"{kind}, graphs": [*PRECISIONS[kind], "--cuda-graphs", "on"] for kind in ("off", "bf16")}
+PRECISIONS = {kind: ["--amp", kind, "--cuda-graphs", "off"] for kind in ("off", "bf16", "fp16")}
+WITH_GRAPHS = {f"{kind}, graphs": ["--amp", kind, "--cuda-graphs", "on"] for kind in ("off", "bf16")}
 
 
 def measure(setting: Setting, report: Report) -> None:
