@@ -98,6 +98,14 @@ def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
 
 
 @on_imagined_gpus()
+def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
+    run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
+        "--save-dir", tmp_path)  # fmt: skip
+    lines = [line for line in told() if "something keeps a tensor of the shape (8, 8)" in line]
+    assert len(lines) == 2 and GPUS.num_replays == 0  # of steps and of evaluations
+
+
+@on_imagined_gpus()
 def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
     """In the middle of epochs of three steps."""
     more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic",

@@ -69,6 +69,19 @@ class CountingElsewhere(Network):
         return super().forward(x) * (1 + CALLS[0] % 7 / 10)
 
 
+KEPT: dict[int, torch.Tensor] = {}
+
+
+class KeepingElsewhere(Network):
+    """Keeps an activation in each forward, where nobody sees it."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        before = KEPT.get(len(x))
+        KEPT[len(x)] = hidden.detach()
+        return self.last(hidden if before is None or before.device != x.device else hidden + before)
+
+
 class FromHost(Network):
     def forward(self, x):
         return super().forward(x) + torch.tensor([0.5, -0.5]).to(x.device, non_blocking=True)
@@ -227,6 +240,7 @@ class ClampedObjective(ShapedObjective):
 
 
 KeepingTask, RefusingTask = task_of(Keeping), task_of(Refusing)
+KeepingElsewhereTask = task_of(KeepingElsewhere)
 
 
 SHIFTS = {}

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -89,15 +89,32 @@ class Recorder:
 def rehearsed(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """What a function returns, and the tensors of before that it reads: a recording needs their memory.
 
-    Raises RuntimeError where the host would wait for a GPU, as far as torch can tell, and what the function raises.
+    Raises RuntimeError where the host would wait for a GPU, as far as torch can tell, where somebody keeps a tensor
+    that the function makes each time, and what the function raises.
     """
+    result, reads, keeps = _rehearsed(function)
+    if keeps:  # perhaps what it makes once, and finds from then on
+        result, reads, keeps = _rehearsed(function)
+    if keeps:
+        raise CannotBeRecorded(f"something keeps a tensor of the shape {keeps[0]}, which replays would overwrite")
+    return result, reads
+
+
+def _rehearsed(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
+    """The last part: shapes of the tensors that are kept."""
     reads: Any = nullcontext()
     with suppress(NotImplementedError):
         reads = _Reads()
     # Backwards in this thread, where the operators of a forward are seen too.
     with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), reads:
         result = function()
-    return result, list(getattr(reads, "found", {}).values())
+    if not isinstance(reads, _Reads):
+        return result, [], []
+    keeps = reads.kept(result)
+    if keeps:
+        gc.collect()
+        keeps = reads.kept(result)
+    return result, list(reads.found.values()), keeps
 
 
 class _Reads(TorchDispatchMode):
@@ -107,6 +124,7 @@ class _Reads(TorchDispatchMode):
         super().__init__()
         self.found: dict[int, Tensor] = {}
         self._made: set[int] = set()
+        self._outputs: list[ref[Tensor]] = []
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -121,8 +139,18 @@ class _Reads(TorchDispatchMode):
             if memory not in self._made:
                 self.found[memory] = tensor
         result = func(*args, **(kwargs or {}))
-        self._made.update(tensor.untyped_storage().data_ptr() for tensor in _strided(result))
+        for tensor in _strided(result):
+            memory = tensor.untyped_storage().data_ptr()
+            if memory not in self.found and tensor.is_cuda:
+                self._outputs.append(ref(tensor))
+            self._made.add(memory)
         return result
+
+    def kept(self, result: Any) -> list[tuple[int, ...]]:
+        """Shapes of the tensors that operators have made, and that are still there but not in the result."""
+        own = {each.untyped_storage().data_ptr() for each in _strided(getattr(result, "parts", result))}
+        there = [tensor for each in self._outputs if (tensor := each()) is not None]
+        return [tuple(each.shape) for each in there if each.untyped_storage().data_ptr() not in own]
 
 
 def _strided(values: Any) -> list[Tensor]:
@@ -162,14 +190,14 @@ class Packed:
         for name, value in values.items():
             by_type.setdefault(value.dtype, []).append(name)
         self._shapes = {name: value.shape for name, value in values.items()}
-        self._parts = [
+        self.parts = [
             (names, torch.cat([values[name].detach().reshape(-1) for name in names])) for names in by_type.values()
         ]
 
     def copies(self) -> dict[str, Tensor]:
         """The tensors by name, in memory that no recording writes to."""
         found: dict[str, Tensor] = {}
-        for names, part in self._parts:
+        for names, part in self.parts:
             sizes = [self._shapes[name].numel() for name in names]
             found.update(zip(names, part.clone().split(sizes), strict=True))
         return {name: found[name].view(shape) for name, shape in self._shapes.items()}
