@@ -44,8 +44,8 @@ SETTINGS: dict[str, list[object]] = {
     ],
 }  # fmt: skip
 FURTHER: dict[str, list[object]] = {
-    "compiled": [*MODELS["harnet"], *BITS, "--compile"],
-    "blocks that are computed twice": [*MODELS["sasrec"], *BITS, "--grad-checkpointing"],
+    "compiled": ["--task", "har", *BITS, "--compile"],
+    "blocks that are computed twice": ["--task", "seqrec", *BITS, "--grad-checkpointing"],
 }
 """Settings that a CPU, or little work, does not tell much of."""
 RESUMED = [*SMALL, "--epochs", 3, "--save-every-steps", 10, "--keep-checkpoints", 0, "--dropout", 0.2]
