@@ -63,6 +63,7 @@ OBSTACLES = {
     "DrawingByTorchTask": "forwards draw from generators of the host",
     "CountingTask": "forwards give model.calls another value",
     "HookedTask": "hooks of model.first would not be called",
+    "HookedLater": "hooks of model.first would not be called",
     "WaitingTask": "called a synchronizing CUDA operation (recorded_task.py, line",
     "KeepingTask": "forwards give model.kept another value",
     "Annealed": "after a step factor is another one",
@@ -72,7 +73,7 @@ OBSTACLES = {
 }
 
 
-SLOW = {"CountingTask", "FromHostTask", "RefusingTask", "OwnRows"}
+SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OBSTACLES])

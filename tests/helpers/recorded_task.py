@@ -58,6 +58,15 @@ class Hooked(Network):
         self.first.register_forward_hook(lambda module, args, output: output * 2)
 
 
+class HookedLater(Shaped):
+    def build(self):
+        return Network()
+
+    def on_epoch_start(self, objective, epoch, progress):
+        if epoch == 1:
+            objective.model.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
 CALLS = [0]
 
 

@@ -163,6 +163,10 @@ class GraphedLearner(Learner, Watch):
         for phase in self.params:
             for number, group in enumerate(self._groups(phase)):
                 held |= {f"{phase} {number} {name}": outline_of(group[name]) for name in group.keys() - _OF_STEP}
+        problem = self._obstacle_of_forwards()  # which a task may have put there since
+        if problem is not None:
+            for phase in self.params:
+                self._give_up(phase, problem)
         if held != self._held:
             self._recordings.clear()
         self._held = held
@@ -199,7 +203,7 @@ class GraphedLearner(Learner, Watch):
         if is_first:
             gradients.begin()
         self.enter(phase)
-        shapes = ((name, tensor.shape, tensor.dtype) for name, tensor in micro_batch.batch.items())
+        shapes = ((name, each.shape, each.stride(), each.dtype) for name, each in micro_batch.batch.items())
         key = "forward and backward", phase, gradients.present, *shapes
         recording = self._recordings.get(key)
 
@@ -404,7 +408,7 @@ class GraphedLearner(Learner, Watch):
             recording = self._recorded_update(key, phase, gradients, global_norm)
         if recording is None:
             gradients.attach()
-            held = outline(self.objective) if self._has_own_update(phase) else {}
+            held = outline(self.objective) if self._may_replace(key, phase) else {}
             outcome = super().update(phase, learning_rate, global_norm)
             gradients.present, gradients.is_attached = gradients.flat.present, True
             if held and (changed := _first_difference(held, outline(self.objective))) is not None:
@@ -448,6 +452,12 @@ class GraphedLearner(Learner, Watch):
 
     def _records_update(self, phase: str) -> bool:
         return not self._has_own_update(phase) and not self.buffers.forward_state.is_active
+
+    def _may_replace(self, key: Key, phase: str) -> bool:
+        """Whether an update may give modules other tensors or numbers. An optimizer does so at once, or never."""
+        self._seen[key] += 1
+        is_own = type(self.objective).after_step is not Objective.after_step
+        return is_own or (self._has_own_update(phase) and self._seen[key] < 5)
 
     def _has_own_update(self, phase: str) -> bool:
         is_known = all(map(can_be_recorded, self.optimizers[phase]))
