@@ -114,7 +114,10 @@ def _rehearsed(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[i
     if keeps:
         gc.collect()
         keeps = reads.kept(result)
-    return result, list(reads.found.values()), keeps
+    # Compiled code shows operators what it has made itself; that is gone once nobody else holds it.
+    found = [ref(tensor) for tensor in reads.found.values()]
+    reads.found.clear()
+    return result, [tensor for each in found if (tensor := each()) is not None], keeps
 
 
 class _Reads(TorchDispatchMode):
