@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import TINY, load
+from tests.conftest import TINY, assert_same_bits, load
 from tests.gpu.runs import EXACT, assert_same, run, tiny
 from tests.gpu.test_memory import ROOM, WIDE
 from tests.gpu.test_training import HELPERS, POISONED
@@ -82,3 +82,21 @@ def test_one_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
     printed = GPUS.printed()
     assert "the ranks are no longer in lockstep" in printed and "model.layers.4.weight held other bits on" in printed
     assert "cuda:0 (Imagined GPU)) than on rank 1" in printed
+
+
+@pytest.mark.slow
+@on_imagined_gpus(2, may_wait=True)
+def test_a_lost_rank_costs_one_step(tmp_path, cache_dir, monkeypatch):
+    """One is killed once it has the weights after step 6; the other one saves that step, and both resume from it."""
+    argv = ["--task", f"{HELPERS / 'struck_task.py'}:Struck", "--epochs", 2, "--num-train", 48, "--batch-size", 6,
+            "--lr", 0.01, "--num-threads", 1, "--deterministic", "--multi-gpu", "ddp", "--backend", "gloo",
+            "--dist-timeout-s", 20, "--cache-dir", cache_dir / "lockstep"]  # fmt: skip
+    for name, strikes in (("whole", ()), ("struck", ("kill optimizer 1 6",))):
+        monkeypatch.setenv("LOCKSTEP_STRIKE_NOTE", str(tmp_path / f"{name}.note"))
+        monkeypatch.setenv("LOCKSTEP_STRIKE", next(iter(strikes), "kill nowhere 0 1"))
+        for attempt in range(1 + len(strikes)):
+            meeting = tmp_path / f"{name} {attempt}"
+            statuses = run_ranks([*argv, "--save-dir", tmp_path / name], 2, meeting)
+            assert any(statuses) == (attempt < len(strikes)), (name, statuses)
+    assert "The state after optimizer step 6 is saved" in GPUS.printed()
+    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("whole", "struck")))

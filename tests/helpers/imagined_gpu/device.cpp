@@ -839,6 +839,19 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   if (graph && computes && call.name.rfind("empty", 0) != 0) record(*graph, call, op, arguments, results, generator);
 }
 
+// torch's own Work of a future says nothing of its error.
+struct DeviceWork final : c10d::Work {
+  c10::intrusive_ptr<c10::ivalue::Future> result;
+  explicit DeviceWork(c10::intrusive_ptr<c10::ivalue::Future> result) : result(std::move(result)) {}
+  bool isCompleted() override { return result->completed(); }
+  bool isSuccess() const override { return result->completed() && !result->hasError(); }
+  bool wait(std::chrono::milliseconds) override {
+    result->waitAndThrow();
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return result; }
+};
+
 // What processes exchange travels between the host's memory, by gloo. Whoever waits for a result gets the device's tensors.
 c10::intrusive_ptr<c10d::Work> work_on_device(const std::shared_ptr<OnHost>& call, c10d::Work& on_host) {
   auto found = on_host.getFuture();
@@ -847,7 +860,7 @@ c10::intrusive_ptr<c10d::Work> work_on_device(const std::shared_ptr<OnHost>& cal
     if (done.hasError()) raised->setError(done.exception_ptr());
     else raised->markCompleted(call->raised(done.value()));
   });
-  return c10d::Work::create_from_future(raised);
+  return c10::make_intrusive<DeviceWork>(raised);
 }
 
 void exchange(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
