@@ -29,7 +29,16 @@ from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.recorded_forwards import RecordedForwards
-from trainer.loop.recording import AT_OPERATOR, CannotBeRecorded, Packed, Recorder, difference, rehearsed
+from trainer.loop.recording import (
+    AT_OPERATOR,
+    CannotBeRecorded,
+    Packed,
+    Recorder,
+    difference,
+    fill,
+    rehearsed,
+    signature,
+)
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
@@ -203,8 +212,7 @@ class GraphedLearner(Learner, Watch):
         if is_first:
             gradients.begin()
         self.enter(phase)
-        shapes = ((name, each.shape, each.stride(), each.dtype) for name, each in micro_batch.batch.items())
-        key = "forward and backward", phase, gradients.present, *shapes
+        key = "forward and backward", phase, gradients.present, *signature(micro_batch.batch)
         recording = self._recordings.get(key)
 
         def launch() -> Sums:
@@ -240,8 +248,7 @@ class GraphedLearner(Learner, Watch):
         return self._seen[key] > 1 and self._has_place(key)
 
     def _replay(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> None:
-        for name, tensor in micro_batch.batch.items():
-            recording.inputs[name].copy_(tensor, non_blocking=True)
+        fill(recording.inputs, micro_batch.batch)
         self._factor.fill_(factor)
         recording.graph.replay()
 

@@ -104,9 +104,9 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """The same of a value of any kind. most: items of a container, and bytes of an array, of which there may be more.
+    """What `outline` says of a value of any kind; of an object of an unknown kind, its plain attributes.
 
-    Of objects of other kinds it has what plain attributes they have.
+    most: items of a container, and bytes of an array, that are looked at.
     """
     if is_plain(value):
         return value

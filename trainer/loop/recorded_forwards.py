@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loop.module_state import leaving_no_trace
-from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, rehearsed
+from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, fill, rehearsed, signature
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, PerSample
 
@@ -49,7 +49,7 @@ class RecordedForwards:
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
         """What a module returns for a batch in host memory. account_of: says what stands in the way of a recording."""
-        key = tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
+        key = signature(batch)
         self._seen[key] += 1
         if self.problem is not None or self._seen[key] == 1 or key in self._left_out:
             return net(self._strategy.to_device(batch))
@@ -104,8 +104,7 @@ class RecordedForwards:
 
 
 def _replayed(recording: RecordedForward, batch: Batch) -> Outputs:
-    for name, tensor in batch.items():
-        recording.inputs[name].copy_(tensor, non_blocking=True)
+    fill(recording.inputs, batch)
     recording.graph.replay()
     found = recording.results.copies()
     return {name: PerSample(value) if name in recording.per_sample else value for name, value in found.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.common.torch_private import TorchDispatchMode, end_allocating, tree_flatten
+from trainer.loading.batches import Batch
 
 T = TypeVar("T")
 
@@ -27,8 +28,9 @@ class CannotBeRecorded(RuntimeError):
 
 
 class Recorder:
-    """Records what a function launches on a GPU. All recordings share one pool of memory: each may overwrite what an
-    earlier one has left there.
+    """Records what functions launch on a GPU.
+
+    All recordings share one pool of memory: a replay may overwrite what another recording has left there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -183,6 +185,17 @@ def _without_collecting() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def signature(batch: Batch) -> tuple[Any, ...]:
+    """Names, shapes, layouts and types of a batch, of which a recording takes only the content."""
+    return tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
+
+
+def fill(inputs: Mapping[str, Tensor], batch: Batch) -> None:
+    """Copies a batch in host memory, of the same signature, to where a recording reads it, without waiting."""
+    for name, tensor in batch.items():
+        inputs[name].copy_(tensor, non_blocking=True)
 
 
 class Packed:
