@@ -87,6 +87,12 @@ def test_main_says_what_it_runs_on(one_device):
     assert "Workers: 0 per rank, 0 in all. Threads: 1 per rank. Precision: float64." in lines
 
 
+def test_main_says_that_graphs_need_a_gpu(run_here, tmp_path):
+    for value, is_said in (("on", True), ("auto", False)):
+        out, _ = run_here(*TINY, "--device", "cpu", "--cuda-graphs", value, "--save-dir", tmp_path / value)
+        assert ("--cuda-graphs on: has no effect without a GPU." in out.splitlines()) == is_said
+
+
 def test_torchrun(tmp_path, run_together, one_device):
     args = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *DDP, "--save-dir", tmp_path]
     out = run_together((args, {}))

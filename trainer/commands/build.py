@@ -287,7 +287,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 
 def _remarks_on_device(flags: Flags, device: torch.device) -> list[str]:
     if flags.blocks.cuda_graphs == "on" and device.type != "cuda":
-        return [f"--cuda-graphs on: there are none on this {device.type}."]
+        return ["--cuda-graphs on: has no effect without a GPU."]
     return []
 
 
