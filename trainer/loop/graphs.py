@@ -9,7 +9,7 @@ the same kernels compute one by one, and whatever cannot be recorded is launched
 import gc
 import time
 import traceback
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -29,16 +29,7 @@ from trainer.loop.optimizers import can_be_recorded
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.recorded_forwards import RecordedForwards
-from trainer.loop.recording import (
-    AT_OPERATOR,
-    CannotBeRecorded,
-    Packed,
-    Recorder,
-    difference,
-    fill,
-    rehearsed,
-    signature,
-)
+from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, Recordings, difference, fill, rehearse, signature
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
@@ -48,13 +39,15 @@ from trainer.task import Objective, Outputs, Sums, sparse_parameters
 Key = tuple[Any, ...]
 
 MOST_GRAPHS = 64
-"""Recordings that are kept; beyond it the one goes that was not used for longest."""
+"""Recordings that are kept."""
 LEAST_FREE = 1 / 16
 """Of a GPU's memory: with less of it free, no second recording is made."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 """Of a tensor's largest value: how far two results may be apart where kernels add up in any order."""
 _LACK = "there is no memory for a recording"
 _SPARSE = "gradients of sparse embeddings have other sizes in each step"
+REHEARSING = "__torch_dispatch__"
+"""A function of rehearsals, in tracebacks below the line of an own forward."""
 _OF_STEP = {"params", "lr"}
 """Entries of an optimizer's groups that are looked at in each step."""
 LEAST_GAIN = 1.1
@@ -144,9 +137,7 @@ class GraphedLearner(Learner, Watch):
     only_if_faster: bool = field(kw_only=True)
     _gradients: dict[str, Gradients | None] = field(default_factory=dict, init=False)
     _rates: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
-    _recordings: OrderedDict[Key, Recording] = field(default_factory=OrderedDict, init=False)
-    _left_out: set[Key] = field(default_factory=set, init=False)
-    _seen: Counter[Key] = field(default_factory=Counter, init=False)
+    _num_looks: Counter[Key] = field(default_factory=Counter, init=False)
     _checked: set[Key] = field(default_factory=set, init=False)
     _lines: list[str] = field(default_factory=list, init=False)
     _held: dict[str, Any] = field(default_factory=dict, init=False)
@@ -154,6 +145,7 @@ class GraphedLearner(Learner, Watch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._recorder = Recorder(self.device)
+        self._recordings: Recordings[Recording] = Recordings(MOST_GRAPHS)
         self._factor = torch.zeros((), dtype=torch.float64, device=self.device)
         self._forwards = RecordedForwards(self.objective, self.strategy, self._recorder)
         self._held_in_evaluation: dict[str, Any] = {}
@@ -162,7 +154,8 @@ class GraphedLearner(Learner, Watch):
     # --- what looks on ------------------------------------------------------------------------------------------------
 
     def remarks(self) -> Sequence[str]:
-        return [line for phase in self.params if (line := self._obstacle_line(phase)) is not None]
+        problems = {phase: self._obstacle(phase) for phase in self.params}
+        return [self._line(phase, problem) for phase, problem in problems.items() if problem is not None]
 
     def resume(self) -> None:
         """Recordings are checked again, and go where tensors are elsewhere by now or numbers are others."""
@@ -198,13 +191,7 @@ class GraphedLearner(Learner, Watch):
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def accumulate(
-        self,
-        strategy: Strategy,
-        phase: str,
-        micro_batch: WeightedBatch,
-        factor: float,
-        is_first: bool,
-        is_last: bool,
+        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
         gradients = self._gradients_of(phase)
         if gradients is None:
@@ -213,7 +200,7 @@ class GraphedLearner(Learner, Watch):
             gradients.begin()
         self.enter(phase)
         key = "forward and backward", phase, gradients.present, *signature(micro_batch.batch)
-        recording = self._recordings.get(key)
+        recording = self._recordings.used(key)
 
         def launch() -> Sums:
             """As without graphs."""
@@ -230,7 +217,6 @@ class GraphedLearner(Learner, Watch):
         elif recording is None or key not in self._checked:
             sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
         else:
-            self._recordings.move_to_end(key)
             with self.buffers.of_samples(micro_batch.num_samples):
                 strategy.group.activity.enter("forward")
                 self._replay(recording, micro_batch, factor)
@@ -241,11 +227,6 @@ class GraphedLearner(Learner, Watch):
         if is_last and strategy.group.world_size > 1:
             gradients.attach()
         return sums
-
-    def _is_wanted(self, key: Key) -> bool:
-        """Whether a signature is to be recorded. When it comes first, its kernels are chosen and loaded."""
-        self._seen[key] += 1
-        return self._seen[key] > 1 and self._has_place(key)
 
     def _replay(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> None:
         fill(recording.inputs, micro_batch.batch)
@@ -325,7 +306,7 @@ class GraphedLearner(Learner, Watch):
             return Packed(self._forward_and_backward(phase, gradients, own))
 
         before.put_back()
-        _, reads = rehearsed(work)
+        _, reads = rehearse(work)
         before.put_back()
         graph, results = self._recorder.record(work)
         return Recording(graph, inputs, results, gradients.present, reads)
@@ -338,21 +319,17 @@ class GraphedLearner(Learner, Watch):
         gradients.collect()
         return outputs
 
-    def _has_place(self, key: Key) -> bool:
-        """Whether one more recording may be made, for which memory goes that torch keeps of launched steps.
-
-        Another one may make way. It is not made again, or those of a run with too many would displace each other.
-        """
-        if key in self._left_out:
+    def _is_wanted(self, key: Key) -> bool:
+        """Whether a signature without a recording gets one: it takes memory that torch keeps of launched steps."""
+        if not self._recordings.is_wanted(key):
             return False
         if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         if self._recordings and free < LEAST_FREE * total:
-            self._left_out.add(key)
+            self._recordings.left_out.add(key)
             return False
-        if len(self._recordings) >= MOST_GRAPHS:
-            self._left_out.add(self._recordings.popitem(last=False)[0])
+        self._recordings.make_place()
         return True
 
     def _seconds(self, function: Callable[[], Any]) -> float:
@@ -410,8 +387,8 @@ class GraphedLearner(Learner, Watch):
         if self.strategy.group.world_size > 1:  # the exchange may have brought some, or taken them away
             gradients.present = gradients.flat.present
         key = "update", phase, gradients.present
-        recording = self._recordings.get(key)
-        if recording is None and self._records_update(phase) and any(gradients.present) and self._is_wanted(key):
+        recording = self._recordings.used(key)
+        if recording is None and any(gradients.present) and self._records_update(phase) and self._is_wanted(key):
             recording = self._recorded_update(key, phase, gradients, global_norm)
         if recording is None:
             gradients.attach()
@@ -422,7 +399,6 @@ class GraphedLearner(Learner, Watch):
                 for each in self.params:
                     self._give_up(each, f"after a step {changed} is another one, which a recording would not see")
             return outcome
-        self._recordings.move_to_end(key)
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
             rate.fill_(group["lr"])
@@ -462,9 +438,9 @@ class GraphedLearner(Learner, Watch):
 
     def _may_replace(self, key: Key, phase: str) -> bool:
         """Whether an update may give modules other tensors or numbers. An optimizer does so at once, or never."""
-        self._seen[key] += 1
+        self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
-        return is_own or (self._has_own_update(phase) and self._seen[key] < 5)
+        return is_own or (self._has_own_update(phase) and self._num_looks[key] < 5)
 
     def _has_own_update(self, phase: str) -> bool:
         is_known = all(map(can_be_recorded, self.optimizers[phase]))
@@ -505,12 +481,8 @@ class GraphedLearner(Learner, Watch):
             return _LACK
         frames = traceback.extract_tb(error.__traceback__)
         library = Path(torch.__file__).parent
-        own = [each for each in frames if not Path(each.filename).is_relative_to(library) and each.name != AT_OPERATOR]
+        own = [each for each in frames if not Path(each.filename).is_relative_to(library) and each.name != REHEARSING]
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
-
-    def _obstacle_line(self, phase: str) -> str | None:
-        problem = self._obstacle(phase)
-        return None if problem is None else self._line(phase, problem)
 
     def _obstacle(self, phase: str) -> str | None:
         """What keeps a phase from being recorded, as far as that is known before its first step."""

@@ -85,13 +85,7 @@ class Learner:
         return False
 
     def accumulate(
-        self,
-        strategy: Strategy,
-        phase: str,
-        micro_batch: WeightedBatch,
-        factor: float,
-        is_first: bool,
-        is_last: bool,
+        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
         """Adds the gradient of a micro-batch's loss * factor; returns the sums of its samples, with their graph.
 

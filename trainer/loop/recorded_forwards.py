@@ -1,20 +1,28 @@
 """Forwards of evaluations as CUDA graphs, one for each signature."""
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loop.module_state import leaving_no_trace
-from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, difference, fill, rehearsed, signature
+from trainer.loop.recording import (
+    CannotBeRecorded,
+    Packed,
+    Recorder,
+    Recordings,
+    difference,
+    fill,
+    rehearse,
+    signature,
+)
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, PerSample
 
 MOST_FORWARDS = 32
-"""Recordings that are kept; beyond it the one goes that was not used for longest."""
+"""Recordings that are kept."""
 
 
 class RecordedForward(NamedTuple):
@@ -38,9 +46,7 @@ class RecordedForwards:
 
     def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
         self._objective, self._strategy, self._recorder = objective, strategy, recorder
-        self._recordings: OrderedDict[Any, RecordedForward] = OrderedDict()
-        self._seen: Counter[Any] = Counter()
-        self._left_out: set[Any] = set()
+        self._recordings: Recordings[RecordedForward] = Recordings(MOST_FORWARDS)
         self.problem: str | None = None
 
     def clear(self) -> None:
@@ -50,20 +56,18 @@ class RecordedForwards:
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
         """What a module returns for a batch in host memory. account_of: says what stands in the way of a recording."""
         key = signature(batch)
-        self._seen[key] += 1
-        if self.problem is not None or self._seen[key] == 1 or key in self._left_out:
+        recording = self._recordings.used(key)
+        if recording is not None:
+            return _replayed(recording, batch)
+        if self.problem is not None or not self._recordings.is_wanted(key):
             return net(self._strategy.to_device(batch))
-        if key in self._recordings:
-            self._recordings.move_to_end(key)
-            return _replayed(self._recordings[key], batch)
+        self._recordings.make_place()
         try:
             recording = self._recorded(net, batch)
         except Exception as error:  # an own forward may raise anything where it is recorded
             self.problem = account_of(error)
             self.clear()
             return net(self._strategy.to_device(batch))
-        if len(self._recordings) == MOST_FORWARDS:
-            self._left_out.add(self._recordings.popitem(last=False)[0])  # or they would displace each other
         self._recordings[key] = recording
         return _replayed(recording, batch)
 
@@ -81,7 +85,7 @@ class RecordedForwards:
                 raise CannotBeRecorded(f"forwards give {change.path} another value, which a recording would not")
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
-            expected, reads = rehearsed(lambda: _tensors(net({**inputs})))
+            expected, reads = rehearse(lambda: _tensors(net({**inputs})))
         per_sample: set[str] = set()
 
         def work() -> Packed:

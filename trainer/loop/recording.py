@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -14,9 +15,8 @@ from trainer.common.torch_private import TorchDispatchMode, end_allocating, tree
 from trainer.loading.batches import Batch
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-AT_OPERATOR = "__torch_dispatch__"
-"""A function in tracebacks of what an operator raises in a rehearsal, above the line that called it."""
 SUMMATIONS = 8
 """How many times the difference of two replays a recording may be off, where these differ."""
 REPLAYS = 3
@@ -88,21 +88,21 @@ class Recorder:
             usual.wait_stream(self._stream)
 
 
-def rehearsed(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
+def rehearse(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """What a function returns, and the tensors of before that it reads: a recording needs their memory.
 
     Raises RuntimeError where the host would wait for a GPU, as far as torch can tell, where somebody keeps a tensor
     that the function makes each time, and what the function raises.
     """
-    result, reads, keeps = _rehearsed(function)
+    result, reads, keeps = _rehearse_once(function)
     if keeps:  # perhaps what it makes once, and finds from then on
-        result, reads, keeps = _rehearsed(function)
+        result, reads, keeps = _rehearse_once(function)
     if keeps:
         raise CannotBeRecorded(f"something keeps a tensor of the shape {keeps[0]}, which replays would overwrite")
     return result, reads
 
 
-def _rehearsed(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
+def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
     """The last part: shapes of the tensors that are kept."""
     reads: Any = nullcontext()
     with suppress(NotImplementedError):
@@ -185,6 +185,36 @@ def _without_collecting() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+class Recordings(OrderedDict[Any, R]):
+    """Recordings by signature, at most a fixed number: beyond it the one goes that was not used for longest.
+
+    left_out: signatures that get none, such as those of recordings that have gone, which would displace each other.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+        self._seen: set[Any] = set()
+        self.left_out: set[Any] = set()
+
+    def used(self, key: Any) -> R | None:
+        """The recording of a signature that is about to be used, or None."""
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def is_wanted(self, key: Any) -> bool:
+        """Whether a signature without a recording gets one. The first time that it comes its kernels are loaded."""
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return not is_new and key not in self.left_out
+
+    def make_place(self) -> None:
+        """Before one more recording."""
+        if len(self) >= self._most:
+            self.left_out.add(self.popitem(last=False)[0])
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:

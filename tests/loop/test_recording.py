@@ -1,0 +1,43 @@
+"""What steps as CUDA graphs need of the host: a bounded number of recordings, and whether two results are alike."""
+
+import torch
+
+from trainer.loop.recording import Packed, Recordings, difference
+
+
+def test_a_signature_is_recorded_when_it_comes_again_and_once():
+    kept = Recordings(most=2)
+    made = []
+    for key in "aabbccabcabc":
+        if kept.used(key) is None and kept.is_wanted(key):
+            kept.make_place()
+            kept[key] = key.upper()
+            made.append(key)
+    assert made == ["a", "b", "c"] and len(kept) == 2
+    assert kept.get("a") is None and not kept.is_wanted("a")
+    kept.clear()
+    assert kept.get("b") is None and kept.is_wanted("b")
+
+
+def test_packed_tensors_come_back_as_they_were():
+    values = {
+        "loss": torch.tensor(1.5),
+        "hits": torch.tensor([2, 3]),
+        "table": torch.ones(2, 0, 3),
+        "is": torch.tensor(True),
+    }
+    copies = Packed(values).copies()
+    assert all(copies[name].shape == value.shape and torch.equal(copies[name], value) for name, value in values.items())
+
+
+def test_a_difference_counts_beyond_what_replays_differ_by():
+    value = {"x": torch.tensor([1.0, torch.nan, torch.inf])}
+
+    def near(error):
+        return {"x": value["x"] + torch.tensor([error, 0.0, 0.0])}
+
+    assert difference(value, near(0.0), replayed=dict, rounding=0.0) is None
+    assert difference(value, near(1e-6), lambda: near(2e-6), rounding=1e-4) is None
+    assert difference(value, near(1e-6), lambda: near(1e-6), rounding=1e-4) == "x"
+    assert difference(value, near(1e-2), lambda: near(2e-2), rounding=1e-4) == "x"
+    assert difference(value, {}, replayed=dict, rounding=1.0) == "x"
